@@ -1,0 +1,79 @@
+"""Environment variables that every process of a job gets, from the local launcher and from pods alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+JOB = "DOVETAIL_JOB"
+NAME = "DOVETAIL_NAME"
+RUN_DIR = "DOVETAIL_RUN_DIR"
+COORDINATOR = "DOVETAIL_COORDINATOR"
+TOKEN = "DOVETAIL_TOKEN"
+HOST = "DOVETAIL_HOST"
+PORT = "DOVETAIL_PORT"
+METRICS_PORT = "DOVETAIL_METRICS_PORT"
+GROUP = "DOVETAIL_GROUP"
+RANK = "DOVETAIL_RANK"
+WORLD_SIZE = "DOVETAIL_WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class ProcessEnv:
+    """Who this process is and where its job lives.
+
+    `run_dir` is the job's volume: job.json (the manifest with defaults), plan.json, models/, checkpoints/, logs/.
+    `host` and `port` are what this process serves HTTP on; trainer ranks serve only metrics (`metrics_port`)."""
+
+    job: str
+    name: str
+    run_dir: Path
+    coordinator: str
+    token: str
+    host: str
+    port: int
+    metrics_port: int
+    group: str
+    rank: int
+    world_size: int
+
+    @staticmethod
+    def read(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
+        """Raises ValueError naming the variable that is missing."""
+
+        def need(key: str) -> str:
+            if key not in environ:
+                raise ValueError(f"environment variable {key} is not set; start this process with `dovetail run`")
+            return environ[key]
+
+        return ProcessEnv(
+            job=need(JOB),
+            name=need(NAME),
+            run_dir=Path(need(RUN_DIR)),
+            coordinator=need(COORDINATOR),
+            token=need(TOKEN),
+            host=environ.get(HOST, "127.0.0.1"),
+            port=int(environ.get(PORT, "0")),
+            metrics_port=int(environ.get(METRICS_PORT, "0")),
+            group=environ.get(GROUP, ""),
+            rank=int(environ.get(RANK, "0")),
+            world_size=int(environ.get(WORLD_SIZE, "1")),
+        )
+
+    def write(self) -> dict[str, str]:
+        """The variables that `read` reads."""
+        return {
+            JOB: self.job,
+            NAME: self.name,
+            RUN_DIR: str(self.run_dir),
+            COORDINATOR: self.coordinator,
+            TOKEN: self.token,
+            HOST: self.host,
+            PORT: str(self.port),
+            METRICS_PORT: str(self.metrics_port),
+            GROUP: self.group,
+            RANK: str(self.rank),
+            WORLD_SIZE: str(self.world_size),
+        }

@@ -1,0 +1,242 @@
+"""What passes between a job's processes, as JSON over HTTP (arrays: `dovetail.api.wire`).
+
+Every request carries `Authorization: Bearer <token of the job>`. docs/architecture.md has the sequence."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.types import ScratchModel, Stage
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Span(Message):
+    """One bar of the timeline: [start, end) in seconds since the epoch, on track `process`/`lane`."""
+
+    name: str
+    process: str
+    lane: str = "main"
+    start: float
+    end: float
+    iteration: int | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- trainer ranks -> coordinator
+
+
+class JoinRequest(Message):
+    """POST /v1/trainer/join: a rank offers itself; answered once all ranks of the world have joined (long poll)."""
+
+    name: str
+    rank: int
+    world_size: int
+    incarnation: str
+    host: str
+    port: int = Field(description="A free port on host; rank 0's becomes the rendezvous.")
+    nccl_version: str | None = None
+
+
+class JoinReply(Message):
+    """`generation` is null when the poll timed out: ask again."""
+
+    generation: int | None = None
+    world_size: int = 0
+    master_host: str = ""
+    master_port: int = 0
+
+
+class ModelRef(Message):
+    """Where a trainer or scorer gets a model from. head `lm`: vocabulary logits; `value`: one scalar per token."""
+
+    head: Literal["lm", "value"]
+    path: str | None = Field(None, description="Hugging Face folder. A value head absent there starts at zero.")
+    scratch: ScratchModel | None = Field(None, description="Or: random weights from `seed`.")
+    tokenizer: str | None = Field(None, description="Tokenizer folder, for the vocabulary size of scratch models and exports.")
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+class Action(Message):
+    """One entry of a rank's schedule: model, pipeline stage's micro-batch, forward (F) or backward (B)."""
+
+    model: str
+    micro_batch: int
+    kind: Literal["F", "B"]
+
+
+class Load(Message):
+    """Build models and optimizers for a stage, from sources or a checkpoint. Everything held before is dropped."""
+
+    kind: Literal["load"] = "load"
+    id: str
+    stage: Stage
+    models: dict[str, ModelRef] = Field(description="SFT: actor. Reward: reward. PPO: actor and critic (critic only with gae).")
+    total_steps: int = Field(description="Optimizer steps of the stage, for the learning-rate schedule.")
+    checkpoint: str | None = None
+
+
+class Step(Message):
+    """One optimizer step of SFT or reward training, or one PPO iteration's training (epochs x mini-batches)."""
+
+    kind: Literal["step"] = "step"
+    id: str
+    stage: Stage
+    step: int = Field(description="1 for the first step after `load` without a checkpoint.")
+    batch: str = Field(description="GET /v1/batches/{batch}")
+    actions: list[list[Action]] = Field(description="Per rank; PPO: of one mini-batch, repeated for each.")
+    kl_coef: float = 0.0
+    train_actor: bool = True
+
+
+class Evaluate(Message):
+    """SFT: {'loss', 'tokens'}. Reward: {'accuracy', 'pairs', 'correct', 'loss'}. Whole batches, no gradients."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    id: str
+    stage: Stage
+    batches: list[str]
+
+
+class Save(Message):
+    """Write a checkpoint folder, atomically (a temporary name, then a rename)."""
+
+    kind: Literal["save"] = "save"
+    id: str
+    path: str
+
+
+class Export(Message):
+    """Write a Hugging Face folder, atomically. `ema` needs ppo.ema."""
+
+    kind: Literal["export"] = "export"
+    id: str
+    model: Literal["actor", "critic", "reward", "ema"]
+    path: str
+
+
+class Receiver(Message):
+    """One process that takes part in a weight transfer."""
+
+    name: str
+    kind: Literal["rollout", "scorer"]
+    models: list[str] = Field(description="Which models it takes: rollouts actor, scorers critic.")
+    rank_offset: int = Field(description="Its first rank in every communicator; the sender is rank 0.")
+    world: int = 1
+
+
+class Publish(Message):
+    """Send weights to receivers: first POST /v1/weights/offer (rank 0), then broadcast, then the result."""
+
+    kind: Literal["publish"] = "publish"
+    id: str
+    version: int
+    epoch: int = Field(description="Changes whenever the set of receivers does: communicators are then made anew.")
+    receivers: list[Receiver]
+    deadline_seconds: float = 120.0
+
+
+class Stop(Message):
+    kind: Literal["stop"] = "stop"
+    id: str
+
+
+Command = Annotated[Load | Step | Evaluate | Save | Export | Publish | Stop, Field(discriminator="kind")]
+
+
+class CommandResult(Message):
+    id: str
+    ok: bool
+    error: str | None = Field(None, description="One sentence; the traceback is in the rank's log.")
+    metrics: dict[str, float] = Field(default_factory=dict)
+    spans: list[Span] = Field(default_factory=list)
+
+
+class NextRequest(Message):
+    """POST /v1/trainer/next, rank 0 only (long poll, at most 20 s). 409: the generation is over, join again."""
+
+    generation: int
+    result: CommandResult | None = None
+    stage: Stage | None = Field(None, description="What the ranks hold now: stage and last applied step.")
+    step: int = 0
+
+
+class NextReply(Message):
+    command: Command | None = None
+
+
+class Heartbeat(Message):
+    """POST /v1/heartbeat, every rank, from a thread of its own, every 2 s."""
+
+    name: str
+    rank: int
+    incarnation: str
+    generation: int | None = None
+
+
+class HeartbeatReply(Message):
+    generation: int | None = Field(None, description="The current one; a rank that sees a newer one leaves its collectives.")
+
+
+# ---------------------------------------------------------------- weight transfer
+
+
+class Bucket(Message):
+    """Tensors packed back to back into one buffer of `nbytes` (each start aligned to 16 bytes)."""
+
+    names: list[str]
+    dtypes: list[str] = Field(description="torch names without the prefix: float32, bfloat16, ...")
+    shapes: list[list[int]]
+    offsets: list[int]
+    nbytes: int
+
+
+class Segment(Message):
+    """What one sender sends: its rendezvous and its buckets, in order, each followed by its checksum."""
+
+    index: int
+    model: str
+    host: str
+    port: int
+    buckets: list[Bucket]
+
+
+class Offer(Message):
+    """POST /v1/weights/offer: the senders listen; the coordinator now tells the receivers."""
+
+    version: int
+    epoch: int
+    backend: Literal["gloo", "nccl"]
+    segments: list[Segment]
+    deadline_seconds: float = 120.0
+
+
+class Receive(Message):
+    """POST /v1/weights on a scorer (and the update_info of our vLLM engine): take these segments, whole or not at all."""
+
+    offer: Offer
+    rank_offset: int
+    world_size: int = Field(description="Ranks in each communicator: sender and all receivers of that model.")
+
+
+# ---------------------------------------------------------------- rollout and scorer processes -> coordinator
+
+
+class Register(Message):
+    """POST /v1/instances, on start and every 2 s. A new incarnation is a restarted process: it holds no weights."""
+
+    name: str
+    kind: Literal["rollout", "scorer"]
+    group: str
+    url: str
+    incarnation: str
+    ready: bool
+    weight_version: int | None = None
+    abilities: dict[str, Any] = Field(
+        default_factory=dict, description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len"
+    )
