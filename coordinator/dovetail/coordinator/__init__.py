@@ -1,0 +1,1 @@
+"""Drives a job: data, samples, fleet, iterations, weights, checkpoints. No torch."""

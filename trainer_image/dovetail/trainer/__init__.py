@@ -1,0 +1,1 @@
+"""Trainer rank: algorithms, executor, parallelism, checkpoints and weight sending."""

@@ -1,0 +1,343 @@
+"""Rewards per token, and advantages: GAE, GRPO, RLOO, or a function of the user's.
+
+Time counts response tokens only: tokens outside the mask are skipped, as if the row did not contain them, so
+holes (tool output, say) and right padding follow one rule. Results are 0 outside the mask."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from dovetail.api.types import PPO
+from dovetail.trainer.algorithms.kl import kl_estimate
+from torch import Tensor
+
+BLOCK = 64
+WHITEN_EPS = 1e-8
+GRPO_EPS = 1e-6
+
+
+# ---------------------------------------------------------------- GAE
+
+
+def _compact(mask: Tensor) -> Tensor | None:
+    """Order of each row with its masked-in tokens first; None if they already are."""
+    keep = mask.bool()
+    if not bool((keep[:, 1:] & ~keep[:, :-1]).any()):
+        return None
+    return torch.argsort((~keep).to(torch.uint8), dim=1, stable=True)
+
+
+def _toeplitz(size: int, w: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(size, size), entry [l, t] = w^(l-t) for l >= t, else 0; subnormal powers, slow and useless, become 0."""
+    steps = torch.arange(size, device=device)
+    lag = steps.unsqueeze(1) - steps.unsqueeze(0)
+    powers = torch.pow(torch.tensor(w, dtype=torch.float64, device=device), lag.clamp(min=0))
+    powers = torch.where((lag >= 0) & (powers >= torch.finfo(dtype).tiny), powers, 0.0)
+    return powers.to(dtype)
+
+
+def discounted_sums(x: Tensor, w: float) -> Tensor:
+    """y[:, t] = sum over l >= t of w^(l-t) x[:, l], for 0 <= w <= 1; x, y (batch, time).
+
+    The product x W with the triangular Toeplitz matrix W, by blocks of time: one matrix product for all
+    blocks of all rows, then what lies beyond each block, which is the same sum over the blocks' first entries
+    with w^BLOCK. Exponents are never negative, so nothing overflows, and powers that underflow are 0 as they
+    should be."""
+    batch, time = x.shape
+    size = min(BLOCK, time)
+    if time <= BLOCK:
+        return x @ _toeplitz(time, w, x.dtype, x.device) if time else x
+    blocks = -(-time // size)
+    padded = torch.nn.functional.pad(x, (0, blocks * size - time))
+    local = (padded.reshape(batch * blocks, size) @ _toeplitz(size, w, x.dtype, x.device)).view(
+        batch, blocks, size
+    )
+    heads = discounted_sums(local[:, :, 0].contiguous(), w**size)
+    powers = _toeplitz(size + 1, w, x.dtype, x.device)[1:, 0].flip(0)  # w^size ... w^1
+    local[:, :-1] += heads[:, 1:, None] * powers
+    return local.view(batch, blocks * size)[:, :time]
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) as one matrix product.
+
+    A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's last token
+    (also of a truncated response). rewards, values, mask (batch, time); values[:, t] is the value of the
+    state in which token t was chosen. Returns (advantages, returns = advantages + values), 0 outside the
+    mask, no gradient, in float32 or wider. Equal to `gae_recursive`."""
+    with torch.no_grad():
+        dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+        keep = mask.bool()
+        order = _compact(keep)
+        r, v, k = rewards, values, keep
+        if order is not None:
+            r, v, k = (x.gather(1, order) for x in (rewards, values, keep))
+        v = torch.where(k, v, 0.0).to(dtype)
+        delta = torch.where(k, r, 0.0).to(dtype) - v
+        delta[:, :-1] += gamma * v[:, 1:]
+        advantages = torch.where(k, discounted_sums(delta, gamma * lam), 0.0)
+        returns = advantages + v
+        if order is not None:
+            advantages = torch.zeros_like(advantages).scatter(1, order, advantages)
+            returns = torch.zeros_like(returns).scatter(1, order, returns)
+        return advantages, returns
+
+
+def gae_recursive(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """`gae` by its defining recursion A_t = delta_t + gamma lam A_{t+1}, from the last token to the first."""
+    with torch.no_grad():
+        dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+        keep = mask.bool()
+        advantages = torch.zeros_like(rewards, dtype=dtype)
+        next_advantage = torch.zeros(rewards.shape[0], dtype=dtype, device=rewards.device)
+        next_value = torch.zeros_like(next_advantage)
+        for t in reversed(range(rewards.shape[1])):
+            delta = rewards[:, t] + gamma * next_value - values[:, t]
+            here = delta + gamma * lam * next_advantage
+            next_advantage = torch.where(keep[:, t], here, next_advantage)
+            next_value = torch.where(keep[:, t], values[:, t].to(dtype), next_value)
+            advantages[:, t] = torch.where(keep[:, t], here, 0.0)
+        return advantages, torch.where(keep, advantages + values, 0.0)
+
+
+# ---------------------------------------------------------------- group baselines
+
+
+def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sample's group's sum of x and size, both (batch,)."""
+    _, index = torch.unique(groups, return_inverse=True)
+    count = int(index.max()) + 1 if index.numel() else 0
+    sums = torch.zeros(count, dtype=x.dtype, device=x.device).index_add_(0, index, x)
+    sizes = torch.zeros_like(sums).index_add_(0, index, torch.ones_like(x))
+    return sums[index], sizes[index]
+
+
+def _spread(per_sample: Tensor, like: Tensor, mask: Tensor) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return per_sample.to(dtype).unsqueeze(1) * mask.to(dtype)
+
+
+def grpo(scores: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True) -> Tensor:
+    """Group-relative advantages (Shao et al. 2024, section 4.1.2): (score - group mean) / (group std + 1e-6),
+    on every token of a sample. std is unbiased; without `normalize_std` it is left out (Dr. GRPO, Liu et al.
+    2025).
+
+    scores (batch,) float; groups (batch,) integer, equal for samples of one prompt; mask (batch, time) of the
+    result. A sample alone in its group gets 0: there is nothing to compare it with. Computed in float64, so
+    that equal scores give 0 and not rounding noise over 1e-6."""
+    with torch.no_grad():
+        s = scores.double()
+        sums, sizes = _group_sums(s, groups)
+        advantage = s - sums / sizes
+        if normalize_std:
+            squares, _ = _group_sums(advantage.square(), groups)
+            advantage = advantage / ((squares / (sizes - 1).clamp(min=1)).sqrt() + GRPO_EPS)
+        return _spread(torch.where(sizes > 1, advantage, 0.0), scores, mask)
+
+
+def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """Leave-one-out baseline (Ahmadian et al. 2024, eq. 7): score minus the mean of the group's others, on
+    every token.
+
+    Shapes as in `grpo`; a sample alone in its group gets 0."""
+    with torch.no_grad():
+        s = scores.double()
+        sums, sizes = _group_sums(s, groups)
+        others = (sums - s) / (sizes - 1).clamp(min=1)
+        return _spread(torch.where(sizes > 1, s - others, 0.0), scores, mask)
+
+
+# ---------------------------------------------------------------- rewards and whitening
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the tokens of `mask` in the whole batch, 0 outside; var is unbiased.
+
+    `shift_mean` False keeps the mean (rewards: their sign must survive). A single token: variance 0.
+    Give the whole batch, not a micro-batch: statistics are not additive."""
+    with torch.no_grad():
+        keep = mask.bool()
+        wide = torch.where(keep, x, 0.0).double()
+        count = keep.sum()
+        mean = wide.sum() / count.clamp(min=1)
+        centred = torch.where(keep, wide - mean, 0.0)
+        variance = centred.square().sum() / (count - 1).clamp(min=1)
+        scaled = centred * torch.rsqrt(variance + WHITEN_EPS)
+        if not shift_mean:
+            scaled = torch.where(keep, scaled + mean, 0.0)
+        return scaled.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def sample_scores(
+    scores: Tensor,
+    finished: Tensor | None = None,
+    *,
+    reward_clip: float | None = None,
+    missing_eos_penalty: float | None = None,
+) -> Tensor:
+    """Scores clipped to +-`reward_clip`, then less `missing_eos_penalty` where not `finished`; all (batch,).
+
+    In this order: a clipped score must not swallow the penalty. Raises ValueError for a penalty without
+    `finished`."""
+    result = scores
+    if reward_clip is not None:
+        result = result.clamp(-reward_clip, reward_clip)
+    if missing_eos_penalty:
+        if finished is None:
+            raise ValueError("missingEosPenalty needs `finished`: which samples ended by themselves")
+        result = result - missing_eos_penalty * (~finished.bool()).to(result.dtype)
+    return result
+
+
+def token_rewards(
+    scores: Tensor,
+    kl: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    *,
+    reward_clip: float | None = None,
+    finished: Tensor | None = None,
+    missing_eos_penalty: float | None = None,
+) -> Tensor:
+    """Reward of each token: -kl_coef * kl, plus the sample's score at its last token (Ouyang et al. 2022, eq.
+    2).
+
+    scores, finished (batch,); kl (an estimate of `kl.kl_estimate`, nats), mask (batch, time). Clip and
+    penalty as in `sample_scores`; the KL term is not clipped. A row without tokens has no place for its score
+    and stays 0."""
+    with torch.no_grad():
+        keep = mask.bool()
+        final = sample_scores(
+            scores, finished, reward_clip=reward_clip, missing_eos_penalty=missing_eos_penalty
+        )
+        rewards = torch.where(keep, -kl_coef * kl, 0.0)
+        rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+        if not keep.shape[1]:
+            return rewards
+        positions = torch.arange(keep.shape[1], device=keep.device)
+        last = torch.where(keep, positions, -1).amax(dim=1)
+        at_last = positions.unsqueeze(0) == last.unsqueeze(1)
+        return rewards + torch.where(at_last, final.to(rewards.dtype).unsqueeze(1), 0.0)
+
+
+# ---------------------------------------------------------------- dispatch
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What an advantage function sees: the whole batch of an iteration.
+
+    rewards, mask, values (batch, time), values None without a critic; scores (after clip and penalty),
+    groups, finished (batch,); kl (batch, time) nats; config: the job's `spec.ppo`."""
+
+    rewards: Tensor
+    values: Tensor | None
+    mask: Tensor
+    scores: Tensor
+    groups: Tensor
+    finished: Tensor
+    kl: Tensor
+    config: PPO
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """advantages (batch, time); returns (batch, time), None when there is no critic to learn them;
+    rewards and kl (batch, time): what they were made from, for metrics. 0 outside the mask, no gradient."""
+
+    advantages: Tensor
+    returns: Tensor | None
+    rewards: Tensor
+    kl: Tensor
+
+
+AdvantageFunction = Callable[[Experience], Tensor | tuple[Tensor, Tensor | None]]
+
+
+def load_function(name: str) -> Callable[..., object]:
+    """The callable named "module:callable"; raises ValueError, saying what is missing."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"{name!r} must have the form module:callable")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ValueError(
+            f"cannot import {module_name!r} of {name!r}: {error}; is it on PYTHONPATH?"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"module {module_name!r} has no {attribute!r}, wanted by {name!r}") from error
+    if not callable(function):
+        raise ValueError(f"{name!r} is not callable")
+    return function  # type: ignore[no-any-return]
+
+
+def _custom(function: Callable[..., object], experience: Experience) -> tuple[Tensor, Tensor | None]:
+    result = function(experience)
+    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    shape = tuple(experience.mask.shape)
+    for what, tensor in (("advantages", advantages), ("returns", returns)):
+        if tensor is not None and tuple(getattr(tensor, "shape", ())) != shape:
+            raise ValueError(f"advantageFunction returned {what} that are not a tensor of shape {shape}")
+    if returns is None and experience.values is not None:
+        returns = advantages + experience.values
+    return advantages, returns
+
+
+def compute_advantages(
+    config: PPO,
+    *,
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    finished: Tensor,
+    kl_coef: float,
+    values: Tensor | None = None,
+    function: AdvantageFunction | None = None,
+) -> Advantages:
+    """Advantages of a whole iteration's batch, as `spec.ppo` says.
+
+    scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time).
+    1. token rewards: clipped score, missing-end penalty, -kl_coef * KL; `whitenRewards` scales them, mean
+       kept;
+    2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`); grpo and rloo on each sample's
+       summed token rewards, that is the score less the KL penalty (their baseline is the group: they are not
+       whitened);
+    3. or `function` (or the one that `advantageFunction` names): called with an `Experience`, used as it
+       comes. Raises ValueError when gae lacks values or a function returns the wrong shape."""
+    with torch.no_grad():
+        keep = mask.bool()
+        kl = kl_estimate(logprobs, ref_logprobs, keep, config.kl.estimator)
+        final = sample_scores(
+            scores, finished, reward_clip=config.reward_clip, missing_eos_penalty=config.missing_eos_penalty
+        )
+        rewards = token_rewards(final, kl, keep, kl_coef)
+        if config.whiten_rewards:
+            rewards = whiten(rewards, keep, shift_mean=False)
+        chosen: Callable[..., object] | None = function
+        if chosen is None and config.advantage_function is not None:
+            chosen = load_function(config.advantage_function)
+        returns: Tensor | None = None
+        if chosen is not None:
+            experience = Experience(rewards, values, keep, final, groups, finished, kl, config)
+            advantages, returns = _custom(chosen, experience)
+            advantages = torch.where(keep, advantages, 0.0)
+            returns = None if returns is None else torch.where(keep, returns, 0.0)
+        elif config.advantage == "gae":
+            if values is None:
+                raise ValueError("advantage gae needs the critic's values")
+            advantages, returns = gae(rewards, values, keep, config.gamma, config.lam)
+            if config.whiten_advantages:
+                advantages = whiten(advantages, keep)
+        elif config.advantage == "grpo":
+            advantages = grpo(rewards.sum(dim=1), groups, keep)
+        else:
+            advantages = rloo(rewards.sum(dim=1), groups, keep)
+        return Advantages(advantages, returns, rewards, kl)
