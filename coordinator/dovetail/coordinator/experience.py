@@ -1,0 +1,103 @@
+"""One iteration's finished and scored samples, as arrays: what PPO trains on, kept on disk until a checkpoint covers it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from dovetail.api.wire import Arrays, pack
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+
+
+@dataclass
+class Experience:
+    """Samples of one iteration, in order of (prompt, sample).
+
+    `arrays` follow docs/architecture.md, "Batches", ppo: tokens (N,T), scores (N,), ... You may change `scores`, and set
+    `advantages` and `returns` (both (N,R) float32) to replace the job's own estimator."""
+
+    iteration: int
+    prompts: list[str]
+    responses: list[str]
+    arrays: Arrays
+    fields: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def scores(self) -> FloatArray:
+        """Reward of each sample, (N,) float32."""
+        return self.arrays["scores"].astype(np.float32)
+
+    @scores.setter
+    def scores(self, value: Sequence[float] | FloatArray) -> None:
+        array = np.asarray(value, np.float32)
+        if array.shape != (len(self.responses),):
+            raise ValueError(f"scores must have shape ({len(self.responses)},), not {array.shape}")
+        self.arrays["scores"] = array
+
+    @property
+    def kl(self) -> FloatArray:
+        """KL of each sample against the reference, (N,) float32, nats: sum of log-probability differences (k1)."""
+        return kl_per_sample(self.arrays)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int32]:
+        return self.arrays["response_lengths"].astype(np.int32)
+
+    def set_advantages(self, advantages: FloatArray, returns: FloatArray) -> None:
+        """Both (N,R) float32; entries after a response's end are ignored."""
+        shape = self.arrays["rollout_logprobs"].shape
+        for name, value in (("advantages", advantages), ("returns", returns)):
+            if value.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, not {value.shape}")
+            self.arrays[name] = np.asarray(value, np.float32)
+
+
+def kl_per_sample(arrays: Arrays) -> FloatArray:
+    """Sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32; zeros without a reference."""
+    lengths = arrays["response_lengths"]
+    logprobs = arrays["rollout_logprobs"]
+    if "ref_logprobs" not in arrays:
+        return np.zeros(len(lengths), np.float32)
+    mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
+    difference = np.where(mask, logprobs - arrays["ref_logprobs"], 0.0)
+    return np.asarray(difference.sum(axis=1), np.float32)
+
+
+class ExperienceFiles:
+    """Batches `ppo/<iteration>` as files, written whole or not at all, so that a step can be replayed bit for bit."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir / "experience"
+        self._dir.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, iteration: int) -> Path:
+        return self._dir / f"{iteration:06d}.safetensors"
+
+    def write(self, iteration: int, arrays: Arrays) -> None:
+        temporary = self._path(iteration).with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.write(pack(arrays))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._path(iteration))
+
+    def has(self, iteration: int) -> bool:
+        return self._path(iteration).exists()
+
+    def read(self, iteration: int) -> bytes:
+        """Raises KeyError when the iteration has not been stored, or was forgotten after a checkpoint."""
+        try:
+            return self._path(iteration).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(f"ppo/{iteration}") from None
+
+    def forget_through(self, iteration: int) -> None:
+        """Drop iterations up to and including this one: a checkpoint covers them."""
+        for path in self._dir.glob("*.safetensors"):
+            if int(path.stem) <= iteration:
+                path.unlink(missing_ok=True)

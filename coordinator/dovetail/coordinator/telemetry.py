@@ -1,0 +1,106 @@
+"""What a run shows of itself: Prometheus metrics, TensorBoard event files, history.jsonl and the live status."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from dovetail.api.types import Stage
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
+
+
+class Metrics:
+    """Base units; labels bounded by the plan (stage, phase, instance names)."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.stage_step = Gauge(
+            "dovetail_stage_step", "Last finished step of a stage.", ["stage"], registry=registry
+        )
+        self.steps = Counter(
+            "dovetail_steps", "Finished steps, replays included.", ["stage"], registry=registry
+        )
+        self.reward = Gauge(
+            "dovetail_reward_mean", "Mean score of the last iteration's samples.", registry=registry
+        )
+        self.kl = Gauge(
+            "dovetail_kl_nats", "Mean KL per sample to the reference, last iteration.", registry=registry
+        )
+        self.samples = Counter("dovetail_samples", "Samples generated.", registry=registry)
+        self.tokens = Counter("dovetail_response_tokens", "Response tokens generated.", registry=registry)
+        self.rate = Gauge(
+            "dovetail_samples_per_second", "Samples per second of the last iteration.", registry=registry
+        )
+        self.phase_seconds = Counter(
+            "dovetail_phase_seconds", "Time by phase of PPO.", ["phase"], registry=registry
+        )
+        self.iteration_seconds = Histogram(
+            "dovetail_iteration_seconds",
+            "PPO iteration time.",
+            registry=registry,
+            buckets=(0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800),
+        )
+        self.generations = Counter(
+            "dovetail_trainer_generations", "Times the trainers formed their groups.", registry=registry
+        )
+        self.instance_ready = Gauge(
+            "dovetail_instance_ready",
+            "1 if an instance may take work.",
+            ["instance", "kind"],
+            registry=registry,
+        )
+        self.weight_version = Gauge(
+            "dovetail_weight_version", "Version of the published weights.", registry=registry
+        )
+
+
+class History:
+    """history.jsonl and TensorBoard files: one entry a step. A step replayed after a fault is written again; the last wins."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._file = (run_dir / "history.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._board = Writer(str(run_dir / "tensorboard"))
+
+    def add(self, stage: Stage, step: int, metrics: dict[str, float]) -> None:
+        line = {"stage": stage.value, "step": step, "time": round(time.time(), 3), "metrics": metrics}
+        self._file.write(json.dumps(line) + "\n")
+        for name, value in metrics.items():
+            self._board.add_scalar(f"{stage.value}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+class Status:
+    """The document of GET /v1/status."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {
+            "state": "starting",
+            "stage": None,
+            "step": 0,
+            "total_steps": 0,
+            "iteration": 0,
+            "total_iterations": 0,
+            "phase": None,
+            "samples_done": 0,
+            "samples_total": 0,
+            "metrics": {},
+            "message": "",
+        }
+
+    def update(self, **fields: Any) -> None:
+        """Change some of the fields; unknown names are an error."""
+        unknown = set(fields) - set(self._fields)
+        if unknown:
+            raise KeyError(f"no status field {sorted(unknown)}")
+        self._fields.update(fields)
+
+    def document(self, instances: dict[str, Any]) -> dict[str, Any]:
+        return {**self._fields, "instances": instances}
