@@ -1,0 +1,8 @@
+"""Hugging Face causal language models as pipeline stages: build, load, run and export. Shared by trainer and scorer."""
+
+from dovetail.models.build import build_stage
+from dovetail.models.config import ModelError, load_config
+from dovetail.models.export import HuggingFaceWriter
+from dovetail.models.stage import Stage, layer_range
+
+__all__ = ["HuggingFaceWriter", "ModelError", "Stage", "build_stage", "layer_range", "load_config"]

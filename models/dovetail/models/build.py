@@ -1,0 +1,70 @@
+"""Build a stage: structure on the meta device first, then exactly this rank's tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.api.messages import ModelRef
+from dovetail.models.config import ModelError, load_config
+from dovetail.models.source import Folder, Seed, Source
+from dovetail.models.stage import VALUE_HEAD, Stage
+
+
+def build_stage(
+    ref: ModelRef,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Stage:
+    """A stage with its weights, on `device` in `dtype`, in evaluation mode and without gradients.
+
+    Reads only the stage's own tensors. Raises `ModelError` for anything wrong with the folder."""
+    stage = Stage(load_config(ref), ref.head, pp_rank, pp_size)
+    stage.to(dtype)
+    stage.to_empty(device=device)
+    fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
+    stage.place_buffers(device)
+    return stage.eval().requires_grad_(False)
+
+
+def open_source(ref: ModelRef, stage: Stage) -> Source:
+    """The tensors that `ref` names."""
+    return Folder(Path(ref.path)) if ref.path is not None else Seed(ref.seed, stage.config, stage)
+
+
+@torch.no_grad()
+def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
+    """Copy the source's tensors into the stage's parameters, sharded or not, casting to their dtype.
+
+    `names` maps a parameter's name to its name in the stage without wrappers. A value head that the source lacks is
+    zeroed; a vocabulary projection that it lacks is read from the embedding (tied checkpoints); any other missing
+    tensor raises `ModelError`."""
+    parameters = dict(stage.named_parameters())
+    for name, plain in names.items():
+        parameter = parameters[name]
+        local, rows = local_rows(parameter)
+        value = source.read(stage.checkpoint_name(plain), parameter.shape, rows)
+        if value is None and plain == "lm_head.weight":
+            value = source.read(stage.embedding_name, parameter.shape, rows)
+        if value is None and plain == f"{VALUE_HEAD}.weight":
+            value = torch.zeros_like(local)
+        if value is None:
+            raise ModelError(f"{getattr(source, 'path', 'the model')}: tensor {plain} is missing from the weights")
+        local.copy_(value)
+
+
+def local_rows(parameter: nn.Parameter | Tensor) -> tuple[Tensor, slice]:
+    """This rank's part of a parameter and the rows of dimension 0 that it covers (all of them if not sharded)."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    tensor: Any = parameter.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, slice(0, tensor.shape[0])
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), slice(offset[0], offset[0] + shape[0])

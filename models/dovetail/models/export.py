@@ -1,0 +1,129 @@
+"""Write a Hugging Face folder that `transformers` and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.models.stage import Head
+
+_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class HuggingFaceWriter:
+    """Writes one part of a model's folder; a part is what one pipeline stage holds.
+
+    Each writer calls `write` with its tensors; then one process calls `finish` with all writers' manifests. Head
+    `lm` gives a causal language model; head `value` a `...ForSequenceClassification` with one label, whose `score` is
+    the scalar head. All files are flushed to the disk. `OSError` when the disk is full."""
+
+    def __init__(self, folder: Path, part: int = 0, shard_bytes: int = 2 * 1024**3) -> None:
+        self.folder, self.part, self.shard_bytes = folder, part, shard_bytes
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Any]:
+        """Write the tensors (cast to `dtype`) as safetensors shards; returns the manifest: files, names, bytes."""
+        pending: dict[str, Tensor] = {}
+        pending_bytes = total = 0
+        files: list[dict[str, Any]] = []
+
+        def flush() -> None:
+            from safetensors.torch import save_file
+
+            name = f"part-{self.part:05d}-{len(files):05d}.safetensors"
+            save_file(pending, str(self.folder / name), metadata={"format": "pt"})
+            sync(self.folder / name)
+            files.append({"file": name, "names": sorted(pending)})
+            pending.clear()
+
+        for name, tensor in tensors:
+            value = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            size = value.numel() * value.element_size()
+            if pending and pending_bytes + size > self.shard_bytes:
+                flush()
+                pending_bytes = 0
+            # A copy, so that views of one storage do not make safetensors refuse the file.
+            pending[name] = value.clone() if value.data_ptr() == tensor.data_ptr() else value
+            pending_bytes += size
+            total += size
+        if pending:
+            flush()
+        return {"files": files, "bytes": total}
+
+    def finish(
+        self,
+        manifests: list[dict[str, Any]],
+        config: Any,
+        head: Head,
+        dtype: torch.dtype,
+        tokenizer: Path | None,
+    ) -> None:
+        """Give the shards their standard names and write index, config.json and the tokenizer's files."""
+        files = [file for manifest in manifests for file in manifest["files"]]
+        weight_map: dict[str, str] = {}
+        for number, file in enumerate(files, start=1):
+            final = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            os.replace(self.folder / file["file"], self.folder / final)
+            weight_map.update({name: final for name in file["names"]})
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(m["bytes"] for m in manifests)},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
+            write_text(self.folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+        write_text(self.folder / "config.json", json.dumps(exported_config(config, head, dtype), indent=1))
+        for name in _TOKENIZER_FILES if tokenizer is not None else ():
+            assert tokenizer is not None
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, self.folder / name)
+                sync(self.folder / name)
+        sync(self.folder)
+
+
+def exported_config(config: Any, head: Head, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the trained model: the source's, with architecture, dtype and head as they are now."""
+    fields: dict[str, Any] = config.to_dict()
+    kind = "CausalLM" if head == "lm" else "SequenceClassification"
+    fields["architectures"] = [f"{_ARCHITECTURES[config.model_type]}For{kind}"]
+    fields["dtype"] = str(dtype).removeprefix("torch.")
+    for stale in ("torch_dtype", "auto_map", "_name_or_path", "_attn_implementation"):
+        fields.pop(stale, None)
+    if head == "value":
+        fields |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    else:
+        for name in ("num_labels", "id2label", "label2id"):
+            fields.pop(name, None)
+    return fields
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and flush it to the disk."""
+    path.write_text(text)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

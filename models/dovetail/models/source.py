@@ -1,0 +1,106 @@
+"""Where a stage's tensors come from: safetensors files, or a seed. Tensors are read by slices of rows, so that a rank
+that holds a shard reads only its shard."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.models.config import ModelError
+from dovetail.models.stage import VALUE_HEAD, Stage
+
+
+class Source(Protocol):
+    """A checkpoint's tensors by name."""
+
+    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+        """Rows of dimension 0 of tensor `name`, whose full shape must be `shape`; None when absent.
+        Any floating dtype, on the CPU."""
+        ...
+
+
+class Folder:
+    """A Hugging Face folder's safetensors files, with or without an index.
+
+    Raises `ModelError` for a folder with pickle weights only, a missing shard, and a shape that differs."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self.path = path
+        self._files: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = sorted(f.name for f in path.glob("*.safetensors") if f.name != "adapter_model.safetensors")
+        if not files:
+            if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+                raise ModelError(
+                    f"{path}: only pickle weights are there, which can run code when read; convert them to safetensors"
+                )
+            raise ModelError(f"{path}: no *.safetensors weights")
+        for file in files:
+            if not (path / file).is_file():
+                raise ModelError(f"{path}: {file} is named by the index but missing")
+            try:
+                handle = safe_open(str(path / file), framework="pt", device="cpu")
+            except Exception as error:  # SafetensorError is not exported in a stable place
+                raise ModelError(f"{path}/{file}: not a complete safetensors file: {error}") from error
+            for key in handle.keys():  # noqa: SIM118 - not a mapping
+                self._files[key] = handle
+        # Checkpoints of the bare backbone (`OPTModel`, `LlamaModel`) lack the `model.` prefix.
+        self._bare = bool(self._files) and not any(key.startswith("model.") for key in self._files)
+
+    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+        key = name.removeprefix("model.") if self._bare else name
+        if key not in self._files:
+            return None
+        part = self._files[key].get_slice(key)
+        found = tuple(part.get_shape())
+        if found != tuple(shape):
+            raise ModelError(f"{self.path}: {name} has shape {found}, config.json asks for {tuple(shape)}")
+        values: Tensor = part[rows.start : rows.stop] if found else self._files[key].get_tensor(key)
+        return values
+
+
+class Seed:
+    """Random weights as Hugging Face initialises these families: linear and embedding weights normal with the
+    configuration's standard deviation, biases 0, norms 1, the padding row 0.
+
+    Each tensor has a generator of its own, seeded by (seed, name): it is the same whatever the pipeline split, and
+    whichever other tensors a rank holds."""
+
+    def __init__(self, seed: int, config: Any, stage: Stage) -> None:
+        self._seed = seed
+        self._std = float(getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02)
+        self._pad = getattr(config, "pad_token_id", None)
+        self._modules = dict(stage.named_modules())
+        self._embedding = stage.embedding_name
+        self._tied_copy = stage.tied_copy
+
+    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+        owner, _, kind = name.rpartition(".")
+        module = self._modules.get(owner)
+        is_embedding = name in (self._embedding, self._tied_copy)
+        if kind == "bias" or owner == VALUE_HEAD:
+            values = torch.zeros(shape)
+        elif is_embedding or isinstance(module, nn.Linear | nn.Embedding):
+            values = torch.empty(shape)
+            values.normal_(0.0, self._std, generator=generator(self._seed, self._embedding if is_embedding else name))
+            if is_embedding and self._pad is not None:
+                values[self._pad] = 0.0
+        else:
+            values = torch.ones(shape)
+        return values[rows]
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator whose state is a hash of (seed, name)."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,0 +1,155 @@
+"""One pipeline stage of a causal language model: a contiguous range of Hugging Face's own layers.
+
+Parameters carry the names that they have in the Hugging Face checkpoint of the whole model
+(`model.layers.3.mlp.up_proj.weight`), so that weights, optimizer state and exports need no translation and do not
+depend on the pipeline split."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.models.config import ModelError, is_tied, without_dropout
+
+Head = Literal["lm", "value"]
+VALUE_HEAD = "score"
+
+
+def layer_range(layers: int, rank: int, size: int) -> range:
+    """Layers of stage `rank` of `size`: contiguous, sizes differing by at most one, the extra ones to the early
+    stages (the last stage also has the head). Raises `ModelError` when there are more stages than layers."""
+    if size > layers:
+        raise ModelError(f"pp {size} needs at least {size} layers, the model has {layers}; lower pp")
+    base, extra = divmod(layers, size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+class Stage(nn.Module):
+    """Stage `pp_rank` of `pp_size`, built on the meta device (see `dovetail.models.build`).
+
+    Tied embeddings: with one stage the head uses the embedding's weight and there is no `lm_head` parameter; with
+    more, the last stage holds a copy, `lm_head.weight`, which stays equal to the first stage's
+    `model.embed_tokens.weight` because the trainer sums the two gradients and gives the sum to both (`tied_copy`).
+
+    Head `value`: `score`, a bias-free linear map from the final hidden state to one number, under the name and shape
+    of transformers' `...ForSequenceClassification` with `num_labels=1`.
+
+    Dropout is off. `mode` train/eval only matters to LoRA dropout."""
+
+    def __init__(self, config: Any, head: Head, pp_rank: int = 0, pp_size: int = 1) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        self.head: Head = head
+        self.pp_rank, self.pp_size = pp_rank, pp_size
+        self.is_first, self.is_last = pp_rank == 0, pp_rank == pp_size - 1
+        self.opt = config.model_type == "opt"
+        self.layer_ids = layer_range(config.num_hidden_layers, pp_rank, pp_size)
+        self.hidden_size = int(config.hidden_size)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation="sdpa")
+        source = whole.model.decoder if self.opt else whole.model
+        body = nn.Module()
+        if self.is_first:
+            body.embed_tokens = source.embed_tokens
+            if self.opt:
+                body.embed_positions = source.embed_positions
+                if source.project_in is not None:
+                    body.project_in = source.project_in
+        body.layers = nn.ModuleDict({str(i): source.layers[i] for i in self.layer_ids})
+        self.rotary_type = None if self.opt else type(source.rotary_emb)
+        self.rotary: Any = None
+        if self.is_last:
+            if self.opt:
+                if source.final_layer_norm is not None:
+                    body.final_layer_norm = source.final_layer_norm
+                if source.project_out is not None:
+                    body.project_out = source.project_out
+            else:
+                body.norm = source.norm
+        self.model = nn.Module()
+        if self.opt:
+            self.model.decoder = body
+        else:
+            self.model = body
+        width = int(config.word_embed_proj_dim) if self.opt else self.hidden_size
+        shares = head == "lm" and is_tied(config) and self.is_first
+        if self.is_last and head == "lm" and not shares:
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
+        if self.is_last and head == "value":
+            setattr(self, VALUE_HEAD, nn.Linear(width, 1, bias=False, device="meta"))
+
+    @property
+    def body(self) -> Any:
+        """The module that holds embeddings, layers and final norm: `model`, or `model.decoder` of OPT."""
+        return self.model.decoder if self.opt else self.model
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the input embedding's weight in the whole model."""
+        return "model.decoder.embed_tokens.weight" if self.opt else "model.embed_tokens.weight"
+
+    @property
+    def tied_copy(self) -> str | None:
+        """Name of this stage's parameter that is one half of a tied pair living in two stages, or None."""
+        if self.head != "lm" or not is_tied(self.config) or self.pp_size == 1:
+            return None
+        return self.embedding_name if self.is_first else "lm_head.weight" if self.is_last else None
+
+    def checkpoint_name(self, name: str) -> str:
+        """Name of this stage's parameter `name` in the whole model's checkpoint: that of the embedding for the
+        last stage's tied copy, otherwise `name`."""
+        return self.embedding_name if name == "lm_head.weight" and self.tied_copy == name else name
+
+    def place_buffers(self, device: torch.device | str) -> None:
+        """Make the rotary frequencies (float32, not part of any checkpoint) on `device`."""
+        if self.rotary_type is not None:
+            with torch.device(device):
+                # Not a submodule: float32 whatever the stage's dtype, and no part of its state dict.
+                object.__setattr__(self, "rotary", self.rotary_type(config=self.config))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """First stage: token ids (B, T) int64. Later stages: the previous stage's output (B, T, H).
+
+        Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`) or
+        values (B, T) float32 (head `value`). Attention is causal without a mask: sequences are right-padded, and the
+        outputs at pad positions mean nothing."""
+        body, time = self.body, inputs.shape[1]
+        positions = torch.arange(time, device=inputs.device).unsqueeze(0)
+        hidden = self._embed(inputs, positions) if self.is_first else inputs
+        extra = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, positions)}
+        for layer in body.layers.values():
+            hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
+        return self._head(hidden) if self.is_last else hidden
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        body = self.body
+        hidden: Tensor = body.embed_tokens(tokens)
+        if not self.opt:
+            return hidden
+        if tokens.shape[1] > self.config.max_position_embeddings:
+            raise ModelError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
+                f"max_position_embeddings, {self.config.max_position_embeddings}"
+            )
+        if hasattr(body, "project_in"):
+            hidden = body.project_in(hidden)
+        return hidden + body.embed_positions(None, position_ids=positions)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        body = self.body
+        for name in ("norm", "final_layer_norm", "project_out"):
+            if hasattr(body, name):
+                hidden = getattr(body, name)(hidden)
+        if self.head == "value":
+            values: Tensor = getattr(self, VALUE_HEAD)(hidden)
+            return values.squeeze(-1).float()
+        if hasattr(self, "lm_head"):
+            logits: Tensor = self.lm_head(hidden)
+            return logits
+        return F.linear(hidden, body.embed_tokens.weight)
