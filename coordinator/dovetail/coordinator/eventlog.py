@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class EventLog:
-    """`log("iteration.finished", iteration=3, reward=0.4)`; names are noun.verb, values JSON scalars or small objects."""
+    """`log("iteration.finished", iteration=3, reward=0.4)`; names are noun.verb, values JSON scalars."""
 
     def __init__(
         self,

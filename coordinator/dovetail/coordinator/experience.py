@@ -1,4 +1,4 @@
-"""One iteration's finished and scored samples, as arrays: what PPO trains on, kept on disk until a checkpoint covers it."""
+"""One iteration's finished and scored samples: what PPO trains on, kept on disk until a checkpoint covers it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FloatArray = NDArray[np.float32]
 class Experience:
     """Samples of one iteration, in order of (prompt, sample).
 
-    `arrays` follow docs/architecture.md, "Batches", ppo: tokens (N,T), scores (N,), ... You may change `scores`, and set
-    `advantages` and `returns` (both (N,R) float32) to replace the job's own estimator."""
+    `arrays` follow docs/architecture.md, "Batches", ppo: tokens (N,T), scores (N,), ... You may change `scores`, and
+    set `advantages` and `returns` (both (N,R) float32) to replace the job's own estimator."""
 
     iteration: int
     prompts: list[str]

@@ -1,4 +1,4 @@
-"""One version of the weights to a set of receivers: the trainers offer, the receivers take (docs/architecture.md, "Weights")."""
+"""One weight version to a set of receivers: trainers offer, receivers take (docs/architecture.md, "Weights")."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ class Publisher:
 
     async def publish(self, version: int, targets: Sequence[Target]) -> Published:
         """Send `version` to all targets at once. Raises TrainerLost; failures of receivers are in the answer."""
-        members = frozenset(
-            {(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))}
-        )
+        members = frozenset({(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))})
         epoch_is_new = members != self._members
         if epoch_is_new:
             self._epoch += 1

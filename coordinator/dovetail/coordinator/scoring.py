@@ -29,7 +29,7 @@ class Scorer:
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Finished:
     """One finished sample: prompt and response token ids, int32."""
 
     prompt: NDArray[np.int32]
@@ -61,7 +61,7 @@ def chunks(lengths: Sequence[int], parts: int, max_tokens: int = MAX_CHUNK_TOKEN
     return result
 
 
-def pad(samples: Sequence[Sequence_]) -> dict[str, NDArray[np.generic]]:
+def pad(samples: Sequence[Finished]) -> dict[str, NDArray[np.generic]]:
     """Right-padded arrays as in docs/architecture.md: tokens (N,T), prompt_lengths (N,), response_lengths (N,)."""
     tokens = np.zeros((len(samples), max(len(s) for s in samples)), np.int32)
     for row, sample in zip(tokens, samples, strict=True):
@@ -83,14 +83,12 @@ async def load_models(
         f"{scorer.url}/v1/load", json=body, timeout=aiohttp.ClientTimeout(total=timeout)
     ) as response:
         if response.status != 200:
-            raise aiohttp.ClientError(
-                f"{scorer.name} could not load its models: {(await response.text())[:500]}"
-            )
+            raise aiohttp.ClientError(f"{scorer.name} could not load its models: {(await response.text())[:500]}")
 
 
 async def score(
     session: aiohttp.ClientSession,
-    samples: Sequence[Sequence_],
+    samples: Sequence[Finished],
     want: Sequence[str],
     scorers: Callable[[], Sequence[Scorer]],
     on_failure: Callable[[Scorer, str], None],
@@ -114,9 +112,7 @@ async def score(
             chunk = queue.popleft()
             started = time.time()
             try:
-                answer = await _score_chunk(
-                    session, scorer, [samples[i] for i in chunk], want, deadline_seconds
-                )
+                answer = await _score_chunk(session, scorer, [samples[i] for i in chunk], want, deadline_seconds)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 queue.append(chunk)
                 last_failure = f"{scorer.name}: {error or type(error).__name__}"
@@ -170,7 +166,7 @@ async def score(
 async def _score_chunk(
     session: aiohttp.ClientSession,
     scorer: Scorer,
-    samples: Sequence[Sequence_],
+    samples: Sequence[Finished],
     want: Sequence[str],
     timeout: float,
 ) -> list[Scores]:

@@ -17,26 +17,14 @@ class Metrics:
     """Base units; labels bounded by the plan (stage, phase, instance names)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.stage_step = Gauge(
-            "dovetail_stage_step", "Last finished step of a stage.", ["stage"], registry=registry
-        )
-        self.steps = Counter(
-            "dovetail_steps", "Finished steps, replays included.", ["stage"], registry=registry
-        )
-        self.reward = Gauge(
-            "dovetail_reward_mean", "Mean score of the last iteration's samples.", registry=registry
-        )
-        self.kl = Gauge(
-            "dovetail_kl_nats", "Mean KL per sample to the reference, last iteration.", registry=registry
-        )
+        self.stage_step = Gauge("dovetail_stage_step", "Last finished step of a stage.", ["stage"], registry=registry)
+        self.steps = Counter("dovetail_steps", "Finished steps, replays included.", ["stage"], registry=registry)
+        self.reward = Gauge("dovetail_reward_mean", "Mean score of the last iteration's samples.", registry=registry)
+        self.kl = Gauge("dovetail_kl_nats", "Mean KL per sample to the reference, last iteration.", registry=registry)
         self.samples = Counter("dovetail_samples", "Samples generated.", registry=registry)
         self.tokens = Counter("dovetail_response_tokens", "Response tokens generated.", registry=registry)
-        self.rate = Gauge(
-            "dovetail_samples_per_second", "Samples per second of the last iteration.", registry=registry
-        )
-        self.phase_seconds = Counter(
-            "dovetail_phase_seconds", "Time by phase of PPO.", ["phase"], registry=registry
-        )
+        self.rate = Gauge("dovetail_samples_per_second", "Samples per second of the last iteration.", registry=registry)
+        self.phase_seconds = Counter("dovetail_phase_seconds", "Time by phase of PPO.", ["phase"], registry=registry)
         self.iteration_seconds = Histogram(
             "dovetail_iteration_seconds",
             "PPO iteration time.",
@@ -52,13 +40,11 @@ class Metrics:
             ["instance", "kind"],
             registry=registry,
         )
-        self.weight_version = Gauge(
-            "dovetail_weight_version", "Version of the published weights.", registry=registry
-        )
+        self.weight_version = Gauge("dovetail_weight_version", "Version of the published weights.", registry=registry)
 
 
 class History:
-    """history.jsonl and TensorBoard files: one entry a step. A step replayed after a fault is written again; the last wins."""
+    """history.jsonl and TensorBoard files: one entry a step. A replayed step is written again; the last wins."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary import Writer

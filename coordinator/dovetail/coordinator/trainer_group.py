@@ -108,9 +108,7 @@ class TrainerGroup:
     async def next(self, request: NextRequest) -> NextReply:
         """Long poll of rank 0. Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
-            raise StaleGeneration(
-                f"generation {request.generation} is over; the current one is {self.generation}"
-            )
+            raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
         self._position = Position(request.stage, request.step)
         if request.result is not None:
             self._take_result(request.result)

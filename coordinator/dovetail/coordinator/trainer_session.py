@@ -78,9 +78,7 @@ class TrainerSession:
         await self.at_target(lambda: self._command(Save(id=self._id("save"), path=str(path))))
         self._records.put(f"checkpoint/{plan.stage.value}", {"step": self._step, "path": str(path)})
         self._log("checkpoint.saved", stage=plan.stage.value, step=self._step)
-        folders = sorted(
-            p for p in self._dir.glob(f"{plan.stage.value}-*") if p.is_dir() and p.suffix != ".tmp"
-        )
+        folders = sorted(p for p in self._dir.glob(f"{plan.stage.value}-*") if p.is_dir() and p.suffix != ".tmp")
         for old in folders[: -self._keep]:
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
@@ -128,9 +126,7 @@ class TrainerSession:
 
     async def export(self, model: str, path: Path) -> None:
         """Write a Hugging Face folder of the current weights."""
-        command = Export.model_validate(
-            {"id": self._id(f"export-{model}"), "model": model, "path": str(path)}
-        )
+        command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, "path": str(path)})
         await self.at_target(lambda: self._command(command))
 
     async def hold(self) -> None:

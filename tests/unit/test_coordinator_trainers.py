@@ -1,0 +1,261 @@
+"""The coordinator's end of the trainers: generations, commands, and replay after a loss, with ranks played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.api.messages import CommandResult, Heartbeat, JoinReply, JoinRequest, Load, ModelRef, NextRequest, Step
+from dovetail.api.types import Stage
+from dovetail.coordinator.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
+from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_group(world: int = 2, clock: Clock | None = None, generation: int = 1, formed: bool = False) -> TrainerGroup:
+    return TrainerGroup(
+        world_size=world,
+        generation=generation,
+        formed=formed,
+        peer_timeout=30.0,
+        clock=clock or asyncio.get_running_loop().time,
+        record_generation=lambda _: None,
+        record_result=lambda _: None,
+        log=lambda *_, **__: None,
+    )
+
+
+def join(rank: int, incarnation: str, world: int = 2) -> JoinRequest:
+    return JoinRequest(
+        name=f"trainer-{rank}", rank=rank, world_size=world, incarnation=incarnation, host="127.0.0.1", port=7000 + rank
+    )
+
+
+async def form(group: TrainerGroup, *incarnations: str) -> list[JoinReply]:
+    return list(await asyncio.gather(*(group.join(join(r, i, len(incarnations))) for r, i in enumerate(incarnations))))
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_all_ranks_get_rank_zeros_address_once_the_world_is_complete() -> None:
+    async def scenario() -> None:
+        replies = await form(make_group(), "a", "b")
+        assert [(r.generation, r.master_port, r.world_size) for r in replies] == [(1, 7000, 2)] * 2
+
+    run(scenario())
+
+
+def test_a_rank_of_another_world_is_refused() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ValueError, match="was started for 3 ranks, the plan has 2"):
+            await make_group().join(join(0, "a", world=3))
+
+    run(scenario())
+
+
+def test_a_restarted_rank_ends_the_generation_and_its_command() -> None:
+    async def scenario() -> None:
+        group = make_group()
+        await form(group, "a", "b")
+        running = asyncio.create_task(group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 10))
+        reply = await group.next(NextRequest(generation=1))
+        assert reply.command is not None
+        assert reply.command.id == "x"
+        again = asyncio.create_task(group.join(join(1, "b2")))
+        with pytest.raises(TrainerLost, match="trainer-1 joined again"):
+            await running
+        assert group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1)).generation == 2
+        with pytest.raises(StaleGeneration):
+            await group.next(NextRequest(generation=1))
+        survivor = await group.join(join(0, "a"))
+        assert (await again).generation == survivor.generation == 2
+
+    run(scenario())
+
+
+def test_a_survivor_that_joins_first_also_ends_the_generation() -> None:
+    async def scenario() -> None:
+        group = make_group()
+        await form(group, "a", "b")
+        survivor = asyncio.create_task(group.join(join(0, "a")))
+        await asyncio.sleep(0)
+        assert not group.formed
+        assert (await group.join(join(1, "b2"))).generation == 2
+        assert (await survivor).generation == 2
+
+    run(scenario())
+
+
+def test_silence_ends_the_generation_and_names_the_rank() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        events: list[dict[str, Any]] = []
+        group = make_group(clock=clock)
+        group.log = lambda event, **fields: events.append({"event": event, **fields})
+        await form(group, "a", "b")
+        clock.now += 20
+        group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a"))
+        clock.now += 20
+        group.check_silence()
+        assert not group.formed
+        assert "trainer-1 was silent" in events[-1]["reason"]
+
+    run(scenario())
+
+
+def test_a_refused_command_raises_its_sentence_and_the_group_stays() -> None:
+    async def scenario() -> None:
+        group = make_group(1)
+        await form(group, "a")
+        running = asyncio.create_task(group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 10))
+        await group.next(NextRequest(generation=1))
+        poll = asyncio.create_task(
+            group.next(NextRequest(generation=1, result=CommandResult(id="x", ok=False, error="no such folder")))
+        )
+        with pytest.raises(TrainerError, match="no such folder"):
+            await running
+        assert group.formed
+        poll.cancel()
+
+    run(scenario())
+
+
+def test_a_command_that_takes_too_long_ends_the_generation() -> None:
+    async def scenario() -> None:
+        group = make_group(1)
+        await form(group, "a")
+        with pytest.raises(TrainerLost, match="took longer"):
+            await group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 0.01)
+        assert not group.formed
+
+    run(scenario())
+
+
+class Records:
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {}
+
+    def get(self, key: str) -> object:
+        return self.values.get(key)
+
+    def put(self, key: str, value: object) -> None:
+        self.values[key] = value
+
+
+class Ranks:
+    """A one-rank world whose state is the list of applied steps; `die_before` kills it once before that step."""
+
+    def __init__(self, group: TrainerGroup) -> None:
+        self.group = group
+        self.applied: list[int] = []
+        self.log: list[str] = []
+        self.saved: dict[str, list[int]] = {}
+        self.die_before: set[int] = set()
+        self.stage: Stage | None = None
+
+    async def live(self) -> None:
+        life = 0
+        while True:
+            life += 1
+            self.stage, self.applied = None, []
+            reply = await self.group.join(join(0, f"life-{life}", 1))
+            assert reply.generation is not None
+            result: CommandResult | None = None
+            while True:
+                request = NextRequest(
+                    generation=reply.generation, result=result, stage=self.stage, step=len(self.applied)
+                )
+                command = (await self.group.next(request)).command
+                if command is None:
+                    result = None
+                    continue
+                if isinstance(command, Step) and command.step in self.die_before:
+                    self.die_before.discard(command.step)
+                    break
+                self.apply(command)
+                result = CommandResult(id=command.id, ok=True, metrics={"step": float(len(self.applied))})
+
+    def apply(self, command: Any) -> None:
+        self.log.append(f"{command.kind}{getattr(command, 'step', '')}")
+        if command.kind == "load":
+            self.stage = command.stage
+            self.applied = list(self.saved[command.checkpoint]) if command.checkpoint else []
+        elif command.kind == "step":
+            assert command.step == len(self.applied) + 1
+            self.applied.append(command.step)
+        elif command.kind == "save":
+            self.saved[command.path] = list(self.applied)
+
+
+def plan() -> StagePlan:
+    return StagePlan(
+        stage=Stage.SFT,
+        models={"actor": ModelRef(head="lm", path="x")},
+        total_optimizer_steps=9,
+        make_step=lambda k: Step(id=f"sft/{k}", stage=Stage.SFT, step=k, batch=f"sft/{k}", actions=[[]]),
+    )
+
+
+def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = make_group(1)
+        ranks = Ranks(group)
+        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        life = asyncio.create_task(ranks.live())
+        session.begin(plan(), 0)
+        for _ in range(3):
+            await session.run_step()
+        await session.save()
+        await session.run_step()
+        ranks.die_before = {5}
+        result = await session.run_step()
+        assert result.metrics == {"step": 5.0}
+        assert ranks.applied == [1, 2, 3, 4, 5]
+        assert ranks.log == ["load", "step1", "step2", "step3", "save", "step4", "load", "step4", "step5"]
+        life.cancel()
+
+    run(scenario())
+
+
+def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> None:
+    """The coordinator died after sending step 1: the new one finds the ranks at step 1 and takes the stored result."""
+
+    async def scenario() -> None:
+        group = make_group(1)
+        ranks = Ranks(group)
+        records = Records()
+        group.record_result = lambda r: records.put(f"result/{r.id}", r.model_dump())
+        first = TrainerSession(group, records, tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        life = asyncio.create_task(ranks.live())
+        first.begin(plan(), 0)
+        await first.run_step()
+        second = TrainerSession(group, records, tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        second.begin(plan(), 0)
+        result = await second.run_step()
+        assert ranks.log == ["load", "step1"]
+        assert result.metrics == {"step": 1.0}
+        life.cancel()
+
+    run(scenario())
+
+
+def test_a_trainer_that_never_joins_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        session = TrainerSession(make_group(2), Records(), tmp_path, keep=2, join_timeout=0.05, log=lambda *_, **__: None)
+        session.begin(plan(), 0)
+        with pytest.raises(TimeoutError, match=r"trainer ranks \[0, 1\] did not join within"):
+            await session.run_step()
+
+    run(scenario())
