@@ -31,7 +31,7 @@ def _compact(mask: Tensor) -> Tensor | None:
 
 
 def _toeplitz(size: int, w: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(size, size), entry [l, t] = w^(l-t) for l >= t, else 0; subnormal powers, slow and useless, become 0."""
+    """(size, size), entry [l, t] = w^(l-t) for l >= t, else 0; subnormal (slow) powers become 0."""
     steps = torch.arange(size, device=device)
     lag = steps.unsqueeze(1) - steps.unsqueeze(0)
     powers = torch.pow(torch.tensor(w, dtype=torch.float64, device=device), lag.clamp(min=0))
@@ -52,9 +52,7 @@ def discounted_sums(x: Tensor, w: float) -> Tensor:
         return x @ _toeplitz(time, w, x.dtype, x.device) if time else x
     blocks = -(-time // size)
     padded = torch.nn.functional.pad(x, (0, blocks * size - time))
-    local = (padded.reshape(batch * blocks, size) @ _toeplitz(size, w, x.dtype, x.device)).view(
-        batch, blocks, size
-    )
+    local = (padded.reshape(batch * blocks, size) @ _toeplitz(size, w, x.dtype, x.device)).view(batch, blocks, size)
     heads = discounted_sums(local[:, :, 0].contiguous(), w**size)
     powers = _toeplitz(size + 1, w, x.dtype, x.device)[1:, 0].flip(0)  # w^size ... w^1
     local[:, :-1] += heads[:, 1:, None] * powers
@@ -86,9 +84,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         return advantages, returns
 
 
-def gae_recursive(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae_recursive(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """`gae` by its defining recursion A_t = delta_t + gamma lam A_{t+1}, from the last token to the first."""
     with torch.no_grad():
         dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
@@ -212,9 +208,7 @@ def token_rewards(
     and stays 0."""
     with torch.no_grad():
         keep = mask.bool()
-        final = sample_scores(
-            scores, finished, reward_clip=reward_clip, missing_eos_penalty=missing_eos_penalty
-        )
+        final = sample_scores(scores, finished, reward_clip=reward_clip, missing_eos_penalty=missing_eos_penalty)
         rewards = torch.where(keep, -kl_coef * kl, 0.0)
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         if not keep.shape[1]:
@@ -267,9 +261,7 @@ def load_function(name: str) -> Callable[..., object]:
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
-        raise ValueError(
-            f"cannot import {module_name!r} of {name!r}: {error}; is it on PYTHONPATH?"
-        ) from error
+        raise ValueError(f"cannot import {module_name!r} of {name!r}: {error}; is it on PYTHONPATH?") from error
     except AttributeError as error:
         raise ValueError(f"module {module_name!r} has no {attribute!r}, wanted by {name!r}") from error
     if not callable(function):

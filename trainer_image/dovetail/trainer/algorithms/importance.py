@@ -20,9 +20,7 @@ def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     return ratio.clamp(max=cap) * mask.to(ratio.dtype)
 
 
-def mismatch_metrics(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0
-) -> dict[str, Tensor]:
+def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> dict[str, Tensor]:
     """How far trainer and rollout disagree, over the tokens of `mask`.
 
     Sums, to be added over micro-batches and ranks and divided by `mismatch_tokens`: `mismatch_abs` |d log p|,

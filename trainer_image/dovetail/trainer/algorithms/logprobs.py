@@ -75,9 +75,7 @@ class _TokenStatistics(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _statistics(
-    logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     if logits.shape[:-1] != tokens.shape:

@@ -15,9 +15,14 @@ from torch.nn.functional import logsigmoid
 Stats = dict[str, Tensor]
 
 
+def _inside(x: Tensor, mask: Tensor) -> Tensor:
+    """x, and 0 outside the mask. Done to every input first: a nan in the padding must reach neither the loss
+    nor, through 0 * nan in a backward pass, the gradient."""
+    return torch.where(mask.bool(), x, 0.0)
+
+
 def _sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the mask; whatever stands outside, even nan, has no effect on value or gradient."""
-    return torch.where(mask.bool(), x, 0.0).sum()
+    return _inside(x, mask).sum()
 
 
 def _stat(x: Tensor) -> Tensor:
@@ -46,6 +51,7 @@ def policy_loss(
     r)."""
     log_r = log_ratio(logprobs, old_logprobs.detach(), mask)
     ratio = log_r.exp()
+    advantages = _inside(advantages.detach(), mask)
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
     losses = torch.maximum(plain, clipped)
@@ -59,7 +65,7 @@ def policy_loss(
         was_dual = keep & (advantages < 0) & (losses > bound)
         losses = torch.where(was_dual, bound, losses)
     if weights is not None:
-        losses = losses * weights.detach()
+        losses = losses * _inside(weights.detach(), mask)
     total = _sum(losses, mask)
     stats = {
         "tokens": _stat(keep.sum()),
@@ -87,13 +93,13 @@ def value_loss(
     Stats: `value_tokens`; sums `value_loss` (with the factor 0.5), `value`, `return`, `return_square`,
     `value_error_square` ((V - R)^2, for the explained variance), `value_clipped` (clipped branch strictly
     larger)."""
-    returns = returns.detach()
+    values, returns = _inside(values, mask), _inside(returns.detach(), mask)
     plain = (values - returns).square()
     keep = mask.bool()
     was_clipped = torch.zeros_like(keep)
     losses = plain
     if clip is not None:
-        old = old_values.detach()
+        old = _inside(old_values.detach(), mask)
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         was_clipped = keep & (clipped > plain)
         losses = torch.maximum(plain, clipped)
@@ -120,9 +126,9 @@ def reward_loss(
     `chosen`, `rejected`."""
     if mask is None:
         mask = torch.ones_like(chosen, dtype=torch.bool)
+    wide = torch.promote_types(chosen.dtype, torch.float32)
+    chosen, rejected = _inside(chosen.to(wide), mask), _inside(rejected.to(wide), mask)
     margin = chosen - rejected
-    if margin.dtype in (torch.bfloat16, torch.float16):
-        margin = chosen.float() - rejected.float()
     total = _sum(-logsigmoid(margin), mask)
     stats = {
         "pairs": _stat(mask.bool().sum()),
@@ -143,9 +149,7 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor) -> t
     return total / normaliser, {"tokens": _stat(mask.bool().sum()), "loss": _stat(total)}
 
 
-def ptx_loss(
-    logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float
-) -> tuple[Tensor, Stats]:
+def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
     """coef times the language-model loss on demonstrations (Ouyang et al. 2022, eq. 2's last term, PPO-ptx).
 
     `normaliser` counts the mini-batch's ptx tokens, not its responses'. Stats (without coef): `ptx_tokens`,
@@ -155,9 +159,7 @@ def ptx_loss(
     return coef * total / normaliser, stats
 
 
-def entropy_bonus(
-    entropy: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float
-) -> tuple[Tensor, Stats]:
+def entropy_bonus(entropy: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
     """-coef times the mean entropy (nats) of the policy at the tokens of `mask`. Stats: the sum `entropy`."""
     total = _sum(entropy, mask)
     return -coef * total / normaliser, {"entropy": _stat(total)}
