@@ -1,0 +1,192 @@
+"""The wire of weight transfers, common to sender (trainer) and receiver (vLLM worker, scorer).
+
+A *channel* is one sender's communicator: rank 0 broadcasts, the others receive; Gloo over TCP for CPU tensors, NCCL
+for CUDA tensors. A bucket travels as one message: its packed tensors, then 16 bytes of checksum."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dovetail.api.buckets import CHECKSUM_BYTES, aligned, bucket_specs
+from dovetail.api.messages import Bucket
+
+Backend = Literal["gloo", "nccl"]
+
+
+class TransferError(RuntimeError):
+    """A weight transfer that did not complete; the message is one sentence for the user."""
+
+
+class Deadline:
+    """Seconds left of a budget that starts now. `clock` is injected for tests."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._end = clock() + seconds
+        self.seconds = seconds
+
+    def left(self) -> timedelta:
+        """Raises TransferError when nothing is left."""
+        left = self._end - self._clock()
+        if left <= 0:
+            raise TransferError(f"the weight transfer passed its deadline of {self.seconds:g} s")
+        return timedelta(seconds=max(left, 0.05))
+
+
+class Handle(Protocol):
+    def wait(self) -> None:
+        """Raises TransferError if the message did not get through in time."""
+
+
+class Channel:
+    """One communicator: rank 0 sends, ranks 1 to world - 1 receive. Broken for good after its first error."""
+
+    def __init__(self, backend: Backend, store: dist.Store, rank: int, world: int, host: str, deadline: Deadline):
+        """Meets the other ranks in `store`; raises TransferError naming the ranks that did not come."""
+        self.rank, self.world = rank, world
+        self._store = store
+        try:
+            store.set(f"joined/{rank}", "1")
+            if backend == "gloo":
+                options = dist.ProcessGroupGloo._Options()
+                options._timeout = deadline.left()
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(host))]
+                self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = deadline.left()
+                self._group = dist.ProcessGroupNCCL(store, rank, world, options)
+        except RuntimeError as error:
+            raise TransferError(
+                f"the communicator did not form within {deadline.seconds:g} s; missing ranks: "
+                f"{', '.join(map(str, self.absent())) or 'none'} ({_first_line(error)})"
+            ) from error
+
+    def absent(self) -> list[int]:
+        """Ranks that never came to the rendezvous, as far as the store can tell."""
+        try:
+            return [rank for rank in range(self.world) if not self._store.check([f"joined/{rank}"])]
+        except RuntimeError:
+            return []
+
+    def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
+        """Start sending (rank 0) or receiving `buffer`, a contiguous uint8 tensor. Messages arrive in order."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = deadline.left()
+        try:
+            return _Pending(self._group.broadcast([buffer], options), deadline)
+        except RuntimeError as error:
+            raise TransferError(f"the connection broke: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Tear down without waiting for peers; safe to call twice and after errors."""
+        group, self._group = getattr(self, "_group", None), None
+        if group is not None:
+            # A peer's blocked read must end too: NCCL needs the abort, Gloo closes its sockets on release.
+            with contextlib.suppress(Exception):
+                group.abort()
+        self._store = None  # type: ignore[assignment]
+
+
+class _Pending:
+    def __init__(self, work: Any, deadline: Deadline):
+        self._work = work
+        self._deadline = deadline
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(self._deadline.left())
+        except RuntimeError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the connection broke or stalled: {_first_line(error)}") from error
+
+
+def listen(host: str, deadline: Deadline) -> tuple[dist.TCPStore, int]:
+    """A rendezvous on a free port of `host`; returns the store and its port."""
+    store = dist.TCPStore(host, 0, None, True, timeout=deadline.left(), wait_for_workers=False)
+    return store, int(store.port)
+
+
+def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
+    """Connect to a sender's rendezvous. Raises TransferError if nobody listens there in time."""
+    try:
+        return dist.TCPStore(host, port, None, False, timeout=deadline.left(), wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransferError(f"no sender answers at {host}:{port}: {_first_line(error)}") from error
+
+
+def _local_address(peer: str) -> str:
+    """The address of this machine from which `peer` is reached: what other ranks can connect to."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return peer
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__
+
+
+# ---------------------------------------------------------------- buckets in memory
+
+
+def message_bytes(bucket: Bucket) -> int:
+    """Length of a bucket on the wire, bytes."""
+    return bucket.nbytes + CHECKSUM_BYTES
+
+
+def pack_into(buffer: torch.Tensor, bucket: Bucket, tensors: list[torch.Tensor]) -> None:
+    """Copy `tensors` (in the bucket's order; any device) to their places in `buffer` (uint8) and append the checksum."""
+    for spec, offset, tensor in zip(bucket_specs(bucket), bucket.offsets, tensors, strict=True):
+        end = offset + spec.nbytes
+        if spec.nbytes:
+            buffer[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        buffer[end : offset + aligned(spec.nbytes)].zero_()
+    buffer[bucket.nbytes : message_bytes(bucket)].view(torch.int64).copy_(checksum(buffer[: bucket.nbytes]))
+
+
+def unpack(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor in `buffer`, as views of it."""
+    for spec, offset in zip(bucket_specs(bucket), bucket.offsets, strict=True):
+        dtype = getattr(torch, spec.dtype)
+        if not spec.nbytes:
+            yield spec.name, torch.empty(spec.shape, dtype=dtype, device=buffer.device)
+            continue
+        yield spec.name, buffer[offset : offset + spec.nbytes].view(dtype).view(spec.shape)
+
+
+def intact(buffer: torch.Tensor, bucket: Bucket) -> bool:
+    """Whether the checksum that came with the bucket is that of its bytes."""
+    sent = buffer[bucket.nbytes : message_bytes(bucket)].view(torch.int64)
+    return bool(torch.equal(sent, checksum(buffer[: bucket.nbytes])))
+
+
+_ROW = 2048
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """Two int64 (2,) of a uint8 tensor whose length is a multiple of 16: the sum of its 64-bit words, and the sum of
+    the sums of rows of 2,048 words, row r times (2r + 3), modulo 2**64. Memory-bandwidth speed, on the tensor's device.
+    It tells a changed, missing or displaced row from a good one; it is no defence against a forger."""
+    words = data.view(torch.int64)
+    whole = words.numel() // _ROW * _ROW
+    sums = words[:whole].view(-1, _ROW).sum(1)
+    if whole < words.numel():
+        sums = torch.cat([sums, words[whole:].sum()[None]])
+    weights = torch.arange(sums.numel(), device=sums.device, dtype=torch.int64) * 2 + 3
+    return torch.stack([sums.sum(), (sums * weights).sum()])

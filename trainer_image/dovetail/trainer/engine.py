@@ -1,0 +1,232 @@
+"""The engine of one trainer rank: models, optimizers and EMA of a stage, and the collective operations on them.
+
+Every public method is collective: all ranks call it with the same arguments (work differs by dp rank only)."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.api.messages import Action, Load
+from dovetail.api.types import Optimizer, RLHFJobSpec
+from dovetail.api.types import Stage as StageName
+from dovetail.trainer import checkpoint
+from dovetail.trainer.algorithms.ema import ema_update
+from dovetail.trainer.engine_model import EngineModel
+from dovetail.trainer.executor import Executor, MicroBatch, Pipe, Record
+from dovetail.trainer.export import export_model
+from dovetail.trainer.groups import Groups, PeerLost, peer_errors
+from dovetail.trainer.optim import local
+from dovetail.trainer.parallel import reshard, set_last_backward
+
+__all__ = ["Engine", "EngineModel", "MicroBatch"]
+
+
+class Engine:
+    """Holds what `load` built. `stage` and `step` say what that is: `step` is the last applied step (the caller sets
+    it after each; `save` writes it and `load` of a checkpoint restores it).
+
+    `record(name, start, end)` receives a span, in seconds since the epoch, for every executed action."""
+
+    def __init__(self, spec: RLHFJobSpec, groups: Groups, record: Record | None = None) -> None:
+        self.spec, self.groups, self.record = spec, groups, record
+        self.models: dict[str, EngineModel] = {}
+        self.stage: StageName | None = None
+        self.step = 0
+        self.ema: dict[str, Tensor] = {}
+        self._calls = 0
+
+    # ------------------------------------------------------------ state
+
+    def load(self, command: Load) -> None:
+        """Drop everything held and build the command's models, from their sources or from its checkpoint.
+
+        Raises `RankFailed` on every rank, with one sentence, when any rank could not."""
+        self.models, self.ema, self.stage, self.step = {}, {}, None, 0
+        error = None
+        try:
+            for name, ref in command.models.items():
+                self.models[name] = EngineModel.build(
+                    name,
+                    ref,
+                    getattr(self.spec.models, name),
+                    self._optimizer_config(command.stage, name),
+                    command.total_steps,
+                    self.groups.of(name),
+                    self.groups.device,
+                    weights=command.checkpoint is None,
+                )
+            self.stage = command.stage
+            if command.stage is StageName.PPO and self.spec.ppo.ema is not None and "actor" in self.models:
+                self.ema = {n: local(p).clone() for n, p in self.models["actor"].trainable().items()}
+        except PeerLost:
+            raise
+        except Exception as problem:
+            error = sentence(problem)
+        self.groups.all_succeed(error)
+        if command.checkpoint is not None:
+            self.step = checkpoint.restore(self, Path(command.checkpoint))
+
+    def _optimizer_config(self, stage: StageName, model: str) -> Optimizer:
+        if stage is StageName.PPO:
+            return self.spec.ppo.actor_optimizer if model == "actor" else self.spec.ppo.critic_optimizer
+        return self.spec.sft.optimizer if stage is StageName.SFT else self.spec.reward.optimizer
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""
+        checkpoint.save(self, path)
+
+    def export(self, model: str, path: Path) -> None:
+        """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged. Raises
+        `RankFailed` on every rank when that fails."""
+        export_model(self, model, path)
+
+    # ------------------------------------------------------------ work
+
+    def run(self, actions: Sequence[Action], work: dict[str, list[MicroBatch]]) -> dict[str, dict[str, float]]:
+        """Execute this rank's actions, accumulating gradients.
+
+        `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages. Returns, on every rank
+        alike, each model's loss statistics summed over micro-batches and dp ranks."""
+        pipes = {name: self._training_pipe(self.models[name], batches) for name, batches in work.items()}
+        self._executor(pipes).run(actions)
+        for name in pipes:
+            self.models[name].module.eval()
+        mine = {name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank}
+        total: dict[str, dict[str, float]] = {name: {} for name in work}
+        for part in self.groups.share_json(mine):
+            for name, values in part.items():
+                for key, value in values.items():
+                    total[name][key] = total[name].get(key, 0.0) + value
+        return total
+
+    def forward(
+        self, model: str, batches: Sequence[MicroBatch], read: Callable[[Tensor, MicroBatch], Tensor]
+    ) -> list[Tensor]:
+        """Forward passes without gradients. `read(output, micro_batch)` picks a small tensor from the last stage's
+        output; all stages of this dp rank get the results, on the trainer's device."""
+        held = self.models[model]
+        pipe = Pipe(held.module, held.groups, batches, self.groups.device, held.compute, read=read)
+        actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
+        self._executor({model: pipe}).run(actions, training=False)
+        reshard(held.module)
+        if held.groups.pp_size == 1 or not batches:
+            return pipe.results
+        return self._share_results(held, pipe.results)
+
+    def optimizer_step(self, model: str) -> dict[str, float]:
+        """Clip by the global norm over all stages and shards (tied weights counted once), step, drop gradients.
+
+        Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
+        `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
+        held = self.models[model]
+        self._sum_tied_gradients(held)
+        skip = {"lm_head.weight"} if held.module.tied_copy == "lm_head.weight" else set()
+        squared = torch.tensor([held.optimizer.squared_norm(skip)], dtype=torch.float64)
+        with peer_errors(f"adding up the gradient norm of {model}"):
+            dist.all_reduce(squared, group=self.groups.control)
+        norm = float(squared.sqrt())
+        if not torch.isfinite(squared).all():
+            raise FloatingPointError(
+                f"the gradient of {model} is not finite at optimizer step {held.optimizer.steps + 1}; "
+                "lower the learning rate"
+            )
+        limit = held.optimizer.config.max_grad_norm
+        rate = held.optimizer.step(limit / norm if norm > limit else 1.0)
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    def after_actor_step(self) -> None:
+        """Move the averaged actor towards the actor (`ppo.ema`); nothing without it."""
+        if self.ema and self.spec.ppo.ema is not None:
+            parameters = [local(p) for p in self.models["actor"].trainable().values()]
+            ema_update(self.ema.values(), parameters, self.spec.ppo.ema)
+
+    def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights under their Hugging Face names: whole tensors, adapters merged, float32 unless the
+        parameter is not. Collective over dp: every dp rank must exhaust the iterator. `ema` is the averaged actor."""
+        if model == "ema":
+            if not self.ema:
+                raise ValueError("there is no averaged actor; set ppo.ema")
+            return self.models["actor"].weights(self.ema)
+        return self.models[model].weights()
+
+    # ------------------------------------------------------------ parts
+
+    def _executor(self, pipes: dict[str, Pipe]) -> Executor:
+        return Executor(pipes, self.groups.timeout, self.record, clock=time.time)
+
+    def _training_pipe(self, held: EngineModel, batches: list[MicroBatch]) -> Pipe:
+        held.module.train()
+        set_last_backward(held.module, False)
+        return Pipe(
+            held.module,
+            held.groups,
+            batches,
+            self.groups.device,
+            held.compute,
+            before_forward=self._seeder(held),
+            before_last_backward=lambda: set_last_backward(held.module, True),
+        )
+
+    def _seeder(self, held: EngineModel) -> Callable[[int], None] | None:
+        """Seeds LoRA dropout by position, so that neither the schedule nor a restart changes it."""
+        if held.trained.lora is None or held.trained.lora.dropout == 0.0:
+            return None
+        place = f"{self.spec.seed}/{held.name}/{held.optimizer.steps}/{held.groups.pp_rank}/{held.groups.dp_rank}"
+
+        def seed(micro_batch: int) -> None:
+            digest = hashlib.sha256(f"{place}/{micro_batch}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+        return seed
+
+    def _sum_tied_gradients(self, held: EngineModel) -> None:
+        """Both stages that hold a tied weight get the sum of their gradients, and so make the same step."""
+        name = held.module.tied_copy
+        if name is None:
+            return
+        parameter = dict(held.module.named_parameters())[name]
+        if parameter.requires_grad and parameter.grad is not None:
+            with peer_errors(f"adding up the tied embedding's gradient of {held.name}"):
+                dist.all_reduce(local(parameter.grad), group=held.groups.tied)
+
+    def _share_results(self, held: EngineModel, results: list[Tensor]) -> list[Tensor]:
+        source, group = held.groups.pp_ranks[-1], held.groups.pp_group
+        dtypes = {str(result.dtype).removeprefix("torch.") for result in results}
+        if len(dtypes) > 1:
+            raise ValueError(f"results of one forward call must have one dtype, not {sorted(dtypes)}")
+        header = self.groups.broadcast_json([sorted(dtypes), [list(r.shape) for r in results]], group, source)
+        shapes = [torch.Size(shape) for shape in header[1]]
+        sizes = [shape.numel() for shape in shapes]
+        if held.is_last:
+            flat = torch.cat([result.reshape(-1) for result in results])
+        else:
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, header[0][0]), device=self.groups.device)
+        with peer_errors(f"sharing results of {held.name} along its pipeline"):
+            dist.broadcast(flat, src=source, group=group)
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Add up scalars by key, in micro-batch order, in float64."""
+    total: dict[str, Any] = {}
+    for values in stats:
+        for key, value in values.items():
+            number = torch.as_tensor(value).detach().double()
+            total[key] = total[key] + number if key in total else number
+    return {key: float(value) for key, value in total.items()}
+
+
+def sentence(problem: Exception) -> str:
+    """One sentence for the user."""
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError):
+        return "out of memory while loading a model; use more ranks, a smaller model or LoRA"
+    text = str(problem).strip().splitlines()
+    return text[0] if text else type(problem).__name__

@@ -1,0 +1,140 @@
+"""One model that this rank trains: its stage, optimizer and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.api.messages import ModelRef
+from dovetail.api.types import Optimizer, TrainedModel
+from dovetail.models import Stage, load_config
+from dovetail.models.build import fill, open_source
+from dovetail.models.stage import Head
+from dovetail.trainer import lora
+from dovetail.trainer.groups import ModelGroups, peer_errors
+from dovetail.trainer.optim import AdamW, local
+from dovetail.trainer.parallel import compute_dtype, shard
+
+
+@dataclass
+class EngineModel:
+    """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration."""
+
+    name: str
+    ref: ModelRef
+    trained: TrainedModel
+    module: Stage
+    groups: ModelGroups
+    optimizer: AdamW
+    compute: torch.dtype
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        ref: ModelRef,
+        trained: TrainedModel,
+        optimizer: Optimizer,
+        total_steps: int,
+        groups: ModelGroups,
+        device: torch.device,
+        weights: bool = True,
+    ) -> Self:
+        """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
+        parameters stay uninitialised, for a checkpoint to fill; frozen ones are always read."""
+        compute = compute_dtype(trained.dtype, device)
+        stage = Stage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
+        if trained.lora is not None:
+            lora.inject(stage, trained.lora)
+        shard(stage, groups, compute, device)
+        stage.to_empty(device=device)
+        frozen = {n for n, p in stage.named_parameters() if not p.requires_grad}
+        names = {n: plain for n, _ in stage.named_parameters() if (plain := lora.plain_name(n)) is not None}
+        if not weights:
+            names = {n: plain for n, plain in names.items() if n in frozen}
+        if names:
+            fill(stage, open_source(ref, stage), names)
+        lora.initialise(stage, ref.seed)
+        stage.place_buffers(device)
+        stage.eval()
+        trainable = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+        return cls(name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute)
+
+    @property
+    def head(self) -> Head:
+        return self.module.head
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    @property
+    def dp_rank(self) -> int:
+        return self.groups.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.groups.dp_size
+
+    @property
+    def is_first(self) -> bool:
+        return self.module.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.module.is_last
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Folder whose tokenizer files belong to an export."""
+        folder = self.ref.tokenizer or self.ref.path
+        return Path(folder) if folder is not None else None
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters that the optimizer moves, by name in the stage."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def weights(self, instead: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out. `instead` holds
+        shards to use in place of parameters. Collective over dp. Raises `PeerLost`."""
+        parameters = dict(self.module.named_parameters())
+        if (copy := self.module.tied_copy) is not None and copy != self.module.embedding_name:
+            del parameters[copy]
+
+        def whole(name: str) -> Tensor:
+            parameter = parameters[name]
+            shard = instead[name] if instead is not None and name in instead else local(parameter)
+            with peer_errors(f"gathering {name} of {self.name}"):
+                wrapped: Any = like(parameter, shard)
+                return wrapped.full_tensor() if hasattr(wrapped, "full_tensor") else wrapped
+
+        for name in parameters:
+            plain = lora.plain_name(name)
+            if plain is None:
+                continue
+            value = whole(name)
+            update = lora.delta(self.module, name, whole)
+            yield plain, value if update is None else (value.float() + update).to(value.dtype)
+
+
+def like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """`shard` seen as the parameter is: a DTensor of the same layout, or the tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return shard
+    wrapped: Tensor = DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return wrapped

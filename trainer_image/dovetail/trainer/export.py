@@ -1,0 +1,32 @@
+"""Export of a trained model as a Hugging Face folder, by all ranks that hold a part of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.models import HuggingFaceWriter
+from dovetail.trainer.storage import write_together
+
+if TYPE_CHECKING:
+    from dovetail.trainer.engine import Engine
+
+
+def export_model(engine: Engine, model: str, path: Path) -> None:
+    """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype."""
+    held = engine.models["actor" if model == "ema" else model]
+
+    def write(folder: Path) -> dict[str, Any]:
+        tensors = engine.weights(model)
+        try:
+            if held.groups.dp_rank == 0 and held.groups.tp_rank == 0:
+                return HuggingFaceWriter(folder, held.groups.pp_rank).write(tensors, held.compute)
+            return {"files": [], "bytes": 0}
+        finally:
+            deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here
+
+    def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
+        HuggingFaceWriter(folder).finish(manifests, held.config, held.head, held.compute, held.tokenizer)
+
+    write_together(engine.groups, path, write, finish)

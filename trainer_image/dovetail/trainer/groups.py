@@ -1,0 +1,263 @@
+"""The process groups of one generation of trainer ranks: formed together, dropped together, formed again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dovetail.api.types import Parallelism
+
+
+class PeerLost(RuntimeError):
+    """A peer died or was silent past the deadline. The groups are useless: close them and join again."""
+
+
+_LOST = re.compile(
+    r"gloo|connection|timed? ?out|timeout|broken pipe|reset by peer|socket|nccl|aborted|store", re.IGNORECASE
+)
+
+
+@contextmanager
+def peer_errors(what: str) -> Iterator[None]:
+    """Turn the transport's errors inside into `PeerLost("<what>: <first line>")`; others pass unchanged."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, dist.DistError) or _LOST.search(str(error)):
+            lines = str(error).strip().splitlines()
+            raise PeerLost(f"{what}: {lines[0] if lines else type(error).__name__}") from error
+        raise
+
+
+@dataclass
+class ModelGroups:
+    """One model's place in the world: rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank.
+
+    `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
+    two models that share a pair of ranks can never take each other's tensors."""
+
+    name: str
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    mesh: DeviceMesh
+    pp_ranks: list[int]
+    pp_group: dist.ProcessGroup
+    forward_in: dist.ProcessGroup | None
+    forward_out: dist.ProcessGroup | None
+    backward_in: dist.ProcessGroup | None
+    backward_out: dist.ProcessGroup | None
+    tied: dist.ProcessGroup | None  # first and last stage
+
+    @property
+    def previous(self) -> int:
+        """Global rank of the stage before this one."""
+        return self.pp_ranks[self.pp_rank - 1]
+
+    @property
+    def next(self) -> int:
+        """Global rank of the stage after this one."""
+        return self.pp_ranks[self.pp_rank + 1]
+
+
+class Groups:
+    """All groups of this process. `control` is a Gloo group over every rank; `model[name]` a model's own groups."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+        self.rank, self.world_size, self.timeout, self.device = rank, world_size, timeout, device
+        self.model: dict[str, ModelGroups] = {}
+        self.control: dist.ProcessGroup = None
+        self._store: Any = None
+
+    @classmethod
+    def form(
+        cls,
+        master_host: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        layouts: dict[str, Parallelism],
+        timeout_seconds: float,
+        local_rank: int | None = None,
+    ) -> Self:
+        """Meet the other ranks at rank 0's address and make every group, in one order on all ranks.
+
+        `local_rank` picks the GPU (default: rank modulo the GPUs here). Collectives that wait longer than
+        `timeout_seconds` fail. Raises `PeerLost` when a rank does not come, `ValueError` for a layout whose product
+        is not `world_size`."""
+        for name, layout in layouts.items():
+            if layout.pp * layout.dp * layout.tp != world_size:
+                raise ValueError(
+                    f"{name}: pp {layout.pp} x dp {layout.dp} x tp {layout.tp} is not the number of "
+                    f"trainer ranks, {world_size}"
+                )
+        gpu = torch.cuda.is_available()
+        device = torch.device("cpu")
+        if gpu:
+            device = torch.device("cuda", rank % torch.cuda.device_count() if local_rank is None else local_rank)
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=timeout_seconds)
+        self = cls(rank, world_size, timeout, device)
+        try:
+            with peer_errors("forming the trainer's groups"):
+                self._store = dist.TCPStore(
+                    master_host, master_port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=False
+                )
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                    store=self._store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                )
+                self.control = dist.new_group(backend="gloo", timeout=timeout)
+                for name in sorted(layouts):
+                    self.model[name] = self._form_model(name, layouts[name])
+                self._warm_up()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _form_model(self, name: str, layout: Parallelism) -> ModelGroups:
+        shape = (layout.pp, layout.dp, layout.tp)
+        ranks = torch.arange(self.world_size).reshape(shape)
+        pp, dp, tp = (int(i) for i in (ranks == self.rank).nonzero()[0])
+        mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
+        edges: dict[tuple[str, int], dist.ProcessGroup] = {}
+        tied = None
+        for d in range(layout.dp):
+            for t in range(layout.tp):
+                mine = (d, t) == (dp, tp)
+                column = ranks[:, d, t].tolist()
+                for stage in range(layout.pp - 1):
+                    for way in ("forward", "backward"):
+                        group = dist.new_group(column[stage : stage + 2], timeout=self.timeout)
+                        if mine and pp in (stage, stage + 1):
+                            edges[way, stage] = group
+                if layout.pp > 1:
+                    group = dist.new_group([column[0], column[-1]], timeout=self.timeout)
+                    if mine and pp in (0, layout.pp - 1):
+                        tied = group
+        return ModelGroups(
+            name=name,
+            pp_rank=pp,
+            pp_size=layout.pp,
+            dp_rank=dp,
+            dp_size=layout.dp,
+            tp_rank=tp,
+            tp_size=layout.tp,
+            mesh=mesh,
+            pp_ranks=ranks[:, dp, tp].tolist(),
+            pp_group=mesh.get_group("pp"),
+            forward_in=edges.get(("forward", pp - 1)),
+            forward_out=edges.get(("forward", pp)),
+            backward_in=edges.get(("backward", pp)),
+            backward_out=edges.get(("backward", pp - 1)),
+            tied=tied,
+        )
+
+    def _warm_up(self) -> None:
+        """One collective in every group, in the same order on all ranks: NCCL makes communicators lazily, and making
+        them in unlike orders during a step can deadlock."""
+        dist.all_reduce(torch.zeros(1), group=self.control)
+        for name in sorted(self.model):
+            model = self.model[name]
+            groups = [model.mesh.get_group(dim) for dim in ("pp", "dp", "tp")]
+            # Edge s before edge s + 1 on every rank.
+            groups += [model.forward_in, model.backward_out, model.forward_out, model.backward_in, model.tied]
+            for group in groups:
+                if group is not None and dist.get_world_size(group) > 1:
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def of(self, model: str) -> ModelGroups:
+        """Groups of `model`; a model without a layout of its own (reward) uses the actor's."""
+        return self.model.get(model) or self.model["actor"]
+
+    def close(self) -> None:
+        """Drop every group, whatever its state; `form` can be called again afterwards. Pending operations of peers in
+        these groups fail, so that one rank's exit frees all. Never raises."""
+        self.model.clear()
+        self.control = None
+        if dist.is_initialized():
+            drop = dist.distributed_c10d._abort_process_group if self.device.type == "cuda" else dist.destroy_process_group
+            # A broken group may refuse; its sockets close with the last reference to it.
+            with suppress(Exception):
+                drop()
+        self._store = None
+        gc.collect()
+
+    # ------------------------------------------------------------ small messages (JSON, never pickle)
+
+    def broadcast_json(self, value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
+        """`value` of global rank `source`, on every rank of `group` (default: all ranks). Raises `PeerLost`."""
+        group = group or self.control
+        with peer_errors("waiting for a message of another trainer rank"):
+            data = json.dumps(value).encode() if self.rank == source else b""
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, src=source, group=group)
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+            if self.rank == source:
+                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(buffer, src=source, group=group)
+        return value if self.rank == source else json.loads(buffer.numpy().tobytes())
+
+    def gather_json(self, value: Any) -> list[Any] | None:
+        """Every rank's value, by rank, on rank 0; None elsewhere. Raises `PeerLost`."""
+        with peer_errors("collecting messages of the trainer ranks"):
+            data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.control)
+            longest = max(int(size) for size in sizes)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: data.numel()] = data
+            if self.rank != 0:
+                dist.gather(padded, dst=0, group=self.control)
+                return None
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+            dist.gather(padded, parts, dst=0, group=self.control)
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def share_json(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, on every rank. Raises `PeerLost`."""
+        shared: list[Any] = self.broadcast_json(self.gather_json(value))
+        return shared
+
+    def all_agree(self, digest: str) -> None:
+        """Raise `RuntimeError` on every rank, naming the ranks whose digest differs from rank 0's."""
+        digests = self.share_json(digest)
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if odd:
+            raise RuntimeError(f"trainer ranks {odd} hold another schedule than rank 0; all must run the same plan")
+
+    def all_succeed(self, error: str | None) -> None:
+        """A barrier that fails on every rank if any rank brings an error: raises `RankFailed` with the first one."""
+        for rank, other in enumerate(self.share_json(error)):
+            if other is not None:
+                raise RankFailed(other if self.world_size == 1 else f"{other} (trainer rank {rank})")
+
+    def barrier(self) -> None:
+        """Wait for every rank. Raises `PeerLost` past the deadline."""
+        with peer_errors("waiting for the other trainer ranks"):
+            dist.all_reduce(torch.zeros(1), group=self.control)
+
+
+class RankFailed(RuntimeError):
+    """Some rank could not do its part of a joint operation; the message is that rank's, and all ranks raise it."""

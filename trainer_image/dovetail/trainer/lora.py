@@ -1,0 +1,70 @@
+"""Low-rank adapters on a stage (peft), and their merge into the base weights for export and publishing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.api.types import LoRA
+from dovetail.models import ModelError, Stage
+from dovetail.models.build import local_rows
+from dovetail.models.source import generator
+from dovetail.models.stage import VALUE_HEAD
+
+_BASE = ".base_layer."
+_ADAPTER = "default"
+
+
+def inject(stage: Stage, config: LoRA) -> None:
+    """Put adapters on the stage's linear layers (all of a block's, or `target_modules`) and freeze everything else
+    but the value head. Works on the meta device. Raises `ModelError` when no layer has a named target."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    layers = stage.body.layers
+    linear = sorted({n.rpartition(".")[2] for n, m in layers.named_modules() if isinstance(m, nn.Linear)})
+    targets = config.target_modules or linear
+    if missing := sorted(set(targets) - set(linear)):
+        raise ModelError(f"lora.targetModules: no layer is called {missing[0]!r}; this model has {', '.join(linear)}")
+    adapter = LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets, bias="none"
+    )
+    inject_adapter_in_model(adapter, layers, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(".lora_" in name or name.startswith(f"{VALUE_HEAD}."))
+
+
+@torch.no_grad()
+def initialise(stage: Stage, seed: int) -> None:
+    """A ~ Kaiming uniform with a = sqrt(5), as peft does, B = 0; each A from a seed of its own, so the adapters do not
+    depend on the pipeline split or sharding."""
+    for name, parameter in stage.named_parameters():
+        if ".lora_A." in name:
+            whole = torch.empty(parameter.shape)
+            bound = parameter.shape[1] ** -0.5
+            whole.uniform_(-bound, bound, generator=generator(seed, name))
+            shard, rows = local_rows(parameter)
+            shard.copy_(whole[rows])
+        elif ".lora_B." in name:
+            local_rows(parameter)[0].zero_()
+
+
+def plain_name(name: str) -> str | None:
+    """Name of a parameter without the adapter's wrapping; None for an adapter's own."""
+    if ".lora_" in name:
+        return None
+    return name.replace(_BASE, ".")
+
+
+def delta(stage: Stage, name: str, read: Any) -> Tensor | None:
+    """The update alpha/rank * B A of base weight `name` (Hu et al. 2021, section 4.1), or None without an adapter.
+
+    `read(name)` gives a parameter's full tensor; it may be a collective, so all ranks of a stage ask alike."""
+    owner, found, kind = name.partition(_BASE)
+    if not found or kind != "weight":
+        return None
+    layer = stage.get_submodule(owner)
+    a = read(f"{owner}.lora_A.{_ADAPTER}.weight")
+    b = read(f"{owner}.lora_B.{_ADAPTER}.weight")
+    return layer.scaling[_ADAPTER] * (b.float() @ a.float())

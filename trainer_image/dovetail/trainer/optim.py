@@ -1,0 +1,117 @@
+"""AdamW on this rank's shards, exact global gradient clipping, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from dovetail.api.types import Optimizer
+
+
+def learning_rate(step: int, total_steps: int, config: Optimizer) -> float:
+    """Rate of optimizer step `step` (0 for the first) of `total_steps`.
+
+    Linear warm-up over the first ceil(warmup_fraction * total) steps, ending at the full rate; then constant, linear
+    to 0, or cosine to 0, reached after the last step."""
+    warmup = math.ceil(config.warmup_fraction * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.schedule == "Constant":
+        return config.learning_rate
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.schedule == "Linear":
+        return config.learning_rate * (1.0 - progress)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a parameter or gradient that this rank holds: the shard of a DTensor, or the tensor itself."""
+    detached = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+class AdamW:
+    """Decoupled weight decay Adam (Loshchilov & Hutter 2019, algorithm 2) over named parameters, sharded or not.
+
+    Works on the local shards as plain tensors, one fused kernel for all. Weight decay spares vectors (norms and
+    biases). Moments are float32 like the parameters; with `offload` they live in pinned host memory between steps.
+
+    `steps` counts applied steps."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], config: Optimizer, total_steps: int) -> None:
+        self.parameters, self.config, self.total_steps = parameters, config, total_steps
+        self.steps = 0
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, parameter in parameters.items():
+            shard = local(parameter)
+            self.moments[name] = (self._home(torch.zeros_like(shard)), self._home(torch.zeros_like(shard)))
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        """Where a moment lives between steps."""
+        if not self.config.offload or tensor.device.type == "cpu":
+            return tensor
+        return tensor.to("cpu").pin_memory()
+
+    def squared_norm(self, skip: Iterable[str] = ()) -> float:
+        """Sum of squares of this rank's gradient shards, except those of the parameters named in `skip`, accumulated
+        in float64 over tensors."""
+        gradients = [
+            local(parameter.grad)
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None and name not in set(skip)
+        ]
+        if not gradients:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double()
+        return float(norms.square().sum())
+
+    @torch.no_grad()
+    def step(self, scale: float) -> float:
+        """Apply one step with gradients multiplied by `scale`, then drop them; returns the learning rate used."""
+        rate = learning_rate(self.steps, self.total_steps, self.config)
+        for decayed in (True, False):
+            names = [
+                name
+                for name, parameter in self.parameters.items()
+                if parameter.grad is not None and (parameter.dim() > 1) == decayed and local(parameter).numel() > 0
+            ]
+            if names:
+                self._apply(names, rate, self.config.weight_decay if decayed else 0.0, scale)
+        self.steps += 1
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return rate
+
+    def _apply(self, names: list[str], rate: float, decay: float, scale: float) -> None:
+        shards = [local(self.parameters[name]) for name in names]
+        gradients = [local(grad) for name in names if (grad := self.parameters[name].grad) is not None]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        device = shards[0].device
+        first = [self.moments[name][0].to(device, non_blocking=True) for name in names]
+        second = [self.moments[name][1].to(device, non_blocking=True) for name in names]
+        adamw(
+            shards,
+            gradients,
+            first,
+            second,
+            [],
+            [torch.tensor(float(self.steps), device=device) for _ in names],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            lr=rate,
+            weight_decay=decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+        if self.config.offload and device.type != "cpu":
+            for name, m, v in zip(names, first, second, strict=True):
+                self.moments[name][0].copy_(m, non_blocking=True)
+                self.moments[name][1].copy_(v, non_blocking=True)
+            torch.cuda.synchronize(device)

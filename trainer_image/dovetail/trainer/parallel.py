@@ -1,0 +1,71 @@
+"""Data parallelism of a stage: FSDP2 over the model's dp mesh, float32 master weights, optional lower compute dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dovetail.api.types import Dtype
+from dovetail.models import ModelError, Stage
+from dovetail.trainer.groups import ModelGroups
+
+
+def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """Dtype of activations and of the weights that kernels see. Auto: bfloat16 on GPUs, float32 on CPUs.
+
+    Raises `ModelError` for float16 (it needs loss scaling) and for bfloat16 on a GPU without it."""
+    if dtype is Dtype.FLOAT16:
+        raise ModelError("dtype float16 is for rollouts only; train in bfloat16 or float32")
+    gpu = device.type == "cuda"
+    if dtype is Dtype.FLOAT32 or (dtype is Dtype.AUTO and not gpu):
+        return torch.float32
+    if gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if dtype is Dtype.AUTO:
+            return torch.float32
+        raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16; set dtype to float32")
+    return torch.bfloat16
+
+
+def shard(stage: Stage, groups: ModelGroups, compute: torch.dtype, device: torch.device) -> None:
+    """Shard every layer and then the rest over dp (ZeRO-2: a stage's weights stay whole from the first forward to the
+    last backward of a mini-batch). Works on a stage still on the meta device. Gradients are summed, not averaged, in
+    float32. Does nothing on one CPU rank in float32."""
+    if groups.tp_size > 1:
+        raise ModelError("tensor parallel training (tp above 1) is not supported yet; use pp and dp")
+    if device.type == "cpu" and groups.dp_size == 1 and compute == torch.float32:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32
+    )
+    options: dict[str, Any] = {"mesh": groups.mesh["dp"], "reshard_after_forward": False, "mp_policy": policy}
+    for layer in stage.body.layers.values():
+        fully_shard(layer, **options)
+    fully_shard(stage, **options)
+    for module in _sharded(stage):
+        module.set_gradient_divide_factor(1.0)
+        # Gloo has neither AVG nor PREMUL_SUM.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _sharded(stage: Stage) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def set_last_backward(stage: Stage, last: bool) -> None:
+    """Reduce gradients and reshard in the coming backward pass (`last`), or only accumulate."""
+    if sharded := _sharded(stage):
+        root = sharded[0]
+        root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        root.set_reshard_after_backward(last)
+
+
+def reshard(stage: Stage) -> None:
+    """Drop gathered weights after forward passes that no backward follows."""
+    for module in _sharded(stage):
+        module.reshard()
