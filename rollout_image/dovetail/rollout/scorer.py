@@ -1,0 +1,145 @@
+"""The scorer process: `python -m dovetail.rollout.scorer`. Serves `scorer_app` and tells the coordinator
+so."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from typing import Any
+
+import aiohttp
+import torch
+from aiohttp import web
+from dovetail.api.env import ProcessEnv
+from dovetail.api.messages import Register
+from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
+from dovetail.rollout.scoring import MAX_TOKENS, Scorer
+
+REGISTER_SECONDS = 2.0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def event_log(process: str) -> Log:
+    """Structured log: one JSON line per event on stderr."""
+
+    def log(event: str, **fields: Any) -> None:
+        line = {"time": round(time.time(), 3), "process": process, "event": event, **fields}
+        print(json.dumps(line, default=str), file=sys.stderr, flush=True)
+
+    return log
+
+
+async def register_forever(
+    session: aiohttp.ClientSession, env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log
+) -> None:
+    """POST /v1/instances every 2 s for as long as the process lives; logs only when the outcome changes."""
+    headers = {"Authorization": f"Bearer {env.token}"}
+    last: str | None = ""
+    while True:
+        message = Register(
+            name=env.name,
+            kind="scorer",
+            group=env.group,
+            url=url,
+            incarnation=incarnation,
+            ready=True,
+            weight_version=service.scorer.critic_version,
+            abilities={
+                "device": str(service.scorer.device),
+                "dtype": str(service.scorer.dtype).removeprefix("torch."),
+                "models": sorted(service.scorer.models),
+            },
+        )
+        problem: str | None = None
+        try:
+            async with session.post(
+                f"{env.coordinator}/v1/instances",
+                data=message.model_dump_json(),
+                headers={**headers, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=10),
+            ) as response:
+                if response.status != 200:
+                    problem = f"status {response.status}: {(await response.text())[:200]}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem != last:
+            if problem is None:
+                log("coordinator.joined", url=env.coordinator)
+            else:
+                log("coordinator.unreachable", url=env.coordinator, error=problem)
+            last = problem
+        await asyncio.sleep(REGISTER_SECONDS)
+
+
+def advertised_host(host: str) -> str:
+    """The address that others reach this process at: `host`, or this machine's when it listens on all of
+    them."""
+    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "::", "") else host
+
+
+async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
+    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(make_app(service, env.token), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, env.host, env.port)
+        await site.start()
+        port = runner.addresses[0][1]
+        url = f"http://{advertised_host(env.host)}:{port}"
+        log("scorer.started", url=url, device=str(service.scorer.device))
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(register_forever(session, env, url, uuid.uuid4().hex, service, log))
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if task.done():
+                task.result()
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    finally:
+        service.close()
+        await runner.cleanup()
+    log("scorer.stopped")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 after a stop signal; 1, with one sentence on stderr, when it cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scorer", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="tokens per forward pass (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    if args.max_tokens < 1:
+        parser.error("--max-tokens must be at least 1")
+    dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "bfloat16")]
+    try:
+        env = ProcessEnv.read()
+        log, metrics = event_log(env.name), Metrics()
+        scorer = Scorer(args.device, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n))
+        asyncio.run(serve(env, ScorerService(scorer, log, metrics), log))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Not sys.exit: that would wait for a forward pass or a weight transfer under way in a thread.
+    os._exit(code)
