@@ -1,0 +1,11 @@
+"""Errors that end a local run, each with one sentence for its user."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """The run could not start or has failed. The message is a sentence that says why and what to do."""
+
+
+class UsageError(RunError):
+    """The request itself is wrong: a bad manifest, or a run directory in use. Exit code 2."""

@@ -1,0 +1,208 @@
+"""Runs a job on this machine: directory, ports, processes, and their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from dovetail.api.types import RLHFJob
+from dovetail.local.devices import cuda_devices
+from dovetail.local.errors import RunError
+from dovetail.local.ports import PortReservation
+from dovetail.local.processes import COORDINATOR, HOST, ProcessSpec, process_names, render
+from dovetail.local.rundir import RunDir
+from dovetail.local.spawn import ExecSpawner, ForkSpawner, Spawner
+from dovetail.local.supervisor import Outcome, Supervisor, cpu_threads
+
+if TYPE_CHECKING:
+    from dovetail.api.plan import Plan
+
+SPAWN = "DOVETAIL_SPAWN"
+GRACE_SECONDS = 5.0
+SpawnKind = Literal["exec", "fork"]
+
+
+def spawn_kind(environ: Mapping[str, str], devices: Collection[str]) -> SpawnKind:
+    """DOVETAIL_SPAWN, else fork on a machine without GPUs and exec on one with. Raises RunError on other values."""
+    chosen = environ.get(SPAWN) or ("exec" if devices else "fork")
+    if chosen not in ("exec", "fork"):
+        raise RunError(f"{SPAWN} is {chosen!r}; set it to exec or fork")
+    return "fork" if chosen == "fork" else "exec"
+
+
+class Launcher:
+    """One run of a job. As a context manager it holds the run directory, and on leaving ends every process.
+
+        with Launcher(job, plan, Path("runs/quickstart")) as launcher:
+            outcome = launcher.run()
+
+    `exclude`: processes not to start, for callers that do a process's work themselves (the Python API is its own
+    coordinator and passes {"coordinator"}). Raises RunError (UsageError for a directory in use) on entering."""
+
+    def __init__(
+        self,
+        job: RLHFJob,
+        plan: Plan,
+        run_dir: Path | str,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        exclude: Collection[str] = (),
+        environ: Mapping[str, str] = os.environ,
+        tell: Callable[[str], None] = lambda line: None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        self._job = job
+        self._plan = plan
+        self._dir = RunDir(Path(run_dir))
+        self._resume = resume
+        self._overwrite = overwrite
+        self._exclude = frozenset(exclude)
+        self._environ = dict(environ)
+        self._tell = tell
+        self._grace = grace
+        self._ports = PortReservation(HOST)
+        self._interrupts = 0
+        self._supervisor: Supervisor | None = None
+        self.specs: list[ProcessSpec] = []
+        self.token = ""
+        self.coordinator_port = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self._dir.path
+
+    @property
+    def url(self) -> str:
+        """The coordinator's address."""
+        return f"http://{HOST}:{self.coordinator_port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs now, by name."""
+        return {} if self._supervisor is None else self._supervisor.pids
+
+    def __enter__(self) -> Launcher:
+        devices = cuda_devices(self._environ)
+        kind = spawn_kind(self._environ, devices)
+        self._dir.open(resume=self._resume, overwrite=self._overwrite)
+        try:
+            self._dir.write_job(self._job, self._plan, resume=self._resume)
+            self.token = self._dir.token()
+            ports = self._ports.reserve(process_names(self._job, self._plan))
+            self.coordinator_port = ports[COORDINATOR]
+            self._prepare(kind, devices, ports)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start every process; `step` then keeps them running."""
+        assert self._supervisor is not None, "use the launcher in a with statement"
+        self._supervisor.start()
+
+    def step(self, seconds: float = 0.5) -> Outcome | None:
+        """Wait up to `seconds`, restarting what died; the outcome once the job is over. To be called all the time."""
+        assert self._supervisor is not None
+        return self._supervisor.step(seconds)
+
+    def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
+        """Start, wait for the end, stop. SIGINT and SIGTERM stop everything within seconds, a second one at once.
+
+        `on_step` is called a few times a second. Signals are handled only when called from the main thread."""
+        deadline = self._job.spec.active_deadline_seconds
+        begun = time.monotonic()
+        previous = self._catch_signals()
+        try:
+            self.start()
+            outcome: Outcome | None = None
+            while outcome is None:
+                outcome = self.step(0.2)
+                on_step()
+                if self._interrupts:
+                    outcome = Outcome(False, "interrupted", interrupted=True)
+                elif outcome is None and deadline is not None and time.monotonic() - begun > deadline:
+                    outcome = Outcome(False, f"the run took longer than activeDeadlineSeconds, {deadline} s")
+            self.stop()
+            return outcome
+        finally:
+            for sig, handler in previous.items():
+                signal.signal(sig, handler)
+
+    def stop(self) -> None:
+        """End every process. They get a SIGTERM and a few seconds, unless one more interrupt comes."""
+        if self._supervisor is not None:
+            before = self._interrupts
+            self._supervisor.stop(self._grace, impatient=lambda: self._interrupts > before)
+
+    def close(self) -> None:
+        """Stop, and give the directory and the ports back."""
+        try:
+            self.stop()
+        finally:
+            self._supervisor = None
+            self._ports.close()
+            self._dir.close()
+
+    def _prepare(self, kind: SpawnKind, devices: list[str], ports: Mapping[str, int]) -> None:
+        names = process_names(self._job, self._plan)
+        trainers = sum(name.startswith("trainer-") for name in names)
+        rollouts = sum(name.endswith("-scorer") for name in names)
+        threads = 1 if kind == "fork" else cpu_threads(max(trainers, rollouts))
+        specs = render(
+            self._job,
+            self._plan,
+            self.run_dir,
+            ports,
+            self.token,
+            base_env=self._environ,
+            devices=devices,
+            threads=threads,
+        )
+        self.specs = [spec for spec in specs if spec.name not in self._exclude]
+        zygote_env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | self._environ
+        if kind == "fork":
+            # One OpenMP or BLAS thread pool in the zygote, and its children would wait for threads they don't have.
+            zygote_env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        log = self._dir.logs / "spawner.log"
+        direct: Spawner = ExecSpawner(zygote_env, log)
+        shared: Spawner = ForkSpawner(zygote_env, log) if kind == "fork" else direct
+        self._supervisor = Supervisor(
+            [(spec, shared if spec.shares_imports else direct) for spec in self.specs],
+            self._job.spec.failure_policy.max_restarts,
+            failure_reason=self._failure_reason,
+            tell=self._tell,
+        )
+
+    def _failure_reason(self) -> str | None:
+        """What the coordinator wrote into summary.json before it exited with 1."""
+        try:
+            summary = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        for key in ("reason", "message", "error"):
+            if isinstance(summary, dict) and summary.get(key):
+                return str(summary[key])
+        return None
+
+    def _catch_signals(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+
+        return {sig: signal.signal(sig, on_signal) for sig in (signal.SIGINT, signal.SIGTERM)}

@@ -1,0 +1,38 @@
+"""What a dead process said last."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_TAIL_BYTES = 128 * 1024
+_EXCEPTION = re.compile(
+    r"(?:^|[\s:])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b(?:: .*|$))"
+)
+_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def size(path: Path) -> int:
+    """Bytes of a file that may not exist."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def last_line(path: Path, start: int = 0, limit: int = 400) -> str | None:
+    """The line of a log, from byte `start` on, that says best why its process ended: the last exception of a
+    traceback, else the last line that isn't empty. At most `limit` characters; None if there is no such line."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(start, end - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    lines = [line for line in (_CONTROL.sub("", raw).rstrip() for raw in text.splitlines()) if line.strip()]
+    for line in reversed(lines):
+        found = _EXCEPTION.search(line)
+        if found and "Warning" not in found.group(1).split(":")[0]:
+            return found.group(1)[:limit]
+    return lines[-1].strip()[:limit] if lines else None

@@ -1,0 +1,89 @@
+"""Linux process trees: who descends from whom, and ending all of them. No process of a job may outlive its launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Process(NamedTuple):
+    """One line of /proc: ids of the process, its parent and its session; `zombie` if it waits to be reaped."""
+
+    pid: int
+    parent: int
+    session: int
+    zombie: bool
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send `sig` to this process when its parent dies; 0 takes the request back."""
+    _prctl(_PR_SET_PDEATHSIG, int(sig))
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of descendants whose parent dies, in place of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def snapshot() -> list[Process]:
+    """All processes that /proc shows now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # "pid (command) state ppid pgrp session ...": the command may itself hold spaces and brackets.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        found.append(Process(int(entry.name), int(fields[1]), int(fields[3]), fields[0] in "ZX"))
+    return found
+
+
+def descendants(root: int, processes: Iterable[Process]) -> set[int]:
+    """Process ids below `root`, zombies left out (but not their children)."""
+    children: dict[int, list[Process]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process)
+    found: set[int] = set()
+    waiting = [root]
+    seen = {root}
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child.pid not in seen:
+                seen.add(child.pid)
+                waiting.append(child.pid)
+                if not child.zombie:
+                    found.add(child.pid)
+    return found
+
+
+def kill_until_gone(find: Callable[[list[Process]], set[int]], seconds: float = 2.0) -> bool:
+    """SIGKILL what `find` names, again and again, until it names nothing (True) or time is up (False)."""
+    deadline = time.monotonic() + seconds
+    while True:
+        alive = find(snapshot()) - {os.getpid()}
+        if not alive:
+            return True
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
