@@ -1,0 +1,127 @@
+"""A coordinator for tests of trainer ranks: the real routes and the real trainer group, but commands and batches come
+from the test, and nothing is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from aiohttp import web
+from dovetail.api.messages import Command, CommandResult, Offer, Register
+from dovetail.coordinator.server import make_app
+from dovetail.coordinator.trainer_group import Position, TrainerGroup
+from prometheus_client import CollectorRegistry
+
+T = TypeVar("T")
+TOKEN = "a-test-token"
+
+
+class FakeCoordinator:
+    """Runs in a thread of its own; every method may be called from the test's thread.
+
+    `batches` maps keys to safetensors documents, `results` collects what ranks hand in, `events` what happened."""
+
+    def __init__(self, world_size: int, peer_timeout: float = 60.0) -> None:
+        self.batches: dict[str, bytes] = {}
+        self.results: list[CommandResult] = []
+        self.offers: list[Offer] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._world_size, self._peer_timeout = world_size, peer_timeout
+        self._generation = (1, False)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.trainers: TrainerGroup
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Serve, on the same port as before; a restarted coordinator knows the generation and nothing else."""
+        self._call(self._start())
+
+    def stop(self) -> None:
+        """Vanish: open polls are cut off."""
+        self._call(self._stop())
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    async def _start(self) -> None:
+        generation, formed = self._generation
+        self.trainers = TrainerGroup(
+            world_size=self._world_size,
+            generation=generation,
+            formed=formed,
+            peer_timeout=self._peer_timeout,
+            clock=time.monotonic,
+            record_generation=lambda g: None,
+            record_result=self.results.append,
+            log=lambda event, **fields: self.events.append((event, fields)),
+        )
+        self._runner = web.AppRunner(make_app(self, TOKEN, CollectorRegistry()), shutdown_timeout=0.1)  # type: ignore[arg-type]
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self._watch = asyncio.create_task(self._watch_silence())
+
+    async def _stop(self) -> None:
+        self._generation = (self.trainers.generation, self.trainers.formed)
+        self._watch.cancel()
+        await self._runner.cleanup()
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            self.trainers.check_silence()
+
+    # ------------------------------------------------------------ what tests ask for
+
+    def execute(self, command: Command, timeout: float = 120.0) -> CommandResult:
+        """Raises TrainerLost, TrainerError, TimeoutError."""
+        return self._call(self._execute(command, timeout), timeout + 90)
+
+    def position(self, timeout: float = 90.0) -> Position:
+        """Wait until a generation is formed and rank 0 asks for work."""
+        return self._call(self.trainers.wait_position(timeout), timeout + 5)
+
+    def wait_until(self, condition: Any, timeout: float = 60.0) -> None:
+        """Poll `condition()`; raises TimeoutError."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the condition did not come true")
+            time.sleep(0.02)
+
+    async def _execute(self, command: Command, timeout: float) -> CommandResult:
+        await self.trainers.wait_position(90)
+        return await self.trainers.execute(command, timeout)
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    # ------------------------------------------------------------ what the routes ask for
+
+    def register(self, message: Register) -> None:
+        pass
+
+    def offer(self, message: Offer) -> None:
+        self.offers.append(message)
+
+    async def batch(self, key: str) -> bytes:
+        return self.batches[key]
+
+    def status(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,265 @@
+"""Real trainer ranks as processes, and a tiny job for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dovetail.api.env import ProcessEnv
+from dovetail.api.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.api.types import Parallelism, RLHFJob, ScratchModel, Stage
+from dovetail.api.wire import pack
+from helpers.fake_coordinator import TOKEN, FakeCoordinator
+
+VOCABULARY = 64
+TINY = ScratchModel(
+    architecture="llama",
+    config={
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    },
+)
+
+
+def job(**spec: Any) -> RLHFJob:
+    """A job of a tiny Llama; `spec` (camelCase) replaces fields of the defaults below."""
+    fast = {"learningRate": 3e-3, "schedule": "Constant", "warmupFraction": 0.0}
+    fields: dict[str, Any] = {
+        "seed": 7,
+        "models": {"actor": {"source": {"scratch": TINY.model_dump(by_alias=True)}}},
+        "groups": [
+            {"name": "trainers", "roles": ["trainer"], "replicas": 2},
+            {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
+        ],
+        "sft": {"steps": 8, "batchSize": 8, "microBatchSize": 2, "optimizer": fast},
+        "reward": {"steps": 8, "batchSize": 8, "microBatchSize": 2, "optimizer": fast},
+        "ppo": {
+            "iterations": 4,
+            "globalBatchSize": 16,
+            "miniBatchSize": 8,
+            "microBatchSize": 2,
+            "epochs": 2,
+            "actorOptimizer": fast,
+            "criticOptimizer": fast,
+            "oldLogProbs": "Recompute",
+        },
+        "failurePolicy": {"peerTimeoutSeconds": 30},
+    }
+    for name, value in spec.items():
+        fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value
+    return RLHFJob.model_validate(
+        {
+            "apiVersion": "dovetail.dev/v1alpha1",
+            "kind": "RLHFJob",
+            "metadata": {"name": "tiny"},
+            "spec": fields,
+        }
+    )
+
+
+class TrainerRanks:
+    """The ranks of one job, as `python -m dovetail.trainer.main`, against a FakeCoordinator."""
+
+    def __init__(self, folder: Path, job: RLHFJob, layouts: dict[str, Parallelism], patience: float = 60.0) -> None:
+        first = next(iter(layouts.values()))
+        self.job, self.layouts, self.world_size = job, layouts, first.pp * first.dp * first.tp
+        self.folder, self._patience = folder, patience
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
+        parallelism = {name: layout.model_dump(by_alias=True) for name, layout in layouts.items()}
+        (folder / "plan.json").write_text(json.dumps({"parallelism": parallelism}))
+        self.coordinator = FakeCoordinator(self.world_size)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> TrainerRanks:
+        for rank in range(self.world_size):
+            self.start(rank)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(10)
+        self.coordinator.close()
+
+    def start(self, rank: int) -> None:
+        """Start a rank, also in place of one that died."""
+        env = ProcessEnv(
+            job="tiny",
+            name=f"trainer-{rank}",
+            run_dir=self.folder,
+            coordinator=self.coordinator.address,
+            token=TOKEN,
+            host="127.0.0.1",
+            port=0,
+            metrics_port=0,
+            group="trainers",
+            rank=rank,
+            world_size=self.world_size,
+        )
+        with (self.folder / f"rank-{rank}.log").open("ab") as log:
+            self.processes[rank] = subprocess.Popen(
+                [sys.executable, "-m", "dovetail.trainer.main", "--patience", str(self._patience)],
+                env={**os.environ, **env.write(), "OMP_NUM_THREADS": "1"},
+                stderr=log,
+                stdout=log,
+            )
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL."""
+        self.processes[rank].kill()
+        self.processes[rank].wait(10)
+
+    def restart_exited(self) -> None:
+        """What a launcher does: start every rank anew whose process has ended."""
+        for rank, process in list(self.processes.items()):
+            if process.poll() is not None:
+                self.start(rank)
+
+    def log(self, rank: int) -> list[dict[str, Any]]:
+        """The rank's events."""
+        lines = (self.folder / f"rank-{rank}.log").read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def wait_for_event(self, rank: int, event: str, timeout: float = 60.0, **fields: Any) -> None:
+        """Until the rank has logged such an event; raises TimeoutError with the log's end."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for record in self.log(rank):
+                if record["event"] == event and all(record.get(k) == v for k, v in fields.items()):
+                    return
+            if time.monotonic() > deadline:
+                tail = (self.folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
+                raise TimeoutError(f"rank {rank} did not log {event} {fields}; its log ends:\n{tail}")
+            time.sleep(0.02)
+
+    # ------------------------------------------------------------ commands
+
+    def load(self, stage: Stage, total_steps: int = 8, checkpoint: Path | None = None, id: str = "load") -> Load:
+        head = {"actor": "lm", "critic": "value", "reward": "value"}
+        names = {Stage.SFT: ["actor"], Stage.REWARD: ["reward"], Stage.PPO: ["actor", "critic"]}[stage]
+        models = {
+            name: ModelRef(head=head[name], scratch=TINY, seed=i, path=None, tokenizer=None)  # type: ignore[arg-type]
+            for i, name in enumerate(names)
+        }
+        return Load(
+            id=id, stage=stage, models=models, total_steps=total_steps, checkpoint=checkpoint and str(checkpoint)
+        )
+
+    def step(self, stage: Stage, step: int, batch: str, **fields: Any) -> Step:
+        spec = self.job.spec
+        if stage is Stage.PPO:
+            size, micro = spec.ppo.mini_batch_size, spec.ppo.micro_batch_size
+            names = [name for name in ("actor", "critic") if name in self.layouts]
+        else:
+            part = spec.sft if stage is Stage.SFT else spec.reward
+            size, micro = part.batch_size, part.micro_batch_size
+            names = ["actor" if stage is Stage.SFT else "reward"]
+        actions: list[list[Action]] = [[] for _ in range(self.world_size)]
+        for name in names:
+            layout = self.layouts[name]
+            for rank in range(self.world_size):
+                pp_rank = rank // (layout.dp * layout.tp)
+                actions[rank] += one_forward_one_backward(name, pp_rank, layout.pp, size // (layout.dp * micro))
+        return Step(id=f"{stage.value}/{step}/step", stage=stage, step=step, batch=batch, actions=actions, **fields)
+
+    def evaluate(self, stage: Stage, batches: list[str], id: str = "evaluate") -> Evaluate:
+        return Evaluate(id=id, stage=stage, batches=batches)
+
+    def save(self, path: Path, id: str = "save") -> Save:
+        return Save(id=id, path=str(path))
+
+    def export(self, model: str, path: Path, id: str = "export") -> Export:
+        return Export(id=id, model=model, path=str(path))  # type: ignore[arg-type]
+
+
+def layouts(pp: int = 1, dp: int = 1) -> dict[str, Parallelism]:
+    """The same layout for every model."""
+    return {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic", "reward")}
+
+
+def one_forward_one_backward(model: str, pp_rank: int, pp: int, micro_batches: int) -> list[Action]:
+    """The 1F1B order of one pipeline stage."""
+    warmup = min(pp - pp_rank - 1, micro_batches)
+    order = [("F", i) for i in range(warmup)]
+    for i in range(micro_batches - warmup):
+        order += [("F", warmup + i), ("B", i)]
+    order += [("B", i) for i in range(micro_batches - warmup, micro_batches)]
+    return [Action(model=model, micro_batch=i, kind=kind) for kind, i in order]  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- batches
+
+
+def _sequences(random: np.random.Generator, count: int, longest: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counting sequences: each token is the one before plus `step`, so that there is something to learn."""
+    lengths = random.integers(6, longest + 1, count).astype(np.int32)
+    starts = random.integers(0, VOCABULARY, count)
+    tokens = (starts[:, None] + step * np.arange(longest)[None, :]) % VOCABULARY
+    tokens[np.arange(longest)[None, :] >= lengths[:, None]] = 0
+    return tokens.astype(np.int32), lengths
+
+
+def sft_batch(seed: int, count: int = 8, longest: int = 20) -> bytes:
+    random = np.random.default_rng(seed)
+    tokens, lengths = _sequences(random, count, longest, 1)
+    places = np.arange(longest)[None, :]
+    mask = ((places >= 2) & (places < lengths[:, None])).astype(np.uint8)
+    return pack({"tokens": tokens, "lengths": lengths, "loss_mask": mask})
+
+
+def reward_batch(seed: int, count: int = 8, longest: int = 16) -> bytes:
+    """Preferred: counting up by one; rejected: by three."""
+    random = np.random.default_rng(seed)
+    chosen, chosen_lengths = _sequences(random, count, longest, 1)
+    rejected, rejected_lengths = _sequences(random, count, longest, 3)
+    return pack(
+        {
+            "chosen_tokens": chosen,
+            "chosen_lengths": chosen_lengths,
+            "rejected_tokens": rejected,
+            "rejected_lengths": rejected_lengths,
+        }
+    )
+
+
+def ppo_batch(seed: int, count: int = 16, prompt: int = 6, response: int = 10, ptx: int = 0) -> bytes:
+    """Random samples; log-probabilities near those of an untrained model, log(1/VOCABULARY)."""
+    random = np.random.default_rng(seed)
+    prompts = random.integers(2, prompt + 1, count).astype(np.int32)
+    responses = random.integers(1, response + 1, count).astype(np.int32)
+    width = prompt + response
+    tokens = random.integers(0, VOCABULARY, (count, width)).astype(np.int32)
+    tokens[np.arange(width)[None, :] >= (prompts + responses)[:, None]] = 0
+    level = -np.log(VOCABULARY)
+    arrays = {
+        "tokens": tokens,
+        "prompt_lengths": prompts,
+        "response_lengths": responses,
+        "rollout_logprobs": (level + 0.05 * random.standard_normal((count, response))).astype(np.float32),
+        "ref_logprobs": (level + 0.05 * random.standard_normal((count, response))).astype(np.float32),
+        "values": (0.1 * random.standard_normal((count, response))).astype(np.float32),
+        "scores": random.standard_normal(count).astype(np.float32),
+        "groups": (np.arange(count) // 2).astype(np.int32),
+        "finished": (random.random(count) < 0.7).astype(np.uint8),
+    }
+    if ptx:
+        more, lengths = _sequences(random, ptx, 12, 1)
+        arrays |= {
+            "ptx_tokens": more,
+            "ptx_lengths": lengths,
+            "ptx_loss_mask": (np.arange(12)[None, :] < lengths[:, None]).astype(np.uint8),
+        }
+    return pack(arrays)

@@ -1,0 +1,162 @@
+"""A trainer rank's HTTP client: small blocking requests to the coordinator, each with a deadline."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import quote, urlsplit
+
+from dovetail.api.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    JoinReply,
+    JoinRequest,
+    NextReply,
+    NextRequest,
+    Offer,
+)
+from pydantic import BaseModel, ValidationError
+
+# The coordinator answers a long poll within 20 s.
+POLL_TIMEOUT_SECONDS = 30.0
+REQUEST_TIMEOUT_SECONDS = 30.0
+JSON_LIMIT_BYTES = 16 * 2**20
+BATCH_LIMIT_BYTES = 4 * 2**30
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 2.0
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class CoordinatorUnreachable(Exception):
+    """No answer within the deadline, however often we asked."""
+
+
+class StaleGeneration(Exception):
+    """409: our generation is over; join again."""
+
+
+class Refused(Exception):
+    """The coordinator answered, and said no (4xx)."""
+
+
+class _Transient(Exception):
+    """Worth another try: no connection, a broken one, or 5xx."""
+
+
+class CoordinatorClient:
+    """Safe to use from several threads: every request has a connection of its own.
+
+    `patience` is how many seconds an absent coordinator is waited for; `clock` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Raises ValueError when `address` is not an http URL with host and port."""
+        parts = urlsplit(address if "//" in address else f"http://{address}")
+        if parts.scheme != "http" or not parts.hostname or parts.port is None:
+            raise ValueError(f"DOVETAIL_COORDINATOR must look like http://host:port, not {address!r}")
+        self._host, self._port, self._base = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._token, self.patience = token, patience
+        self._clock, self._sleep = clock, sleep
+
+    def join(self, request: JoinRequest) -> JoinReply:
+        """One long poll; waits for an absent coordinator. Raises CoordinatorUnreachable, Refused."""
+        return self._message("/v1/trainer/join", request, JoinReply, POLL_TIMEOUT_SECONDS)
+
+    def next(self, request: NextRequest, patience: float) -> NextReply:
+        """One long poll; waits `patience` seconds for an absent coordinator. Raises StaleGeneration as well."""
+        return self._message("/v1/trainer/next", request, NextReply, POLL_TIMEOUT_SECONDS, patience)
+
+    def last_word(self, request: NextRequest) -> None:
+        """Hand in a result without waiting for the next command; one short try, failures do not matter."""
+        try:
+            self._once("POST", "/v1/trainer/next", request.model_dump_json().encode(), 1.0, JSON_LIMIT_BYTES)
+        except (_Transient, Refused, StaleGeneration):
+            return
+
+    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply | None:
+        """One try; None when the coordinator is away."""
+        try:
+            body = self._once("POST", "/v1/heartbeat", beat.model_dump_json().encode(), 5.0, JSON_LIMIT_BYTES)
+            return HeartbeatReply.model_validate_json(body)
+        except (_Transient, Refused, StaleGeneration, ValidationError):
+            return None
+
+    def offer(self, offer: Offer) -> None:
+        """POST /v1/weights/offer. Raises CoordinatorUnreachable, Refused."""
+        body = offer.model_dump_json().encode()
+        self._retry("POST", "/v1/weights/offer", body, REQUEST_TIMEOUT_SECONDS, JSON_LIMIT_BYTES)
+
+    def batch(self, key: str) -> bytes:
+        """The safetensors document of a batch. Raises CoordinatorUnreachable, Refused (no such batch)."""
+        path = f"/v1/batches/{quote(key)}"
+        return self._retry("GET", path, None, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES)
+
+    # ------------------------------------------------------------ inner parts
+
+    def _message(
+        self, path: str, message: BaseModel, reply: type[M], timeout: float, patience: float | None = None
+    ) -> M:
+        document = message.model_dump_json().encode()
+        body = self._retry("POST", path, document, timeout, JSON_LIMIT_BYTES, patience)
+        try:
+            return reply.model_validate_json(body)
+        except ValidationError as error:
+            raise Refused(f"the coordinator's answer to {path} is not a {reply.__name__}: {error}") from error
+
+    def _retry(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout: float,
+        limit: int,
+        patience: float | None = None,
+    ) -> bytes:
+        patience = self.patience if patience is None else patience
+        deadline = self._clock() + patience
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return self._once(method, path, body, timeout, limit)
+            except _Transient as error:
+                if self._clock() + pause > deadline:
+                    raise CoordinatorUnreachable(
+                        f"the coordinator at {self._host}:{self._port} did not answer {path} "
+                        f"for {patience:.0f} s: {error}"
+                    ) from error
+            self._sleep(pause * random.uniform(0.7, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _once(self, method: str, path: str, body: bytes | None, timeout: float, limit: int) -> bytes:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            connection.request(method, self._base + path, body, headers)
+            response = connection.getresponse()
+            data = response.read(limit + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise _Transient(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if len(data) > limit:
+            raise Refused(f"the coordinator's answer to {path} is larger than {limit} bytes")
+        if response.status == 200:
+            return data
+        text = data[:500].decode(errors="replace")
+        if response.status == 409:
+            raise StaleGeneration(text)
+        if response.status >= 500:
+            raise _Transient(f"HTTP {response.status}: {text}")
+        raise Refused(f"HTTP {response.status} from {path}: {text}")

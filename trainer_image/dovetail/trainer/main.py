@@ -1,0 +1,121 @@
+"""`python -m dovetail.trainer.main`: one trainer rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.types import Parallelism, RLHFJob
+from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused
+from dovetail.trainer.events import Events
+from pydantic import ValidationError
+
+PATIENCE_SECONDS = 600.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 after `stop`; 1 with one sentence on stderr otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dovetail.trainer.main",
+        description="One trainer rank of a job, configured by DOVETAIL_* variables; `dovetail run` starts it.",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_SECONDS,
+        metavar="SECONDS",
+        help="how long an absent coordinator is waited for (default: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    # Blocked in a collective, Python could not run a handler: let the signals end the process at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    log = Events("trainer")
+    try:
+        env = ProcessEnv.read()
+        log = Events(env.name)
+        job = read_job(env.run_dir)
+        layouts = read_layouts(env.run_dir)
+        return serve(env, job, layouts, options.patience, log)
+    except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
+        log("rank.failed", message=str(error))
+        return 1
+
+
+def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
+    """Run the rank until it is told to stop; 0."""
+    # Slow imports and settings of torch come after everything that can be wrong with the environment.
+    import torch
+    from dovetail.trainer.heartbeat import HeartbeatThread
+    from dovetail.trainer.loop import Rank
+    from dovetail.trainer.metrics import TrainerMetrics
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # Replays must end in the same bits. `warn_only`: a few CUDA kernels have no deterministic form.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.manual_seed(job.spec.seed)
+
+    incarnation = uuid.uuid4().hex
+    client = CoordinatorClient(env.coordinator, env.token, patience)
+    metrics = TrainerMetrics()
+    if env.metrics_port:
+        metrics.serve(env.metrics_port, env.host)
+    heartbeat = HeartbeatThread(client, env.name, env.rank, incarnation, log)
+    heartbeat.start()
+    log("rank.started", rank=env.rank, world_size=env.world_size, threads=torch.get_num_threads(), pid=os.getpid())
+    try:
+        Rank(
+            env=env,
+            spec=job.spec,
+            layouts=layouts,
+            client=client,
+            heartbeat=heartbeat,
+            metrics=metrics,
+            log=log,
+            incarnation=incarnation,
+            nccl_version=_nccl_version(),
+        ).run()
+    finally:
+        heartbeat.stop()
+    return 0
+
+
+def read_job(run_dir: Path) -> RLHFJob:
+    """Raises ValueError when job.json does not hold a valid job, OSError when it is missing."""
+    path = run_dir / "job.json"
+    try:
+        return RLHFJob.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path}: {place}: {first['msg']}") from error
+
+
+def read_layouts(run_dir: Path) -> dict[str, Parallelism]:
+    """Parallelism of each trained model, from plan.json. Raises ValueError, OSError."""
+    path = run_dir / "plan.json"
+    try:
+        layouts = json.loads(path.read_text(encoding="utf-8"))["parallelism"]
+        return {name: Parallelism.model_validate(layout) for name, layout in layouts.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: not a plan with the models' parallelism: {error}") from error
+
+
+def _nccl_version() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What every step needs: the job, the engine and the collection of per-sequence results over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from dovetail.api.messages import Action
+from dovetail.api.types import RLHFJobSpec
+from dovetail.api.wire import Arrays
+from dovetail.trainer.batches import Padded, Sequences, split_padded
+from dovetail.trainer.engine import Engine, EngineModel
+from dovetail.trainer.errors import BadCommand
+from dovetail.trainer.executor import MicroBatch
+from dovetail.trainer.groups import Groups, peer_errors
+from dovetail.trainer.timeline import Timeline
+from torch import Tensor
+
+Metrics = dict[str, float]
+# Second half of a command: the collective work. The first half (checks) has no collectives and changes nothing.
+Run = Callable[[], Metrics]
+
+
+@dataclass
+class Context:
+    """`fetch` gives a batch's arrays by key; raises BadCommand when there is none."""
+
+    spec: RLHFJobSpec
+    groups: Groups
+    engine: Engine
+    fetch: Callable[[str], Arrays]
+    timeline: Timeline
+
+    def model(self, name: str) -> EngineModel:
+        """Raises BadCommand when the model is not loaded."""
+        if name not in self.engine.models:
+            held = ", ".join(sorted(self.engine.models)) or "no model"
+            raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
+        return self.engine.models[name]
+
+    def actions(self, actions: Sequence[Sequence[Action]], micro_batches: dict[str, int]) -> list[Action]:
+        """This rank's list, of the models in `micro_batches` alone. Raises BadCommand when the lists do not fit."""
+        if len(actions) != self.groups.world_size:
+            raise BadCommand(
+                f"the command has schedules for {len(actions)} ranks, the trainers are {self.groups.world_size}"
+            )
+        mine = [action for action in actions[self.groups.rank] if action.model in micro_batches]
+        for model, count in micro_batches.items():
+            for kind in ("F", "B"):
+                found = sorted(a.micro_batch for a in mine if a.model == model and a.kind == kind)
+                if found != list(range(count)):
+                    raise BadCommand(
+                        f"the schedule of rank {self.groups.rank} runs {len(found)} {kind} of {model}, the batch makes "
+                        f"{count} micro-batches; check batch size, microBatchSize and dp"
+                    )
+        return mine
+
+    def check_vocabulary(self, model: EngineModel, sequences: Sequences) -> None:
+        """Raises BadCommand for token ids that the model has no embedding for (an index error deep inside)."""
+        size = int(getattr(model.config, "vocab_size", 0))
+        largest = int(sequences.tokens.max())
+        if size and largest >= size:
+            raise BadCommand(f"the batch holds token id {largest}, model {model.name!r} has a vocabulary of {size}")
+
+    def per_sequence(
+        self,
+        model: EngineModel,
+        sequences: Sequences,
+        micro: int,
+        width: int,
+        read: Callable[[Tensor, list[int]], Tensor],
+    ) -> Tensor:
+        """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
+
+        `read` maps the last stage's output and the micro-batch's rows to (rows, width). A collective call."""
+        n = len(sequences)
+        mine = split_padded(n, model.dp_size, micro)[model.dp_rank]
+        by_tokens: dict[int, Padded] = {}
+        work = []
+        for part in mine:
+            rows = sequences.take(part.rows)
+            batch = MicroBatch(rows.tokens, rows.lengths)
+            by_tokens[id(batch)] = part
+            work.append(batch)
+        parts = self.engine.forward(
+            model.name, work, lambda output, batch: read(output, by_tokens[id(batch)].rows).float()
+        )
+        table = torch.zeros(n, width)
+        place = self.groups.of(model.name)
+        if place.pp_rank == 0 and place.tp_rank == 0:
+            for part, values in zip(mine, parts, strict=True):
+                for i, row in enumerate(part.rows):
+                    if part.weights[i]:
+                        table[row] = values[i].cpu()
+        return self.sum(table)
+
+    def sum(self, table: Tensor) -> Tensor:
+        """Sum of a CPU tensor over all ranks, on every rank. A collective call."""
+        if self.groups.world_size > 1:
+            with peer_errors("summing over the trainer ranks"):
+                dist.all_reduce(table, group=self.groups.control)
+        return table
+
+
+def mean(stats: dict[str, float], name: str, count: str) -> float:
+    """stats[name] / stats[count], 0 when nothing was counted."""
+    return stats.get(name, 0.0) / stats[count] if stats.get(count) else 0.0
+
+
+def variance(x: Tensor) -> float:
+    """Population variance of a flat tensor in float64; 0 when it is empty."""
+    return float(x.double().var(correction=0)) if x.numel() else 0.0

@@ -1,0 +1,196 @@
+"""A PPO batch as tensors, and what is computed once over the whole of it: advantages, weights, metrics.
+
+Every rank does this for the global batch by itself: it is cheap, and whitening and group baselines need all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from dovetail.api.types import PPO, Dtype, RLHFJobSpec, Role
+from dovetail.api.wire import Arrays
+from dovetail.trainer.algorithms.advantages import AdvantageFunction, compute_advantages
+from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
+from dovetail.trainer.algorithms.kl import kl_estimate
+from dovetail.trainer.batches import Sequences, read
+from dovetail.trainer.errors import BadCommand
+from dovetail.trainer.steps.context import Metrics, variance
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One iteration's samples. (N, R) float32 tensors have entry r for response token r; `mask` (N, R) bool."""
+
+    sequences: Sequences
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    mask: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+    scores: Tensor
+    groups: Tensor
+    finished: Tensor
+    advantages: Tensor | None
+    returns: Tensor | None
+
+    @staticmethod
+    def read(arrays: Arrays, config: PPO) -> Samples:
+        """Raises BadCommand naming the array that is missing, misshapen or not finite inside its mask."""
+        tokens = read(arrays, "tokens", torch.int64, (None, None))
+        n = tokens.shape[0]
+        prompts = read(arrays, "prompt_lengths", torch.int64, (n,))
+        responses = read(arrays, "response_lengths", torch.int64, (n,))
+        if n and int(prompts.min()) < 1:
+            raise BadCommand("every prompt needs at least one token: batch array 'prompt_lengths' holds a 0")
+        sequences = Sequences.checked(tokens, prompts + responses, "prompt_lengths + response_lengths")
+        rollout = read(arrays, "rollout_logprobs", torch.float32, (n, None))
+        width = rollout.shape[1]
+        if int(responses.min()) < 0 or int(responses.max()) > width:
+            raise BadCommand(f"batch array 'response_lengths' must lie in 0..{width}, the width of rollout_logprobs")
+        mask = torch.arange(width) < responses.unsqueeze(1)
+        if not bool(mask.any()):
+            raise BadCommand("no sample of the batch has a response token")
+
+        def per_token(name: str, needed: bool) -> Tensor | None:
+            if name not in arrays and not needed:
+                return None
+            array = read(arrays, name, torch.float32, (n, width))
+            if not bool(torch.isfinite(array[mask]).all()):
+                raise BadCommand(f"batch array {name!r} holds a value that is not finite")
+            return torch.where(mask, array, 0.0)
+
+        custom = config.advantage_function is not None
+        needs_values = config.advantage == "gae" and not custom and "advantages" not in arrays
+        scores = read(arrays, "scores", torch.float32, (n,))
+        if not bool(torch.isfinite(scores).all()):
+            raise BadCommand("batch array 'scores' holds a value that is not finite")
+        samples = Samples(
+            sequences=sequences,
+            prompt_lengths=prompts,
+            response_lengths=responses,
+            mask=mask,
+            rollout_logprobs=_present(per_token("rollout_logprobs", True)),
+            ref_logprobs=_present(per_token("ref_logprobs", True)),
+            values=per_token("values", needs_values),
+            scores=scores,
+            groups=read(arrays, "groups", torch.int64, (n,)),
+            finished=read(arrays, "finished", torch.bool, (n,)),
+            advantages=per_token("advantages", False),
+            returns=per_token("returns", False),
+        )
+        if samples.returns is not None and samples.advantages is None:
+            raise BadCommand("the batch has 'returns' without 'advantages'; give both")
+        return samples
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def response_logits_positions(prompt_lengths: Tensor, width: int, time: int) -> Tensor:
+    """(B, width) int64: the position whose output belongs to response token r, the one before it; clamped into the
+    row for padding."""
+    return (prompt_lengths.unsqueeze(1) - 1 + torch.arange(width)).clamp(max=time - 1)
+
+
+def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
+    """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
+
+    Auto trusts the rollout where both sides compute the same numbers: float32 on both, temperature 1, no top-k or
+    top-p. Otherwise rounding and the cut distribution would enter the ratio."""
+    if spec.ppo.old_log_probs != "Auto":
+        return spec.ppo.old_log_probs == "Recompute"
+    trainer = spec.models.actor.dtype
+    exact = trainer is Dtype.FLOAT32 or (trainer is Dtype.AUTO and device_type == "cpu")
+    for group in spec.groups:
+        if Role.ROLLOUT in group.roles:
+            on_cpu = group.gpu.product is None
+            exact = exact and (group.dtype is Dtype.FLOAT32 or (group.dtype is Dtype.AUTO and on_cpu))
+    generation = spec.generation
+    return not (exact and generation.temperature == 1.0 and generation.top_k == 0 and generation.top_p == 1.0)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the losses need beside the model's outputs, all (N, R): `old_logprobs`, `advantages`, `returns` and
+    `old_values` for the critic, `weights` for truncated importance sampling; `metrics` of the batch."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    returns: Tensor | None
+    old_values: Tensor | None
+    weights: Tensor | None
+    metrics: Metrics
+
+
+def targets(
+    samples: Samples,
+    config: PPO,
+    kl_coef: float,
+    recomputed: Tensor | None,
+    function: AdvantageFunction | None = None,
+) -> Targets:
+    """Advantages and the rest over the global batch. `recomputed` (N, R) are the trainer's own log-probabilities at
+    the weights that sampled, None to use the rollout's. Raises BadCommand when a setting and the batch do not fit."""
+    mask = samples.mask
+    old = samples.rollout_logprobs if recomputed is None else recomputed
+    weights = None
+    metrics: Metrics = {}
+    if recomputed is not None:
+        cap = config.importance_sampling.cap
+        if config.importance_sampling.mode == "Truncated":
+            weights = truncated_weights(old, samples.rollout_logprobs, mask, cap)
+        metrics |= mismatch(old, samples.rollout_logprobs, mask, cap)
+    rewards = None
+    if samples.advantages is not None:
+        advantages, returns = samples.advantages, samples.returns
+    else:
+        try:
+            made = compute_advantages(
+                config,
+                scores=samples.scores,
+                logprobs=old,
+                ref_logprobs=samples.ref_logprobs,
+                mask=mask,
+                groups=samples.groups,
+                finished=samples.finished,
+                kl_coef=kl_coef,
+                values=samples.values,
+                function=function,
+            )
+        except ValueError as error:
+            raise BadCommand(str(error)) from error
+        advantages, returns, rewards = made.advantages, made.returns, made.rewards
+    kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
+    metrics |= {
+        "reward": float(samples.scores.double().mean()),
+        "reward_std": float(samples.scores.double().std()) if len(samples) > 1 else 0.0,
+        "kl": float(kl.double().mean()),
+        "kl_coef": kl_coef,
+        "response_length": float(samples.response_lengths.double().mean()),
+        "finished": float(samples.finished.double().mean()),
+        "advantage_std": variance(advantages[mask]) ** 0.5,
+        "samples": float(len(samples)),
+        "tokens": float(mask.sum()),
+    }
+    if rewards is not None:
+        metrics["reward_with_kl"] = float(rewards.double().sum(dim=1).mean())
+    if returns is not None and samples.values is not None:
+        spread = variance(returns[mask])
+        error = variance((returns - samples.values)[mask])
+        metrics["explained_variance"] = 1.0 - error / spread if spread > 0 else 0.0
+    return Targets(old, advantages, returns, samples.values, weights, metrics)
+
+
+def mismatch(logprobs: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Metrics:
+    """Token means (and the maximum) of the gap between trainer and rollout."""
+    sums = {name: float(value) for name, value in mismatch_metrics(logprobs, rollout, mask, cap).items()}
+    tokens = max(1.0, sums.pop("mismatch_tokens"))
+    largest = sums.pop("mismatch_abs_max")
+    return {name: value / tokens for name, value in sums.items()} | {"mismatch_abs_max": largest}

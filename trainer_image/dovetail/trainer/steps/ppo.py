@@ -1,0 +1,302 @@
+"""One PPO iteration's training: epochs x mini-batches over the stored samples, actor and critic on one schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from dovetail.api.messages import Action, Step
+from dovetail.api.wire import Arrays
+from dovetail.trainer.algorithms.importance import mismatch_metrics
+from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
+from dovetail.trainer.algorithms.losses import entropy_bonus, policy_loss, ptx_loss, value_loss
+from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded
+from dovetail.trainer.errors import BadCommand
+from dovetail.trainer.executor import MicroBatch
+from dovetail.trainer.steps.context import Context, Metrics, Run, mean
+from dovetail.trainer.steps.experience import (
+    Samples,
+    Targets,
+    recomputes_old_logprobs,
+    response_logits_positions,
+    targets,
+)
+from dovetail.trainer.steps.sft import predictions
+from torch import Tensor
+
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ptx:
+    """Demonstrations mixed into the actor's loss; `mask` (N, T) marks predictions to be learnt."""
+
+    sequences: Sequences
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's part of one optimizer step."""
+
+    work: dict[str, list[list[int]]]
+    response_tokens: int
+    ptx_rows: list[int]
+    first: bool
+
+
+def prepare_step(context: Context, step: Step) -> Run:
+    """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
+    config = context.spec.ppo
+    context.model("actor")
+    models = ["actor"] if step.train_actor else []
+    if "critic" in context.engine.models:
+        models.append("critic")
+    if not models:
+        raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
+    arrays = context.fetch(step.batch)
+    samples = Samples.read(arrays, config)
+    for name in models:
+        context.check_vocabulary(context.model(name), samples.sequences)
+    ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
+    minis = _mini_batches(context, step, samples, models, ptx)
+    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in models})
+    recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
+    if "critic" in models and samples.values is None and config.value_clip is not None:
+        raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
+    if not recompute:
+        # Nothing collective is needed before the advantages, so a bad batch is refused while nothing has happened.
+        ready = targets(samples, config, step.kl_coef, None)
+        _check_returns(models, ready)
+
+    def run() -> Metrics:
+        if recompute:
+            with context.timeline.phase("old log-probabilities"):
+                old = _policy_logprobs(context, samples)
+            goals = targets(samples, config, step.kl_coef, old)
+            _check_returns(models, goals)
+        else:
+            goals = ready
+        return _train(context, samples, goals, ptx, minis, actions, models)
+
+    return run
+
+
+def _check_returns(models: list[str], goals: Targets) -> None:
+    if "critic" in models and goals.returns is None:
+        raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
+
+
+def _ptx(context: Context, step: Step, samples: Samples, arrays: Arrays) -> Ptx:
+    sequences = Sequences.read(arrays, "ptx_")
+    mask = read(arrays, "ptx_loss_mask", torch.uint8, tuple(sequences.tokens.shape))
+    context.check_vocabulary(context.model("actor"), sequences)
+    steps = len(samples) // context.spec.ppo.mini_batch_size
+    if len(sequences) < steps:
+        raise BadCommand(f"{len(sequences)} ptx sequences are fewer than the {steps} mini-batches of an epoch")
+    return Ptx(sequences, predictions(sequences, mask))
+
+
+def _mini_batches(
+    context: Context, step: Step, samples: Samples, models: list[str], ptx: Ptx | None
+) -> list[MiniBatch]:
+    """Every optimizer step of the iteration. Mini-batch k of an epoch mixes in the k-th share of the ptx rows."""
+    config = context.spec.ppo
+    lengths = samples.sequences.lengths
+    steps = len(samples) // config.mini_batch_size
+    minis = []
+    order = mini_batches(len(samples), config.mini_batch_size, config.epochs, context.spec.seed, step.step)
+    for index, (_, rows) in enumerate(order):
+        work = {}
+        for name in models:
+            model = context.model(name)
+            parts = split(lengths[rows].tolist(), model.dp_size, config.micro_batch_size)[model.dp_rank]
+            work[name] = [[rows[i] for i in part] for part in parts]
+        share = []
+        if ptx is not None:
+            total, k = len(ptx.sequences), index % steps
+            share = list(range(total * k // steps, total * (k + 1) // steps))
+        minis.append(MiniBatch(work, int(samples.response_lengths[rows].sum()), share, index == 0))
+    return minis
+
+
+def _train(
+    context: Context,
+    samples: Samples,
+    goals: Targets,
+    ptx: Ptx | None,
+    minis: list[MiniBatch],
+    actions: list[Action],
+    models: list[str],
+) -> Metrics:
+    totals: dict[str, float] = defaultdict(float)
+    applied: dict[str, list[float]] = defaultdict(list)
+    for index, mini in enumerate(minis):
+        work: dict[str, list[MicroBatch]] = {}
+        if "actor" in models:
+            work["actor"] = [_actor_micro_batch(context, samples, goals, mini, r) for r in mini.work["actor"]]
+        if "critic" in models:
+            work["critic"] = [_critic_micro_batch(context, samples, goals, mini, r) for r in mini.work["critic"]]
+        with context.timeline.phase(f"mini-batch {index}"):
+            for stats in context.engine.run(actions, work).values():
+                _add(totals, stats)
+            if ptx is not None and mini.ptx_rows:
+                _add(totals, _run_ptx(context, ptx, mini, actions))
+        with context.timeline.phase("optimizer"):
+            for name in models:
+                for key, value in context.engine.optimizer_step(name).items():
+                    applied[f"{name}_{key}"].append(value)
+            if "actor" in models:
+                context.engine.after_actor_step()
+    metrics = dict(goals.metrics)
+    if "actor" in models:
+        metrics |= {
+            "policy_loss": mean(totals, "policy_loss", "tokens"),
+            "ratio": mean(totals, "ratio", "tokens"),
+            "clipfrac": mean(totals, "clipped", "tokens"),
+            "dual_clipfrac": mean(totals, "dual_clipped", "tokens"),
+            "approx_kl": mean(totals, "approx_kl", "tokens"),
+            "entropy": mean(totals, "entropy", "tokens"),
+        }
+        if totals.get("mismatch_tokens"):
+            for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
+                metrics[name] = mean(totals, name, "mismatch_tokens")
+    if ptx is not None:
+        metrics["ptx_loss"] = mean(totals, "ptx_loss", "ptx_tokens")
+    if "critic" in models:
+        metrics["value_loss"] = mean(totals, "value_loss", "value_tokens")
+        metrics["value_clipfrac"] = mean(totals, "value_clipped", "value_tokens")
+        metrics["value"] = mean(totals, "value", "value_tokens")
+    for name, values in applied.items():
+        last = name.endswith("learning_rate")
+        metrics[name] = values[-1] if last else sum(values) / len(values)
+    metrics["optimizer_steps"] = float(len(minis))
+    return metrics
+
+
+def _add(totals: dict[str, float], stats: dict[str, float]) -> None:
+    for key, value in stats.items():
+        totals[key] += value
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def _cut(table: Tensor, rows: list[int], width: int, device: torch.device) -> Tensor:
+    return table[rows, :width].to(device)
+
+
+def _actor_micro_batch(
+    context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
+) -> MicroBatch:
+    """Clipped policy loss plus entropy bonus over the response tokens of `rows`."""
+    config = context.spec.ppo
+    temperature = context.spec.generation.temperature
+    part = samples.sequences.take(rows)
+    width = max(1, int(samples.response_lengths[rows].max()))
+    positions = response_logits_positions(samples.prompt_lengths[rows], width, part.tokens.shape[1])
+    normaliser = max(1, mini.response_tokens)
+
+    def loss(logits: Tensor) -> tuple[Tensor, Stats]:
+        device = logits.device
+        wanted, at = shifted(part.tokens).to(device), positions.to(device)
+        keep = _cut(samples.mask, rows, width, device)
+        if config.entropy_coef > 0:
+            logprobs, spread = logprobs_and_entropy(logits, wanted, temperature)
+        else:
+            logprobs = gather_logprobs(logits, wanted, temperature)
+            with torch.no_grad():
+                spread = entropy(logits, temperature)
+        logprobs, spread = logprobs.gather(1, at), spread.gather(1, at)
+        weights = None if goals.weights is None else _cut(goals.weights, rows, width, device)
+        total, stats = policy_loss(
+            logprobs,
+            _cut(goals.old_logprobs, rows, width, device),
+            _cut(goals.advantages, rows, width, device),
+            keep,
+            normaliser=normaliser,
+            clip=config.clip,
+            dual_clip=config.dual_clip,
+            weights=weights,
+        )
+        bonus, more = entropy_bonus(spread, keep, normaliser=normaliser, coef=config.entropy_coef)
+        stats |= more
+        if mini.first and goals.weights is None and "mismatch_abs" not in goals.metrics:
+            # Before the first update these are the log-probabilities of the weights that sampled.
+            rollout = _cut(samples.rollout_logprobs, rows, width, device)
+            gap = mismatch_metrics(logprobs, rollout, keep, config.importance_sampling.cap)
+            stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
+        if config.entropy_coef > 0:
+            total = total + bonus
+        return total, stats
+
+    return MicroBatch(part.tokens, part.lengths, loss)
+
+
+def _critic_micro_batch(
+    context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
+) -> MicroBatch:
+    """Clipped value loss, times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
+    config = context.spec.ppo
+    part = samples.sequences.take(rows)
+    width = max(1, int(samples.response_lengths[rows].max()))
+    positions = response_logits_positions(samples.prompt_lengths[rows], width, part.tokens.shape[1])
+    returns = goals.returns
+    assert returns is not None
+    old_values = returns if goals.old_values is None else goals.old_values
+
+    def loss(values: Tensor) -> tuple[Tensor, Stats]:
+        device = values.device
+        total, stats = value_loss(
+            values.gather(1, positions.to(device)),
+            _cut(old_values, rows, width, device),
+            _cut(returns, rows, width, device),
+            _cut(samples.mask, rows, width, device),
+            normaliser=max(1, mini.response_tokens),
+            clip=config.value_clip,
+        )
+        return config.value_coef * total, stats
+
+    return MicroBatch(part.tokens, part.lengths, loss)
+
+
+def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action]) -> dict[str, float]:
+    """Add the gradient of the language-model loss on the mini-batch's share of demonstrations to the actor's.
+
+    A second pass over the actor's own schedule, before the optimizer step: the sum of both gradients is that of the
+    mixed loss. Shares that do not fill the schedule's micro-batches are made up with rows that count nothing."""
+    model = context.model("actor")
+    schedule = [action for action in actions if action.model == "actor"]
+    count = len(mini.work["actor"])
+    micro = -(-len(mini.ptx_rows) // (model.dp_size * count))
+    normaliser = max(1, int(ptx.mask[mini.ptx_rows].sum()))
+    work = []
+    for padded in split_padded(len(mini.ptx_rows), model.dp_size, micro, at_least=count)[model.dp_rank]:
+        rows = [mini.ptx_rows[i] for i in padded.rows]
+        part = ptx.sequences.take(rows)
+        keep = ptx.mask[rows, : part.tokens.shape[1]] & padded.weights.bool().unsqueeze(1)
+
+        def loss(logits: Tensor, part: Sequences = part, keep: Tensor = keep) -> tuple[Tensor, Stats]:
+            logprobs = gather_logprobs(logits, shifted(part.tokens).to(logits.device))
+            coef = context.spec.ppo.ptx_coef
+            return ptx_loss(logprobs, keep.to(logits.device), normaliser=normaliser, coef=coef)
+
+        work.append(MicroBatch(part.tokens, part.lengths, loss))
+    return context.engine.run(schedule, {"actor": work})["actor"]
+
+
+def _policy_logprobs(context: Context, samples: Samples) -> Tensor:
+    """The actor's log-probabilities of the response tokens, (N, R), at its present weights. A collective call."""
+    width = samples.mask.shape[1]
+    temperature = context.spec.generation.temperature
+
+    def logprobs(logits: Tensor, rows: list[int]) -> Tensor:
+        part = samples.sequences.take(rows)
+        positions = response_logits_positions(samples.prompt_lengths[rows], width, part.tokens.shape[1])
+        found = gather_logprobs(logits, shifted(part.tokens).to(logits.device), temperature)
+        keep = samples.mask[rows].to(logits.device)
+        return torch.where(keep, found.gather(1, positions.to(logits.device)), 0.0)
+
+    model = context.model("actor")
+    return context.per_sequence(model, samples.sequences, context.spec.ppo.micro_batch_size, width, logprobs)

@@ -1,0 +1,101 @@
+"""Reward-model training: the pairwise ranking loss on the value at each sequence's last token."""
+
+from __future__ import annotations
+
+import torch
+from dovetail.api.messages import Evaluate, Step
+from dovetail.trainer.algorithms.losses import reward_loss
+from dovetail.trainer.batches import Sequences, split
+from dovetail.trainer.errors import BadCommand
+from dovetail.trainer.executor import MicroBatch
+from dovetail.trainer.steps.context import Context, Metrics, Run, mean
+from torch import Tensor
+
+
+def at_last_token(values: Tensor, lengths: Tensor) -> Tensor:
+    """The reward of each sequence: (B, T) values, (B,) lengths -> (B,)."""
+    return values.gather(1, (lengths - 1).to(values.device).unsqueeze(1)).squeeze(1)
+
+
+def load_pairs(context: Context, key: str) -> Sequences:
+    """Chosen sequences, then rejected ones: pair i is rows i and i + pairs. Raises BadCommand."""
+    arrays = context.fetch(key)
+    chosen, rejected = Sequences.read(arrays, "chosen_"), Sequences.read(arrays, "rejected_")
+    if len(chosen) != len(rejected):
+        raise BadCommand(f"batch {key} has {len(chosen)} chosen and {len(rejected)} rejected sequences")
+    width = max(chosen.tokens.shape[1], rejected.tokens.shape[1])
+    both = [torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1])) for part in (chosen, rejected)]
+    pairs = Sequences(torch.cat(both), torch.cat([chosen.lengths, rejected.lengths]))
+    context.check_vocabulary(context.model("reward"), pairs)
+    return pairs
+
+
+def prepare_step(context: Context, step: Step) -> Run:
+    """Check everything about the step that one rank can check alone. Raises BadCommand.
+
+    A micro-batch of n pairs is one forward pass of 2n sequences."""
+    model = context.model("reward")
+    pairs = load_pairs(context, step.batch)
+    n = len(pairs) // 2
+    lengths = (pairs.lengths[:n] + pairs.lengths[n:]).tolist()
+    micro_batches = split(lengths, model.dp_size, context.spec.reward.micro_batch_size)[model.dp_rank]
+    actions = context.actions(step.actions, {"reward": len(micro_batches)})
+
+    def micro_batch(rows: list[int]) -> MicroBatch:
+        part = pairs.take([*rows, *(row + n for row in rows)])
+
+        def loss(values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            rewards = at_last_token(values, part.lengths)
+            return reward_loss(rewards[: len(rows)], rewards[len(rows) :], normaliser=n)
+
+        return MicroBatch(part.tokens, part.lengths, loss)
+
+    work = [micro_batch(rows) for rows in micro_batches]
+
+    def run() -> Metrics:
+        with context.timeline.phase("reward step"):
+            stats = context.engine.run(actions, {"reward": work})["reward"]
+            applied = context.engine.optimizer_step("reward")
+        return {
+            "loss": mean(stats, "reward_loss", "pairs"),
+            "accuracy": mean(stats, "correct", "pairs"),
+            "margin": mean(stats, "margin", "pairs"),
+            "pairs": stats["pairs"],
+            **applied,
+        }
+
+    return run
+
+
+def prepare_evaluate(context: Context, command: Evaluate) -> Run:
+    """Accuracy (a tie is wrong) and loss over all pairs of the batches."""
+    model = context.model("reward")
+    batches = [load_pairs(context, key) for key in command.batches]
+
+    def run() -> Metrics:
+        totals = {"pairs": 0.0, "correct": 0.0, "loss": 0.0, "chosen": 0.0, "rejected": 0.0}
+        for pairs in batches:
+            n = len(pairs) // 2
+
+            def rewards(values: Tensor, rows: list[int], pairs: Sequences = pairs) -> Tensor:
+                return at_last_token(values, pairs.lengths[rows]).unsqueeze(1)
+
+            with context.timeline.phase("reward evaluation"):
+                micro = 2 * context.spec.reward.micro_batch_size
+                found = context.per_sequence(model, pairs, micro, 1, rewards).squeeze(1)
+            _, stats = reward_loss(found[:n], found[n:], normaliser=1.0)
+            totals["pairs"] += n
+            totals["correct"] += float(stats["correct"])
+            totals["loss"] += float(stats["reward_loss"])
+            totals["chosen"] += float(stats["chosen"])
+            totals["rejected"] += float(stats["rejected"])
+        return {
+            "accuracy": mean(totals, "correct", "pairs"),
+            "pairs": totals["pairs"],
+            "correct": totals["correct"],
+            "loss": mean(totals, "loss", "pairs"),
+            "chosen": mean(totals, "chosen", "pairs"),
+            "rejected": mean(totals, "rejected", "pairs"),
+        }
+
+    return run

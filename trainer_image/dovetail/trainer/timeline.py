@@ -1,0 +1,39 @@
+"""Spans of what this rank does, for the timeline of an iteration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dovetail.api.messages import Span
+
+# A result must stay small: an iteration of a large job has thousands of actions, the picture needs the first ones.
+MAX_SPANS = 2000
+
+
+class Timeline:
+    """Collects spans until `take`. `clock` gives seconds since the epoch."""
+
+    def __init__(self, process: str, clock: Callable[[], float] = time.time, limit: int = MAX_SPANS) -> None:
+        self._process, self._clock, self._limit = process, clock, limit
+        self._spans: list[Span] = []
+
+    def record(self, name: str, start: float, end: float, lane: str = "actions") -> None:
+        """Add one span; beyond the limit, spans are dropped."""
+        if len(self._spans) < self._limit:
+            self._spans.append(Span(name=name, process=self._process, lane=lane, start=start, end=end))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A span on the `phases` lane around a block."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.record(name, start, self._clock(), "phases")
+
+    def take(self) -> list[Span]:
+        """The spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
