@@ -1,0 +1,1 @@
+"""The RLHFJob types, their validation, the plan and the messages between a job's processes. No torch."""

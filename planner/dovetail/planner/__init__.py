@@ -1,0 +1,1 @@
+"""Plans and schedules: pure functions of the manifest."""
