@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
@@ -20,9 +21,6 @@ from dovetail.local.processes import COORDINATOR, HOST, ProcessSpec, process_nam
 from dovetail.local.rundir import RunDir
 from dovetail.local.spawn import ExecSpawner, ForkSpawner, Spawner
 from dovetail.local.supervisor import Outcome, Supervisor, cpu_threads
-
-if TYPE_CHECKING:
-    from dovetail.api.plan import Plan
 
 SPAWN = "DOVETAIL_SPAWN"
 GRACE_SECONDS = 5.0
@@ -96,7 +94,7 @@ class Launcher:
         try:
             self._dir.write_job(self._job, self._plan, resume=self._resume)
             self.token = self._dir.token()
-            ports = self._ports.reserve(process_names(self._job, self._plan))
+            ports = self._ports.reserve(process_names(self._plan))
             self.coordinator_port = ports[COORDINATOR]
             self._prepare(kind, devices, ports)
         except BaseException:
@@ -158,10 +156,8 @@ class Launcher:
             self._dir.close()
 
     def _prepare(self, kind: SpawnKind, devices: list[str], ports: Mapping[str, int]) -> None:
-        names = process_names(self._job, self._plan)
-        trainers = sum(name.startswith("trainer-") for name in names)
-        rollouts = sum(name.endswith("-scorer") for name in names)
-        threads = 1 if kind == "fork" else cpu_threads(max(trainers, rollouts))
+        at_work = max(len(self._plan.trainers), len(self._plan.rollouts))  # they take turns
+        threads = 1 if kind == "fork" else cpu_threads(at_work)
         specs = render(
             self._job,
             self._plan,

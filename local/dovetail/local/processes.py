@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dovetail.api.env import ProcessEnv
-from dovetail.api.types import Group, RLHFJob, Role
-
-if TYPE_CHECKING:
-    from dovetail.api.plan import Plan
+from dovetail.api.plan import Plan, Rollout, TrainerRank
+from dovetail.api.types import Group, RLHFJob
 
 COORDINATOR = "coordinator"
 HOST = "127.0.0.1"
@@ -30,49 +27,34 @@ class ProcessSpec:
     shares_imports: bool = True
 
 
-def pods_of(group: Group) -> int:
-    """How many pods of a group a local run starts: its fixed size, or its least one."""
-    return group.replicas or group.min_replicas or 1
-
-
 def on_cpu(group: Group) -> bool:
     return group.gpu.product is None or group.gpu.per_pod == 0
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A trainer rank or a rollout: its name, group and the slots (GPUs, counted over all groups) it runs on."""
-
-    name: str
-    group: Group
-    slots: tuple[int, ...]
-
-
-def _places(job: RLHFJob) -> tuple[list[_Place], list[_Place]]:
-    """Trainer ranks and rollouts. A group with both roles has its trainers and rollouts on the same GPUs."""
-    trainers: list[_Place] = []
-    rollouts: list[_Place] = []
-    used = 0
-    for group in job.spec.groups:
-        width = 0 if on_cpu(group) else group.gpu.per_pod
-        for pod in range(pods_of(group)):
-            slots = tuple(range(used, used + width))
-            used += width
-            if Role.TRAINER in group.roles:
-                for rank in range(max(1, width)):
-                    trainers.append(_Place(f"trainer-{len(trainers)}", group, slots[rank : rank + 1]))
-            if Role.ROLLOUT in group.roles:
-                rollouts.append(_Place(f"{group.name}-{pod}", group, slots))
-    return trainers, rollouts
-
-
-def process_names(job: RLHFJob, plan: Plan) -> list[str]:
+def process_names(plan: Plan) -> list[str]:
     """Names of all processes, the coordinator first; each needs one port."""
-    trainers, rollouts = _places(job)
-    names = [COORDINATOR, *(t.name for t in trainers)]
-    for rollout in rollouts:
+    names = [COORDINATOR, *(trainer.name for trainer in plan.trainers)]
+    for rollout in plan.rollouts:
         names += [rollout.name, f"{rollout.name}-scorer"]
     return names
+
+
+def gpu_slots(job: RLHFJob, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each trainer and rollout, as numbers that count on through the job's groups; none on CPUs.
+
+    A group with both roles has its trainers and its rollouts on the same GPUs."""
+    slots: dict[str, tuple[int, ...]] = {}
+    used = 0
+    for group in job.spec.groups:
+        if on_cpu(group):
+            continue
+        width = group.gpu.per_pod
+        ranks = [t.name for t in plan.trainers if t.group == group.name]
+        servers = [r.name for r in plan.rollouts if r.group == group.name]
+        slots |= {name: (used + i,) for i, name in enumerate(ranks)}
+        slots |= {name: tuple(range(used + i * width, used + (i + 1) * width)) for i, name in enumerate(servers)}
+        used += max(len(ranks), len(servers) * width)
+    return slots
 
 
 def render(
@@ -91,8 +73,8 @@ def render(
     `ports` has one free port per name of `process_names`: what the process serves HTTP on, or its metrics (trainers).
     `base_env` is what every process inherits. `devices` are the machine's GPUs: each GPU of a group takes the next
     one, beginning again where they run out; processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
-    `base_env` sets it. Raises ValueError if the plan asks for another number of trainer ranks than the groups have."""
-    trainers, rollouts = _places(job)
+    `base_env` sets it."""
+    slots = gpu_slots(job, plan)
     coordinator = f"http://{HOST}:{ports[COORDINATOR]}"
     inherited = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | dict(base_env or {})
     inherited["PYTHONUNBUFFERED"] = "1"
@@ -100,9 +82,7 @@ def render(
     def spec(
         name: str,
         module: str,
-        place: _Place | None = None,
-        rank: int = 0,
-        world: int = 1,
+        place: TrainerRank | Rollout | None = None,
         metrics: bool = False,
         shares_imports: bool = True,
     ) -> ProcessSpec:
@@ -115,20 +95,20 @@ def render(
             host=HOST,
             port=0 if metrics else ports[name],
             metrics_port=ports[name] if metrics else 0,
-            group=place.group.name if place else "",
-            rank=rank,
-            world_size=world,
+            group=place.group if place else "",
+            rank=place.rank if isinstance(place, TrainerRank) else 0,
+            world_size=plan.world_size if isinstance(place, TrainerRank) else 1,
         ).write()
         if devices:
-            slots = place.slots if place else ()
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices[s % len(devices)] for s in slots))
+            mine = slots.get(place.name, ()) if place else ()
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices[s % len(devices)] for s in mine))
         log = run_dir / "logs" / f"{name}.log"
         return ProcessSpec(name, module, inherited | env, log, shares_imports)
 
     specs = [spec(COORDINATOR, "dovetail.coordinator.main", shares_imports=False)]
-    for rank, place in enumerate(trainers):
-        specs.append(spec(place.name, "dovetail.trainer.main", place, rank=rank, world=len(trainers), metrics=True))
-    for place in rollouts:
-        specs.append(spec(place.name, "dovetail.rollout.server", place))
-        specs.append(spec(f"{place.name}-scorer", "dovetail.rollout.scorer", place))
+    for trainer in plan.trainers:
+        specs.append(spec(trainer.name, "dovetail.trainer.main", trainer, metrics=True))
+    for rollout in plan.rollouts:
+        specs.append(spec(rollout.name, "dovetail.rollout.server", rollout))
+        specs.append(spec(f"{rollout.name}-scorer", "dovetail.rollout.scorer", rollout))
     return specs

@@ -11,13 +11,11 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.local.errors import RunError, UsageError
-
-if TYPE_CHECKING:
-    from dovetail.api.plan import Plan
 
 # What may change between a run and its resumption: nothing here alters results already produced.
 RESUMABLE = ("failurePolicy", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "suspend")

@@ -1,0 +1,263 @@
+"""Rendering processes, the run directory, ports, devices and last words."""
+
+import json
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from dovetail.api.env import ProcessEnv
+from dovetail.api.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.api.types import Parallelism, RLHFJob
+from dovetail.local.devices import cuda_devices
+from dovetail.local.errors import RunError, UsageError
+from dovetail.local.launcher import spawn_kind
+from dovetail.local.logs import last_line
+from dovetail.local.ports import PortReservation
+from dovetail.local.processes import process_names, render
+from dovetail.local.rundir import RunDir, explained
+
+
+def a_job(groups, **spec):
+    return RLHFJob.model_validate(
+        {
+            "apiVersion": "dovetail.dev/v1alpha1",
+            "kind": "RLHFJob",
+            "metadata": {"name": "demo"},
+            "spec": {
+                "models": {"actor": {"source": {"scratch": {}}}},
+                "data": {
+                    "demonstrations": [{"synthetic": {}}],
+                    "preferences": [{"synthetic": {}}],
+                    "prompts": [{"synthetic": {}}],
+                },
+                "groups": groups,
+                **spec,
+            },
+        }
+    )
+
+
+def a_plan(trainers, rollouts):
+    return Plan(
+        world_size=len(trainers),
+        parallelism={"actor": Parallelism(dp=len(trainers))},
+        batching=[Batching(stage="sft", model="actor", mini_batch_size=4, micro_batch_size=2, micro_batches=1)],
+        tasks=[TaskPlacement(task="sft", groups=["cpu"])],
+        trainers=[TrainerRank(name=f"trainer-{i}", rank=i, group=g) for i, g in enumerate(trainers)],
+        rollouts=[Rollout(name=name, group=group) for name, group in rollouts],
+    )
+
+
+CPU = [{"name": "train", "roles": ["trainer"], "replicas": 2}, {"name": "gen", "roles": ["rollout"], "replicas": 2}]
+CPU_PLAN = a_plan(["train", "train"], [("gen-0", "gen"), ("gen-1", "gen")])
+
+
+def rendered(job, plan, **more):
+    ports = {name: 20_000 + i for i, name in enumerate(process_names(plan))}
+    return {s.name: s for s in render(job, plan, Path("/runs/x"), ports, "secret", **more)}
+
+
+def test_processes_names_modules_and_logs():
+    specs = rendered(a_job(CPU), CPU_PLAN)
+    assert [(s.name, s.module) for s in specs.values()] == [
+        ("coordinator", "dovetail.coordinator.main"),
+        ("trainer-0", "dovetail.trainer.main"),
+        ("trainer-1", "dovetail.trainer.main"),
+        ("gen-0", "dovetail.rollout.server"),
+        ("gen-0-scorer", "dovetail.rollout.scorer"),
+        ("gen-1", "dovetail.rollout.server"),
+        ("gen-1-scorer", "dovetail.rollout.scorer"),
+    ]
+    assert specs["gen-1"].log == Path("/runs/x/logs/gen-1.log")
+    assert [name for name, s in specs.items() if not s.shares_imports] == ["coordinator"]
+
+
+def test_every_process_can_read_its_environment():
+    specs = rendered(a_job(CPU), CPU_PLAN, base_env={"PATH": "/bin"}, threads=3)
+    envs = {name: ProcessEnv.read(s.env) for name, s in specs.items()}
+    assert {e.coordinator for e in envs.values()} == {"http://127.0.0.1:20000"}
+    assert {e.token for e in envs.values()} == {"secret"}
+    assert {e.run_dir for e in envs.values()} == {Path("/runs/x")}
+    assert envs["coordinator"].port == 20000
+    assert (envs["trainer-1"].rank, envs["trainer-1"].world_size) == (1, 2)
+    assert (envs["trainer-1"].port, envs["trainer-1"].metrics_port) == (0, 20002)
+    assert (envs["gen-1-scorer"].group, envs["gen-1-scorer"].port) == ("gen", 20006)
+    assert specs["gen-0"].env["PATH"] == "/bin"
+    assert specs["gen-0"].env["OMP_NUM_THREADS"] == "3"
+    assert "CUDA_VISIBLE_DEVICES" not in specs["gen-0"].env
+
+
+def test_the_users_thread_count_wins():
+    assert rendered(a_job(CPU), CPU_PLAN, base_env={"OMP_NUM_THREADS": "7"})["gen-0"].env["OMP_NUM_THREADS"] == "7"
+
+
+def test_the_secret_is_not_in_the_repr():
+    assert "secret" not in repr(rendered(a_job(CPU), CPU_PLAN)["gen-0"])
+
+
+def test_gpus_are_dealt_out_by_group():
+    groups = [
+        {"name": "train", "roles": ["trainer"], "replicas": 1, "gpu": {"product": "X", "perPod": 2}},
+        {"name": "gen", "roles": ["rollout"], "replicas": 2, "gpu": {"product": "X", "perPod": 2}},
+        {"name": "slow", "roles": ["rollout"]},
+    ]
+    plan = a_plan(["train", "train"], [("gen-0", "gen"), ("gen-1", "gen"), ("slow-0", "slow")])
+    seen = {
+        n: s.env["CUDA_VISIBLE_DEVICES"]
+        for n, s in rendered(a_job(groups), plan, devices=["0", "1", "2", "3", "4"]).items()
+    }
+    assert seen == {
+        "coordinator": "",
+        "trainer-0": "0",
+        "trainer-1": "1",
+        "gen-0": "2,3",
+        "gen-0-scorer": "2,3",
+        "gen-1": "4,0",  # five GPUs, so it begins again
+        "gen-1-scorer": "4,0",
+        "slow-0": "",
+        "slow-0-scorer": "",
+    }
+
+
+def test_a_group_with_both_roles_shares_its_gpus():
+    groups = [{"name": "both", "roles": ["trainer", "rollout"], "replicas": 2, "gpu": {"product": "X", "perPod": 1}}]
+    plan = a_plan(["both", "both"], [("both-0", "both"), ("both-1", "both")])
+    specs = rendered(a_job(groups), plan, devices=["a", "b"])
+    assert specs["trainer-1"].env["CUDA_VISIBLE_DEVICES"] == specs["both-1"].env["CUDA_VISIBLE_DEVICES"] == "b"
+
+
+def test_ports_differ_are_free_and_are_not_given_twice():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        first, second = PortReservation(), PortReservation()
+        a, b = first.reserve(f"p{i}" for i in range(40)), second.reserve(f"p{i}" for i in range(40))
+        ports = [*a.values(), *b.values()]
+        assert len(set(ports)) == 80
+        assert taken.getsockname()[1] not in ports
+        for port in ports[:5]:
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", port))
+        first.close()
+        second.close()
+
+
+def test_devices(tmp_path):
+    assert cuda_devices({}, tmp_path) == []
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == []
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert cuda_devices({}, tmp_path) == ["0", "1"]
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["1"]
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert cuda_devices({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, tmp_path) == ["0"]
+
+
+def test_spawn_kind():
+    assert spawn_kind({}, []) == "fork"
+    assert spawn_kind({}, ["0"]) == "exec"
+    assert spawn_kind({"DOVETAIL_SPAWN": "exec"}, []) == "exec"
+    with pytest.raises(RunError, match="DOVETAIL_SPAWN is 'thread'"):
+        spawn_kind({"DOVETAIL_SPAWN": "thread"}, [])
+
+
+def started(path, job=None):
+    run = RunDir(path)
+    run.open()
+    run.write_job(job or a_job(CPU), CPU_PLAN, resume=False)
+    return run
+
+
+def test_a_run_directory_is_locked_and_not_used_twice(tmp_path):
+    run = started(tmp_path / "r")
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(UsageError, match="another dovetail run is using"):
+            RunDir(tmp_path / "r").open(**options)
+    run.close()
+    with pytest.raises(UsageError, match="--resume"):
+        RunDir(tmp_path / "r").open()
+    again = RunDir(tmp_path / "r")
+    again.open(resume=True)
+    again.close()
+
+
+def test_overwrite_removes_the_earlier_run(tmp_path):
+    run = started(tmp_path / "r")
+    (run.path / "models" / "actor").mkdir(parents=True)
+    run.close()
+    run.open(overwrite=True)
+    assert not (run.path / "models").exists()
+    assert not (run.path / "job.json").exists()
+    run.close()
+
+
+def test_overwrite_leaves_a_folder_alone_that_holds_no_run(tmp_path):
+    (tmp_path / "precious.txt").write_text("x")
+    run = RunDir(tmp_path)
+    run.open(overwrite=True)
+    run.close()
+    assert (tmp_path / "precious.txt").read_text() == "x"
+
+
+def test_resuming_nothing(tmp_path):
+    with pytest.raises(UsageError, match="no run to resume"):
+        RunDir(tmp_path / "r").open(resume=True)
+    assert not (tmp_path / "r").exists()
+
+
+def test_resuming_with_another_manifest_names_the_field(tmp_path):
+    run = started(tmp_path / "r")
+    with pytest.raises(UsageError, match=r"spec\.ppo\.iterations differs"):
+        run.write_job(a_job(CPU, ppo={"iterations": 77}), CPU_PLAN, resume=True)
+    assert json.loads((run.path / "job.json").read_text())["spec"]["ppo"]["iterations"] != 77
+    run.write_job(a_job(CPU, failurePolicy={"maxRestarts": 1}), CPU_PLAN, resume=True)
+    run.close()
+
+
+def test_job_and_plan_read_back(tmp_path):
+    run = started(tmp_path / "r")
+    assert RLHFJob.model_validate_json((run.path / "job.json").read_text()) == a_job(CPU)
+    assert Plan.model_validate_json((run.path / "plan.json").read_text()) == CPU_PLAN
+    run.close()
+
+
+def test_token_is_kept_and_private(tmp_path):
+    run = started(tmp_path / "r")
+    token = run.token()
+    assert len(token) >= 32
+    assert run.token() == token
+    assert stat.S_IMODE((run.path / "token").stat().st_mode) == 0o600
+    run.close()
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    with pytest.raises(RunError, match=r"disk that holds .* is full"), explained(tmp_path):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="not a directory; choose another with --run-dir"):
+        RunDir(tmp_path / "file" / "r").open()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("one\ntwo\n\n", "two"),
+        (
+            "Traceback (most recent call last):\n  File x\nValueError: no such layer\ncleaning up\n",
+            "ValueError: no such layer",
+        ),
+        ("\x1b[31mERROR\x1b[0m 12:00 torch.OutOfMemoryError: 3 GiB\nbye\n", "torch.OutOfMemoryError: 3 GiB"),
+        ("DeprecationWarning: old\nlast words\n", "last words"),
+    ],
+)
+def test_last_line(tmp_path, text, expected):
+    (tmp_path / "log").write_text("ValueError: an earlier life\n" + text)
+    assert last_line(tmp_path / "log", start=len("ValueError: an earlier life\n")) == expected
+
+
+def test_last_line_of_no_file(tmp_path):
+    assert last_line(tmp_path / "none") is None
