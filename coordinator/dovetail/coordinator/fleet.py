@@ -271,9 +271,8 @@ class Fleet:
         if not self._current(i):
             held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
             reason = f"holds {held}" + (f", version {self._version} is current" if self._version is not None else "")
-            if i.failures:
-                reason = f"{i.reason.split('; ')[-1]}" if "; " in i.reason else i.reason
-            return replace(i, health=Health.STALE, reason=reason)
+            # After a failed transfer its reason says more.
+            return replace(i, health=Health.STALE, reason=i.reason if i.failures else reason)
         if silence > t.suspect:
             return replace(i, health=Health.SUSPECT, reason=f"silent for {silence:.0f} s")
         if now < i.until:

@@ -1,0 +1,65 @@
+"""Which instance a sample goes to: pure arithmetic on loads and speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# Measured speeds this close to the mean count as equal: noise must not unbalance like servers.
+TOLERANCE = 0.25
+SMOOTHING = 0.3
+MIN_INTERVAL_SECONDS = 0.1
+
+
+class Speeds:
+    """Tokens per second of one request on each instance, smoothed."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[str, float] = {}
+
+    def measured(self, name: str, tokens: int, streams: int, seconds: float) -> None:
+        """`tokens` came from `streams` concurrent requests in `seconds`."""
+        if streams < 1 or tokens < 1 or seconds < MIN_INTERVAL_SECONDS:
+            return
+        now = tokens / (streams * seconds)
+        self._speeds[name] = now + (1 - SMOOTHING) * (self._speeds.get(name, now) - now)
+
+    def relative(self, names: Sequence[str]) -> dict[str, float]:
+        """Speeds over their mean; 1 for unknown ones and for those near the mean."""
+        known = [self._speeds[n] for n in names if n in self._speeds]
+        if not known:
+            return dict.fromkeys(names, 1.0)
+        mean = sum(known) / len(known)
+        ratios = {n: self._speeds.get(n, mean) / mean for n in names}
+        return {n: 1.0 if abs(r - 1) <= TOLERANCE else r for n, r in ratios.items()}
+
+
+def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], capacity: int) -> list[str]:
+    """Instances for `count` more requests, one by one to the least loaded for its speed; fewer if all are full.
+
+    `loads`: requests in flight on each candidate; `capacity`: most on one instance."""
+    loads = dict(loads)
+    placed: list[str] = []
+    while len(placed) < count:
+        free = [n for n, load in loads.items() if load < capacity]
+        if not free:
+            break
+        best = min(free, key=lambda n: ((loads[n] + 1) / speeds[n], n))
+        loads[best] += 1
+        placed.append(best)
+    return placed
+
+
+def excess(loads: Mapping[str, int], newcomers: Sequence[str], capacity: int) -> dict[str, int]:
+    """How many requests to take from each instance so that idle `newcomers` get an even share of all in flight."""
+    everyone = len(set(loads) | set(newcomers))
+    share = -(-sum(loads.values()) // max(1, everyone))
+    room = min(share, capacity) * len(newcomers)
+    taken: dict[str, int] = {}
+    for name in sorted(loads, key=lambda n: (-loads[n], n)):
+        if name in newcomers:
+            continue
+        n = min(max(0, loads[name] - share), room)
+        room -= n
+        if n:
+            taken[name] = n
+    return taken

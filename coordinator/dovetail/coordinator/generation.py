@@ -1,0 +1,484 @@
+"""Drives an iteration's samples to `generated` over the fleet, whatever happens to its servers.
+
+Tokens are kept as they stream in. A sample whose server dies, stalls, aborts or is drained goes on elsewhere from
+prompt + tokens so far; with position-keyed sampling it ends as it would have undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from dovetail.api.messages import Span
+from dovetail.api.sampling import sampling_params
+from dovetail.api.types import Generation
+from dovetail.coordinator.dispatch import Speeds, excess, place
+from dovetail.coordinator.fleet import Fleet, Health, Instance
+from dovetail.coordinator.samples import Assignment, Delta, Key, Sample, State
+from dovetail.coordinator.store import Store, StoreError
+from dovetail.coordinator.stream import RequestRefused, ServerFailure, abort, stream
+
+MODEL = "actor"
+KIND = "rollout"
+GATHER_SECONDS = 0.005
+FINISHED = ("stop", "length", "repetition")
+
+
+class GenerationError(Exception):
+    """Generation cannot go on; the message says what it waits for or what a server refused."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Seconds, but `stream_interval`: tokens per event, what a dying server can make us generate again, and
+    `max_fruitless`: attempts of one sample in a row without a token.
+
+    `stall`: silence after which a request is given up, if its whole server is silent; ten times it otherwise (a server
+    may queue requests while it works on others)."""
+
+    flush: float = 0.25
+    stall: float = 60.0
+    wait: float = 600.0
+    connect: float = 5.0
+    abort: float = 5.0
+    stream_interval: int = 8
+    max_fruitless: int = 50
+
+
+@dataclass
+class Generated:
+    """What one call did. `retries`: times a sample had to go elsewhere. Spans: one per instance that worked."""
+
+    samples: int = 0
+    tokens: int = 0
+    retries: int = 0
+    seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Work:
+    """One sample on its way. `stored`: how many of `tokens` are in the store."""
+
+    key: Key
+    prompt: list[int]
+    seed: int
+    tokens: list[int]
+    logprobs: list[float]
+    stored: int
+    attempt: int = 0
+    instance: str = ""
+    incarnation: str = ""
+    task: asyncio.Task[None] | None = None
+    before: int = 0
+    heard: float = 0.0
+    ending: float | None = None
+    reason: str | None = None
+    failure: str | None = None
+    refusal: str | None = None
+    fruitless: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return request_id(self.key, self.attempt)
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.key.sample} of prompt {self.key.prompt} in iteration {self.key.iteration}"
+
+
+def request_id(key: Key, attempt: int) -> str:
+    """Unique per attempt, so that an old request can be aborted without touching its successor."""
+    return f"dovetail-{key.iteration}-{key.prompt}-{key.sample}-{attempt}"
+
+
+@dataclass
+class _Activity:
+    """An instance's part in one call: wall-clock span and counts."""
+
+    start: float
+    end: float
+    samples: int = 0
+    tokens: int = 0
+    fresh: int = 0
+
+
+class Generator:
+    """One at a time: `generate` runs alone, `drain` may be called while it does.
+
+    `token`: the job's. `clock`: monotonic seconds. Close it in the end (`async with`)."""
+
+    def __init__(
+        self,
+        store: Store,
+        fleet: Fleet,
+        generation: Generation,
+        token: str,
+        log: Callable[..., None],
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._generation = generation
+        self._token = token
+        self._log = log
+        self._settings = settings or Settings()
+        self._clock = clock
+        self._speeds = Speeds()
+        self._session: aiohttp.ClientSession | None = None
+        self._wake = asyncio.Event()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._pending: list[_Work] = []
+        self._flying: dict[_Work, None] = {}
+        self._ended: list[_Work] = []
+        self._watched = 0.0
+        self._known: set[tuple[str, str]] = set()
+        self._activity: dict[str, _Activity] = {}
+        # A stop string may straddle the cut: servers look only at what they generate, so that much is made again.
+        self._rewind = max((len(s.encode()) - 1 for s in generation.stop), default=0)
+        self._leftovers: dict[tuple[str, str], list[str]] = {}
+        for sample in store.take_interrupted():
+            owner = (sample.instance or "", sample.incarnation or "")
+            self._leftovers.setdefault(owner, []).append(request_id(sample.key, sample.attempt))
+
+    async def __aenter__(self) -> Generator:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._cancel(self._aborts)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ------------------------------------------------------------ public
+
+    async def generate(
+        self,
+        iteration: int,
+        samples: Sequence[Sample] | None = None,
+        on_finished: Callable[[Sample], None] | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> Generated:
+        """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
+
+        `on_finished` gets each sample once it is stored as generated; samples generated before this call are not
+        reported again (ask the store). `progress(done, total, tokens)` follows the flushes.
+        Raises GenerationError or StoreError. When cancelled, the requests end and the tokens stay."""
+        if self._flying or self._pending:
+            raise RuntimeError("generate is already running")
+        chosen = self._store.samples.samples(iteration, State.PENDING) if samples is None else samples
+        self._pending = [self._work(s) for s in chosen if s.state is State.PENDING]
+        self._known.clear()
+        self._activity.clear()
+        total, result, started = len(self._pending), Generated(), self._clock()
+        self._fleet.listeners.append(self._wake.set)
+        try:
+            await self._loop(iteration, total, result, on_finished, progress)
+        finally:
+            self._fleet.listeners.remove(self._wake.set)
+            await self._stop()
+        result.seconds = self._clock() - started
+        result.spans = [
+            Span(
+                name="generation",
+                process=name,
+                start=a.start,
+                end=a.end,
+                iteration=iteration,
+                args={"samples": a.samples, "tokens": a.tokens},
+            )
+            for name, a in sorted(self._activity.items())
+        ]
+        return result
+
+    async def drain(self, name: str) -> None:
+        """Give an instance no more work, and move what it has elsewhere, tokens kept; returns when it has none.
+
+        `fleet.drain(name, False)` ends it."""
+        self._fleet.drain(name)
+        works = [w for w in self._flying if w.instance == name]
+        self._end(works)
+        tasks = [w.task for w in works if w.task is not None]
+        if tasks:
+            # `generate` cancels what does not heed the abort.
+            await asyncio.wait(tasks, timeout=2 * self._settings.abort)
+
+    # ------------------------------------------------------------ the loop
+
+    async def _loop(
+        self,
+        iteration: int,
+        total: int,
+        result: Generated,
+        on_finished: Callable[[Sample], None] | None,
+        progress: Callable[[int, int, int], None] | None,
+    ) -> None:
+        idle_since: float | None = None
+        flushed = self._clock()
+        while self._pending or self._flying:
+            eligible = self._fleet.eligible(KIND)
+            self._greet(eligible)
+            self._assign(eligible)
+            self._watch()
+            now = self._clock()
+            if self._flying or eligible:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = now
+            elif now - idle_since > self._settings.wait:
+                raise GenerationError(
+                    f"no rollout could take the {len(self._pending)} remaining samples of iteration {iteration} within "
+                    f"{self._settings.wait:.0f} s: {self._fleet.describe(KIND)}"
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._settings.flush)
+            # Responses tend to end together, at a step of the server.
+            await asyncio.sleep(GATHER_SECONDS)
+            self._wake.clear()
+            done = self._flush(self._clock() - flushed)
+            flushed = self._clock()
+            result.retries += self._sort_out()
+            for key in done:
+                result.samples += 1
+                if on_finished is not None:
+                    on_finished(self._store.samples.get(key))
+            result.tokens = sum(a.tokens for a in self._activity.values())
+            if progress is not None:
+                progress(result.samples, total, result.tokens)
+
+    def _greet(self, eligible: Sequence[Instance]) -> None:
+        """First sight of an instance: abort what an earlier coordinator left on it, and give it a share of the work."""
+        new = [i for i in eligible if (i.name, i.incarnation) not in self._known]
+        first = not self._known
+        for instance in new:
+            self._known.add((instance.name, instance.incarnation))
+            leftovers = self._leftovers.pop((instance.name, instance.incarnation), None)
+            if leftovers:
+                self._abort(instance, leftovers)
+        if new and not first and not self._pending:
+            loads = self._loads(eligible)
+            idle = [i.name for i in new if loads[i.name] == 0]
+            for name, count in excess(loads, idle, self._generation.max_concurrent).items():
+                works = [w for w in self._flying if w.instance == name and w.ending is None]
+                # Those with most to come.
+                self._end(sorted(works, key=lambda w: len(w.tokens))[:count])
+
+    def _assign(self, eligible: Sequence[Instance]) -> None:
+        if not eligible:
+            return
+        names = [i.name for i in eligible]
+        capacity = self._generation.max_concurrent
+        chosen = place(len(self._pending), self._loads(eligible), self._speeds.relative(names), capacity)
+        works, self._pending = self._pending[: len(chosen)], self._pending[len(chosen) :]
+        if not works:
+            return
+        by_name = {i.name: i for i in eligible}
+        assignments = []
+        for work, name in zip(works, chosen, strict=True):
+            instance = by_name[name]
+            if work.tokens and self._rewind:
+                keep = max(0, len(work.tokens) - self._rewind)
+                del work.tokens[keep:], work.logprobs[keep:]
+            work.stored = work.before = len(work.tokens)
+            work.instance, work.incarnation = name, instance.incarnation
+            work.ending = work.reason = work.failure = work.refusal = None
+            assignments.append(Assignment(work.key, name, instance.incarnation, instance.weight_version, work.stored))
+        attempts = self._store.samples.assign(assignments)
+        now, wall = self._clock(), time.time()
+        for work, attempt in zip(works, attempts, strict=True):
+            work.attempt, work.heard = attempt, now
+            self._flying[work] = None
+            self._activity.setdefault(work.instance, _Activity(wall, wall)).end = wall
+            work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
+
+    async def _run(self, work: _Work, instance: Instance) -> None:
+        def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None) -> None:
+            work.tokens += tokens
+            work.logprobs += logprobs
+            work.heard = self._clock()
+            work.reason = reason
+
+        try:
+            room = int(instance.abilities.get("max_model_len") or 2**31) - len(work.prompt) - len(work.tokens)
+            left = min(self._generation.max_tokens - len(work.tokens), room)
+            if left < 1:
+                # The end was reached, but the coordinator died before it was stored; or the context is full.
+                work.reason = "length"
+                return
+            await stream(self._http(), instance.url, self._body(work, instance, left), on_tokens)
+        except ServerFailure as error:
+            work.failure = str(error)
+        except RequestRefused as error:
+            work.refusal = str(error)
+        finally:
+            self._ended.append(work)
+            self._wake.set()
+
+    def _body(self, work: _Work, instance: Instance, left: int) -> dict[str, Any]:
+        sampler = instance.abilities.get("sampler", "counter")
+        params = sampling_params(self._generation, work.seed, left, sampler, generated=len(work.tokens))
+        params["stream_interval"] = self._settings.stream_interval
+        return {
+            "request_id": work.request_id,
+            "model": MODEL,
+            "token_ids": work.prompt + work.tokens,
+            "sampling_params": params,
+            "stream": True,
+        }
+
+    def _watch(self) -> None:
+        """End requests that are stalled, whose process is gone, or which did not heed an abort."""
+        now, s = self._clock(), self._settings
+        if now - self._watched < s.flush:
+            return
+        self._watched = now
+        fleet = {i.name: i for i in self._fleet.instances(KIND)}
+        heard: dict[str, float] = {}
+        for work in self._flying:
+            heard[work.instance] = max(heard.get(work.instance, 0.0), work.heard)
+        for work in self._flying:
+            if work.task is None or work.task.done():
+                continue
+            instance = fleet.get(work.instance)
+            if instance is None or instance.incarnation != work.incarnation or instance.health is Health.DEAD:
+                work.failure = "its process is gone"
+            elif work.ending is not None and now - work.ending > s.abort:
+                pass
+            elif now - work.heard > (s.stall if now - heard[work.instance] > s.stall else 10 * s.stall):
+                work.failure = f"no token for {now - work.heard:.0f} s"
+            else:
+                continue
+            work.task.cancel()
+
+    def _flush(self, seconds: float) -> list[Key]:
+        """Store what came in since the last flush; the samples that are finished by it."""
+        deltas: list[Delta] = []
+        works: list[_Work] = []
+        streams = Counter(w.instance for w in self._flying)
+        for work in self._flying:
+            reason = work.reason if work.reason in FINISHED else None
+            if len(work.tokens) > work.stored or reason is not None:
+                tokens, logprobs = work.tokens[work.stored :], work.logprobs[work.stored :]
+                deltas.append(Delta(work.key, work.attempt, work.stored, tokens, logprobs, reason))
+                works.append(work)
+        if deltas and not all(self._store.samples.record(deltas)):
+            raise StoreError("the store refused tokens of a current request; is a second coordinator at work?")
+        done, wall = [], time.time()
+        for work, delta in zip(works, deltas, strict=True):
+            activity = self._activity[work.instance]
+            activity.end, activity.tokens, activity.fresh = (
+                wall,
+                activity.tokens + len(delta.tokens),
+                activity.fresh + len(delta.tokens),
+            )
+            work.stored = len(work.tokens)
+            if delta.finish_reason is not None:
+                done.append(work.key)
+                activity.samples += 1
+                del self._flying[work]
+                self._fleet.succeeded(work.instance)
+        for name, n in streams.items():
+            self._speeds.measured(name, self._activity[name].fresh, n, seconds)
+            self._activity[name].fresh = 0
+        return done
+
+    def _sort_out(self) -> int:
+        """After a flush: requests that ended without finishing their sample make it pending again."""
+        ended, self._ended = self._ended, []
+        unfinished = [w for w in ended if w in self._flying]
+        for work in unfinished:
+            del self._flying[work]
+            if work.refusal is not None:
+                self._store.samples.release([(work.key, work.attempt)])
+                raise GenerationError(f"{work.instance} refused {work.name}: {work.refusal}")
+            asked = work.ending is not None
+            if not asked:
+                failure = work.failure or f"it ended a request with reason {work.reason}"
+                self._fleet.failed(work.instance, failure)
+                self._log("sample.retried", sample=list(work.key), instance=work.instance, reason=failure)
+            work.fruitless = 0 if len(work.tokens) > work.before or asked else work.fruitless + 1
+            if work.fruitless >= self._settings.max_fruitless:
+                self._store.samples.release([(work.key, work.attempt)])
+                raise GenerationError(
+                    f"{work.name} got no token in {work.fruitless} attempts; "
+                    f"the last, on {work.instance}: {work.failure or 'it was aborted'}"
+                )
+        if unfinished:
+            self._store.samples.release([(w.key, w.attempt) for w in unfinished])
+            self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
+        return len(unfinished)
+
+    # ------------------------------------------------------------ inner parts
+
+    @staticmethod
+    def _work(sample: Sample) -> _Work:
+        tokens: list[int] = sample.tokens.tolist()
+        logprobs: list[float] = sample.logprobs.tolist()
+        return _Work(sample.key, sample.prompt_tokens.tolist(), sample.seed, tokens, logprobs, len(tokens))
+
+    def _loads(self, instances: Sequence[Instance]) -> dict[str, int]:
+        flying = Counter(w.instance for w in self._flying)
+        return {i.name: flying[i.name] for i in instances}
+
+    def _end(self, works: Sequence[_Work]) -> None:
+        """Ask servers to stop requests; their samples then go elsewhere."""
+        works = [w for w in works if w.ending is None and w.reason is None]
+        self._store.samples.migrate([(w.key, w.attempt) for w in works])
+        now = self._clock()
+        by_instance: dict[str, list[str]] = {}
+        for work in works:
+            work.ending = now
+            by_instance.setdefault(work.instance, []).append(work.request_id)
+        for name, ids in by_instance.items():
+            instance = self._fleet.get(name)
+            if instance is not None:
+                self._abort(instance, ids)
+
+    def _abort(self, instance: Instance, ids: Sequence[str]) -> None:
+        async def send() -> None:
+            error = await abort(self._http(), instance.url, ids, self._settings.abort)
+            self._log("requests.aborted", instance=instance.name, requests=len(ids), error=error)
+
+        task = asyncio.create_task(send())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect),
+                headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
+            )
+        return self._session
+
+    async def _stop(self) -> None:
+        """Whatever is still under way ends here: its tokens are stored, its sample is pending again."""
+        flying = list(self._flying)
+        await self._cancel([w.task for w in flying if w.task is not None])
+        try:
+            if flying:
+                self._flush(0.0)
+                self._store.samples.release([(w.key, w.attempt) for w in self._flying])
+        except StoreError as error:
+            self._log("generation.unsaved", error=str(error))
+        self._flying.clear()
+        self._pending.clear()
+        self._ended.clear()
+
+    @staticmethod
+    async def _cancel(tasks: Any) -> None:
+        tasks = list(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
