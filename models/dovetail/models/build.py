@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from dovetail.api.messages import ModelRef
 from dovetail.models.config import ModelError, load_config
 from dovetail.models.source import Folder, Seed, Source
 from dovetail.models.stage import VALUE_HEAD, Stage
+from torch import Tensor, nn
 
 
 def build_stage(
@@ -29,7 +28,8 @@ def build_stage(
     stage.to_empty(device=device)
     fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
     stage.place_buffers(device)
-    return stage.eval().requires_grad_(False)
+    stage.eval().requires_grad_(False)
+    return stage
 
 
 def open_source(ref: ModelRef, stage: Stage) -> Source:
@@ -37,7 +37,6 @@ def open_source(ref: ModelRef, stage: Stage) -> Source:
     return Folder(Path(ref.path)) if ref.path is not None else Seed(ref.seed, stage.config, stage)
 
 
-@torch.no_grad()
 def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
     """Copy the source's tensors into the stage's parameters, sharded or not, casting to their dtype.
 
@@ -55,7 +54,8 @@ def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
             value = torch.zeros_like(local)
         if value is None:
             raise ModelError(f"{getattr(source, 'path', 'the model')}: tensor {plain} is missing from the weights")
-        local.copy_(value)
+        with torch.no_grad():
+            local.copy_(value)
 
 
 def local_rows(parameter: nn.Parameter | Tensor) -> tuple[Tensor, slice]:

@@ -45,7 +45,9 @@ def check_config(config: Any, where: str) -> None:
         raise ModelError(f"{where}: quantised weights cannot be trained; use the model's original weights")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _UNSUPPORTED_ROPE:
-        raise ModelError(f"{where}: rope type {rope['rope_type']!r} is not supported; use default, linear, yarn or llama3")
+        raise ModelError(
+            f"{where}: rope type {rope['rope_type']!r} is not supported; use default, linear, yarn or llama3"
+        )
 
 
 def without_dropout(config: Any) -> Any:
@@ -98,9 +100,7 @@ def _tokenizer_fields(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
 
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such tokenizer folder")
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
     return {
         "vocab_size": len(tokenizer),

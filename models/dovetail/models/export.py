@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from dovetail.models.stage import Head
+from torch import Tensor
 
 _ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
 _TOKENIZER_FILES = (
@@ -82,7 +81,7 @@ class HuggingFaceWriter:
         for number, file in enumerate(files, start=1):
             final = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             os.replace(self.folder / file["file"], self.folder / final)
-            weight_map.update({name: final for name in file["names"]})
+            weight_map.update(dict.fromkeys(file["names"], final))
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(m["bytes"] for m in manifests)},

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from dovetail.models.config import ModelError, is_tied, without_dropout
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from dovetail.models.config import ModelError, is_tied, without_dropout
 
 Head = Literal["lm", "value"]
 VALUE_HEAD = "score"
@@ -147,8 +146,9 @@ class Stage(nn.Module):
             if hasattr(body, name):
                 hidden = getattr(body, name)(hidden)
         if self.head == "value":
-            values: Tensor = getattr(self, VALUE_HEAD)(hidden)
-            return values.squeeze(-1).float()
+            # A matrix-vector product rather than `score(hidden).squeeze(-1)`: FSDP2 wants no view as a module's output.
+            values: Tensor = hidden @ getattr(self, VALUE_HEAD).weight[0]
+            return values.float()
         if hasattr(self, "lm_head"):
             logits: Tensor = self.lm_head(hidden)
             return logits

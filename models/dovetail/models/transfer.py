@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-
 from dovetail.api.buckets import CHECKSUM_BYTES, aligned, bucket_specs
 from dovetail.api.messages import Bucket
 
@@ -49,12 +48,23 @@ class Handle(Protocol):
 class Channel:
     """One communicator: rank 0 sends, ranks 1 to world - 1 receive. Broken for good after its first error."""
 
-    def __init__(self, backend: Backend, store: dist.Store, rank: int, world: int, host: str, deadline: Deadline):
-        """Meets the other ranks in `store`; raises TransferError naming the ranks that did not come."""
+    def __init__(
+        self,
+        backend: Backend,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        host: str,
+        deadline: Deadline,
+        cancelled: Callable[[], bool] = lambda: False,
+    ):
+        """Meets the other ranks in `store`; raises TransferError naming the ranks that did not come.
+
+        `cancelled` is asked while waiting: once true, this and all waiting ranks give up."""
         self.rank, self.world = rank, world
         self._store = store
+        self._meet(deadline, cancelled)
         try:
-            store.set(f"joined/{rank}", "1")
             if backend == "gloo":
                 options = dist.ProcessGroupGloo._Options()
                 options._timeout = deadline.left()
@@ -65,17 +75,30 @@ class Channel:
                 options._timeout = deadline.left()
                 self._group = dist.ProcessGroupNCCL(store, rank, world, options)
         except RuntimeError as error:
-            raise TransferError(
-                f"the communicator did not form within {deadline.seconds:g} s; missing ranks: "
-                f"{', '.join(map(str, self.absent())) or 'none'} ({_first_line(error)})"
-            ) from error
+            raise TransferError(f"the ranks met but could not connect: {_first_line(error)}") from error
 
-    def absent(self) -> list[int]:
-        """Ranks that never came to the rendezvous, as far as the store can tell."""
+    def _meet(self, deadline: Deadline, cancelled: Callable[[], bool]) -> None:
         try:
-            return [rank for rank in range(self.world) if not self._store.check([f"joined/{rank}"])]
-        except RuntimeError:
-            return []
+            self._store.set(f"joined/{self.rank}", "1")
+            pause = 0.001
+            while not self._store.check([f"joined/{rank}" for rank in range(self.world)]):
+                if cancelled():
+                    self._store.set("abort", "1")
+                if self._store.check(["abort"]):
+                    raise TransferError("the transfer was called off while its ranks were still meeting")
+                try:
+                    deadline.left()
+                except TransferError as error:
+                    absent = ", ".join(map(str, absent_ranks(self._store, self.world)))
+                    raise TransferError(
+                        f"the communicator did not form within {deadline.seconds:g} s: ranks {absent} did not come"
+                    ) from error
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+        except RuntimeError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the rendezvous broke: {_first_line(error)}") from error
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """Start sending (rank 0) or receiving `buffer`, a contiguous uint8 tensor. Messages arrive in order."""
@@ -96,6 +119,14 @@ class Channel:
             with contextlib.suppress(Exception):
                 group.abort()
         self._store = None  # type: ignore[assignment]
+
+
+def absent_ranks(store: dist.Store, world: int) -> list[int]:
+    """Ranks that have not come to the rendezvous; none if the store is gone."""
+    try:
+        return [rank for rank in range(world) if not store.check([f"joined/{rank}"])]
+    except RuntimeError:
+        return []
 
 
 class _Pending:
@@ -151,7 +182,8 @@ def message_bytes(bucket: Bucket) -> int:
 
 
 def pack_into(buffer: torch.Tensor, bucket: Bucket, tensors: list[torch.Tensor]) -> None:
-    """Copy `tensors` (in the bucket's order; any device) to their places in `buffer` (uint8) and append the checksum."""
+    """Copy `tensors` (in the bucket's order; any device) to their places in `buffer` (uint8) and append its
+    checksum."""
     for spec, offset, tensor in zip(bucket_specs(bucket), bucket.offsets, tensors, strict=True):
         end = offset + spec.nbytes
         if spec.nbytes:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-
 from dovetail.models.export import write_text
 from dovetail.trainer.engine_model import EngineModel, like
 from dovetail.trainer.groups import PeerLost, RankFailed, peer_errors
 from dovetail.trainer.storage import write_together
+from torch import Tensor
 
 if TYPE_CHECKING:
     from dovetail.trainer.engine import Engine

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from dovetail.api.messages import Action, Load
 from dovetail.api.types import Optimizer, RLHFJobSpec
 from dovetail.api.types import Stage as StageName
@@ -25,6 +23,7 @@ from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.optim import local
 from dovetail.trainer.parallel import reshard, set_last_backward
+from torch import Tensor
 
 __all__ = ["Engine", "EngineModel", "MicroBatch"]
 
@@ -99,7 +98,9 @@ class Engine:
         self._executor(pipes).run(actions)
         for name in pipes:
             self.models[name].module.eval()
-        mine = {name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank}
+        mine = {
+            name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
+        }
         total: dict[str, dict[str, float]] = {name: {} for name in work}
         for part in self.groups.share_json(mine):
             for name, values in part.items():
@@ -154,8 +155,8 @@ class Engine:
         if model == "ema":
             if not self.ema:
                 raise ValueError("there is no averaged actor; set ppo.ema")
-            return self.models["actor"].weights(self.ema)
-        return self.models[model].weights()
+            return self.models["actor"].gather(self.ema)
+        return self.models[model].gather()
 
     # ------------------------------------------------------------ parts
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-
 from dovetail.api.messages import ModelRef
 from dovetail.api.types import Optimizer, TrainedModel
 from dovetail.models import Stage, load_config
@@ -19,6 +17,7 @@ from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local
 from dovetail.trainer.parallel import compute_dtype, shard
+from torch import Tensor, nn
 
 
 @dataclass
@@ -99,8 +98,7 @@ class EngineModel:
         """Parameters that the optimizer moves, by name in the stage."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    @torch.no_grad()
-    def weights(self, instead: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, instead: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out. `instead` holds
         shards to use in place of parameters. Collective over dp. Raises `PeerLost`."""
         parameters = dict(self.module.named_parameters())

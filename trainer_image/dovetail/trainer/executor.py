@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from dovetail.api.messages import Action
 from dovetail.models import Stage
-from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors
+from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
+from torch import Tensor
 
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
@@ -101,7 +100,9 @@ def agree_on_work(pipes: dict[str, Pipe]) -> None:
             dist.all_gather(others, mine, group=pipe.groups.pp_group)
         odd = [rank for rank, other in zip(pipe.groups.pp_ranks, others, strict=True) if int(other) != int(others[0])]
         if odd:
-            raise RuntimeError(f"trainer ranks {odd} hold other micro-batches of {name} than their pipeline's first stage")
+            raise RuntimeError(
+                f"trainer ranks {odd} hold other micro-batches of {name} than their pipeline's first stage"
+            )
 
 
 class Executor:
@@ -154,7 +155,8 @@ class Executor:
         if pipe.before_forward is not None:
             pipe.before_forward(action.micro_batch)
         with torch.set_grad_enabled(training):
-            output = pipe.stage(inputs)
+            with peer_errors(f"gathering weights of {action.model}"):
+                output = pipe.stage(inputs)
             if not pipe.stage.is_last:
                 self._send(output.detach().contiguous(), pipe.groups.forward_out, pipe.groups.next)
             elif training:
@@ -217,8 +219,7 @@ class Executor:
         self._sends = [send for send in self._sends if not send[0].is_completed()]
 
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
-        with peer_errors(f"{doing} trainer rank {peer}"):
-            try:
-                work.wait(self.deadline)
-            except RuntimeError as error:
-                raise PeerLost(f"trainer rank {peer} was lost while {doing} it: {str(error).splitlines()[0]}") from error
+        try:
+            work.wait(self.deadline)
+        except RuntimeError as error:
+            raise PeerLost(f"trainer rank {peer} was lost while {doing} it: {transport_sentence(error)}") from error

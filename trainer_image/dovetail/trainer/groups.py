@@ -13,9 +13,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from dovetail.api.types import Parallelism
 from torch.distributed.device_mesh import DeviceMesh
 
-from dovetail.api.types import Parallelism
+_FORMING_SECONDS = 60.0
 
 
 class PeerLost(RuntimeError):
@@ -36,9 +37,15 @@ def peer_errors(what: str) -> Iterator[None]:
         raise
     except (RuntimeError, OSError) as error:
         if isinstance(error, dist.DistError) or _LOST.search(str(error)):
-            lines = str(error).strip().splitlines()
-            raise PeerLost(f"{what}: {lines[0] if lines else type(error).__name__}") from error
+            raise PeerLost(f"{what}: {transport_sentence(error)}") from error
         raise
+
+
+def transport_sentence(error: BaseException) -> str:
+    """The first sentence of a transport's message, without its source file and advice."""
+    lines = str(error).strip().splitlines()
+    first = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", lines[0]) if lines else type(error).__name__
+    return first.split(". This is typically", 1)[0]
 
 
 @dataclass
@@ -115,9 +122,9 @@ class Groups:
         self = cls(rank, world_size, timeout, device)
         try:
             with peer_errors("forming the trainer's groups"):
-                self._store = dist.TCPStore(
-                    master_host, master_port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=False
-                )
+                # Starting up may take longer than a message: ranks come with seconds between them.
+                patience = max(timeout, timedelta(seconds=_FORMING_SECONDS))
+                self._store = dist.TCPStore(master_host, master_port, world_size, is_master=rank == 0, timeout=patience)
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if gpu else "gloo",
                     store=self._store,
@@ -197,7 +204,9 @@ class Groups:
         self.model.clear()
         self.control = None
         if dist.is_initialized():
-            drop = dist.distributed_c10d._abort_process_group if self.device.type == "cuda" else dist.destroy_process_group
+            drop = (
+                dist.distributed_c10d._abort_process_group if self.device.type == "cuda" else dist.destroy_process_group
+            )
             # A broken group may refuse; its sockets close with the last reference to it.
             with suppress(Exception):
                 drop()

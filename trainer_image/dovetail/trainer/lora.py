@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from dovetail.api.types import LoRA
 from dovetail.models import ModelError, Stage
 from dovetail.models.build import local_rows
 from dovetail.models.source import generator
 from dovetail.models.stage import VALUE_HEAD
+from torch import Tensor, nn
 
 _BASE = ".base_layer."
 _ADAPTER = "default"
@@ -35,7 +34,6 @@ def inject(stage: Stage, config: LoRA) -> None:
         parameter.requires_grad_(".lora_" in name or name.startswith(f"{VALUE_HEAD}."))
 
 
-@torch.no_grad()
 def initialise(stage: Stage, seed: int) -> None:
     """A ~ Kaiming uniform with a = sqrt(5), as peft does, B = 0; each A from a seed of its own, so the adapters do not
     depend on the pipeline split or sharding."""

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable
 
 import torch
+from dovetail.api.types import Optimizer
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
-
-from dovetail.api.types import Optimizer
 
 
 def learning_rate(step: int, total_steps: int, config: Optimizer) -> float:
@@ -69,7 +68,6 @@ class AdamW:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double()
         return float(norms.square().sum())
 
-    @torch.no_grad()
     def step(self, scale: float) -> float:
         """Apply one step with gradients multiplied by `scale`, then drop them; returns the learning rate used."""
         rate = learning_rate(self.steps, self.total_steps, self.config)
@@ -80,7 +78,8 @@ class AdamW:
                 if parameter.grad is not None and (parameter.dim() > 1) == decayed and local(parameter).numel() > 0
             ]
             if names:
-                self._apply(names, rate, self.config.weight_decay if decayed else 0.0, scale)
+                with torch.no_grad():
+                    self._apply(names, rate, self.config.weight_decay if decayed else 0.0, scale)
         self.steps += 1
         for parameter in self.parameters.values():
             parameter.grad = None

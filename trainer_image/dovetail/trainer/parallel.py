@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from dovetail.api.types import Dtype
 from dovetail.models import ModelError, Stage
 from dovetail.trainer.groups import ModelGroups
@@ -37,9 +36,7 @@ def shard(stage: Stage, groups: ModelGroups, compute: torch.dtype, device: torch
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": groups.mesh["dp"], "reshard_after_forward": False, "mp_policy": policy}
     for layer in stage.body.layers.values():
         fully_shard(layer, **options)

@@ -15,7 +15,9 @@ from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 T = TypeVar("T")
 
 
-def write_together(groups: Groups, path: Path, write: Callable[[Path], T], finish: Callable[[Path, list[T]], None]) -> None:
+def write_together(
+    groups: Groups, path: Path, write: Callable[[Path], T], finish: Callable[[Path, list[T]], None]
+) -> None:
     """`write(folder)` on every rank, then `finish(folder, results by rank)` on rank 0, then rename to `path`,
     replacing what is there. Results pass through JSON.
 

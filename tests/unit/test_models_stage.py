@@ -1,0 +1,213 @@
+"""Pipeline stages compute what the whole Hugging Face model computes, from the same folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.messages import ModelRef
+from dovetail.api.types import ScratchModel
+from dovetail.models import HuggingFaceWriter, ModelError, Stage, build_stage, layer_range, load_config
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "qwen2": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.1},
+}
+
+
+def ref(family: str, head: str = "lm", **changes: Any) -> ModelRef:
+    config = COMMON | FAMILIES[family] | {"pad_token_id": 0} | changes
+    return ModelRef(head=head, scratch=ScratchModel(architecture=family, config=config), seed=5)
+
+
+def hugging_face(whole: Stage) -> Any:
+    """transformers' own model with the stage's weights, randomised so that no bias or norm is trivial."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in whole.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model = transformers.AutoModelForCausalLM.from_config(whole.config, attn_implementation="sdpa")
+    result = model.load_state_dict(dict(whole.named_parameters()), strict=False)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_equal_the_whole_model_in_outputs_and_gradients(family: str, tied: bool, tmp_path: Path) -> None:
+    model = hugging_face(build_stage(ref(family, tie_word_embeddings=tied)))
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(1, 64, (2, 11), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens).logits
+    logits.square().mean().backward()
+    for size in (1, 2, 3):
+        stages = [build_stage(ModelRef(head="lm", path=str(tmp_path)), rank, size) for rank in range(size)]
+        hidden: torch.Tensor = tokens
+        for stage in stages:
+            stage.requires_grad_(True)
+            hidden = stage(hidden)
+        torch.testing.assert_close(hidden, logits, atol=1e-6, rtol=1e-5)
+        hidden.square().mean().backward()
+        total: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                key = stage.checkpoint_name(name)
+                total[key] = total.get(key, 0) + parameter.grad
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert set(total) == set(expected)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(total[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scratch_weights_do_not_depend_on_the_split(family: str) -> None:
+    whole = dict(build_stage(ref(family, tie_word_embeddings=True)).named_parameters())
+    for rank in range(3):
+        stage = build_stage(ref(family, tie_word_embeddings=True), rank, 3)
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, whole[stage.checkpoint_name(name)]), name
+
+
+def test_padding_on_the_right_changes_nothing() -> None:
+    stage = build_stage(ref("llama"))
+    tokens = torch.randint(1, 64, (1, 6))
+    padded = torch.cat([tokens, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
+    torch.testing.assert_close(stage(padded)[:, :6], stage(tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_value_head_starts_at_zero_and_survives_export(family: str, tmp_path: Path) -> None:
+    stage = build_stage(ref(family, head="value"))
+    tokens = torch.randint(1, 64, (2, 7))
+    assert torch.equal(stage(tokens), torch.zeros(2, 7))
+    torch.nn.init.normal_(stage.score.weight)
+    writer = HuggingFaceWriter(tmp_path)
+    writer.finish([writer.write(stage.named_parameters(), torch.float32)], stage.config, "value", torch.float32, None)
+    values = stage(tokens)
+    torch.testing.assert_close(build_stage(ModelRef(head="value", path=str(tmp_path)))(tokens), values)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    lengths = torch.tensor([7, 4])
+    mask = (torch.arange(7)[None] < lengths[:, None]).long()
+    scores = model(tokens * mask, attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(scores, values.gather(1, lengths[:, None] - 1)[:, 0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10_000, 2**30])
+def test_exported_shards_load_in_transformers(shard_bytes: int, tmp_path: Path) -> None:
+    stages = [build_stage(ref("qwen3", tie_word_embeddings=False), rank, 2) for rank in range(2)]
+    manifests = [
+        HuggingFaceWriter(tmp_path, part, shard_bytes).write(stage.named_parameters(), torch.float32)
+        for part, stage in enumerate(stages)
+    ]
+    HuggingFaceWriter(tmp_path).finish(manifests, stages[0].config, "lm", torch.float32, None)
+    assert not list(tmp_path.glob("part-*"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    tokens = torch.randint(1, 64, (2, 7))
+    torch.testing.assert_close(model(tokens).logits, stages[1](stages[0](tokens)))
+
+
+def test_bfloat16_stage_keeps_values_in_float32() -> None:
+    stage = build_stage(ref("llama", head="value"), dtype=torch.bfloat16)
+    assert stage(torch.ones(1, 3, dtype=torch.int64)).dtype == torch.float32
+    assert stage.model.norm.weight.dtype == torch.bfloat16
+
+
+@given(st.integers(1, 100), st.data())
+def test_layers_are_split_without_gap_and_evenly(layers: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, layers))
+    ranges = [layer_range(layers, rank, size) for rank in range(size)]
+    assert [i for r in ranges for i in r] == list(range(layers))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ModelError, match="pp 4 needs at least 4 layers"):
+        build_stage(ref("llama"), 3, 4)
+
+
+def save(folder: Path, **changes: Any) -> None:
+    build = build_stage(ref("llama"))
+    writer = HuggingFaceWriter(folder)
+    writer.finish([writer.write(build.named_parameters(), torch.float32)], build.config, "lm", torch.float32, None)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_pickle_weights_are_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"only pickle weights.*convert them to safetensors"):
+        build_stage(ModelRef(head="lm", path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "bert"}, "model type 'bert' is not supported"),
+        ({"hidden_size": 16}, "config.json asks for"),
+        ({"num_hidden_layers": 4}, "is missing from the weights"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
+    ],
+)
+def test_unusable_folders_are_named(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    save(tmp_path, **changes)
+    with pytest.raises(ModelError, match=sentence) as error:
+        build_stage(ModelRef(head="lm", path=str(tmp_path)))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_truncated_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such model folder"):
+        load_config(ModelRef(head="lm", path=str(tmp_path / "nowhere")))
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        load_config(ModelRef(head="lm", path=str(tmp_path)))
+    save(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="not a complete safetensors file"):
+        build_stage(ModelRef(head="lm", path=str(tmp_path)))
+
+
+def test_sliding_windows_are_refused() -> None:
+    with pytest.raises(ModelError, match="sliding-window"):
+        load_config(ref("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1))
+
+
+def test_sequence_longer_than_opt_positions() -> None:
+    with pytest.raises(ModelError, match="33 tokens is longer than the model's max_position_embeddings, 32"):
+        build_stage(ref("opt"))(torch.ones(1, 33, dtype=torch.int64))
+
+
+def test_scratch_model_takes_its_vocabulary_from_the_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"<eos>": 0, "a": 1, "b": 2}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")), eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(tmp_path)
+    scratch = ScratchModel(architecture="llama", config={k: v for k, v in COMMON.items() if k != "vocab_size"})
+    config = load_config(ModelRef(head="lm", scratch=scratch, tokenizer=str(tmp_path)))
+    assert (config.vocab_size, config.eos_token_id) == (3, 0)
+    assert config.pad_token_id is None  # the end token must be learnt
+    with pytest.raises(ModelError, match="needs a tokenizer folder or vocab_size"):
+        load_config(ModelRef(head="lm", scratch=scratch))
