@@ -1,0 +1,29 @@
+"""Entry point of `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def register() -> None:
+    """Make the weight-transfer backend `dovetail` known. May be called any number of times."""
+    from dovetail.rollout.weights_vllm import BACKEND
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "dovetail.rollout.weights_vllm", "DovetailWeightTransferEngine"
+        )
+    # Engine cores and workers must not outlive a killed API server.
+    process = multiprocessing.current_process()
+    if multiprocessing.parent_process() is not None and process.name.startswith(("EngineCore", "VllmWorker", "Worker")):
+        die_with_parent()

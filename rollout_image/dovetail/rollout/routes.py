@@ -1,0 +1,82 @@
+"""Routes that Dovetail adds to the vLLM server (group `vllm.endpoint_plugins`), and what they know of it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class ServerState:
+    """This API server process's own view. `weight_version` is None from the start of an update to its end, after a
+    failed one, and before the first: the server then refuses to generate."""
+
+    name: str = ""
+    incarnation: str = ""
+    vllm_version: str = ""
+    sampler: str = "counter"
+    weight_engine: str = "dovetail"
+    weight_version: int | None = None
+    kv_connector: str | None = None
+    max_model_len: int = 0
+
+    def abilities(self) -> dict[str, Any]:
+        """What `Register.abilities` carries."""
+        own = ("name", "incarnation", "weight_version")
+        return {key: value for key, value in asdict(self).items() if key not in own}
+
+
+STATE = ServerState()
+
+
+class InfoRoutes:
+    """GET /dovetail/info, and the two ends of a weight update: vLLM's own routes, plus the bookkeeping of `STATE`."""
+
+    name = "dovetail_info"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        from fastapi import APIRouter, Body, Request
+        from fastapi.responses import JSONResponse
+        from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
+
+        router = APIRouter()
+
+        async def info() -> Any:
+            return JSONResponse(asdict(STATE))
+
+        async def start_weight_update(request: Request) -> Any:
+            # Before the engine hears of it: from here on its weights may be in pieces.
+            STATE.weight_version = None
+            with weight_operation_metrics().record("start"):
+                await request.app.state.engine_client.start_weight_update()
+            return JSONResponse({"message": "Weight update started"})
+
+        async def finish_weight_update(request: Request, weight_version: str | None = Body(None, embed=True)) -> Any:
+            try:
+                version = int(weight_version or "")
+            except ValueError:
+                return JSONResponse(
+                    {"error": {"message": f"weight_version must be an integer, not {weight_version!r}"}}, 400
+                )
+            with weight_operation_metrics().record("finish"):
+                await request.app.state.engine_client.finish_weight_update(weight_version)
+            STATE.weight_version = version
+            return JSONResponse({"message": "Weight update finished"})
+
+        # Real types, not this module's postponed annotations: FastAPI inspects them.
+        start_weight_update.__annotations__ = {"request": Request}
+        finish_weight_update.__annotations__ = {"request": Request, "weight_version": str | None}
+        info.__annotations__ = {}
+        router.add_api_route("/dovetail/info", info, methods=["GET"])
+        router.add_api_route("/start_weight_update", start_weight_update, methods=["POST"])
+        router.add_api_route("/finish_weight_update", finish_weight_update, methods=["POST"])
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        if engine_client is not None:
+            config = engine_client.vllm_config
+            STATE.max_model_len = int(config.model_config.max_model_len)
+            transfer = config.kv_transfer_config
+            STATE.kv_connector = transfer.kv_connector if transfer is not None else None

@@ -1,0 +1,212 @@
+"""A rollout's vLLM server: the stock API server with Dovetail's plug-ins, started from the job's own files.
+
+    python -m dovetail.rollout.server
+
+reads the `DOVETAIL_*` environment and job.json, writes vLLM's arguments and environment, registers with the
+coordinator and serves until SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.types import Dtype, Group, RLHFJob
+
+ACTOR_CONFIG_SECONDS = 300.0
+# After SIGTERM: how long open connections may linger once the engine is gone.
+CLOSE_SECONDS = 2
+KV_BLOCK_TOKENS = 128
+MAX_KV_SHARE = 0.25
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM. Returns 0, or 1 with a sentence on stderr; further vLLM arguments may be given."""
+    try:
+        env = ProcessEnv.read()
+        job = RLHFJob.model_validate_json((env.run_dir / "job.json").read_text())
+        group = _group(job, env.group)
+        config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
+    except (OSError, ValueError) as error:
+        print(f"dovetail rollout server: {error}", file=sys.stderr)
+        return 1
+    on_cpu = group.gpu.product is None or group.gpu.per_pod == 0
+    os.environ.update(environment(on_cpu, os.environ))
+    arguments = vllm_arguments(env, job, group, config, on_cpu)
+    return serve([*arguments, *(argv or [])], env, on_cpu)
+
+
+def _group(job: RLHFJob, name: str) -> Group:
+    groups = {g.name: g for g in job.spec.groups}
+    if name not in groups:
+        raise ValueError(f"DOVETAIL_GROUP is {name!r}; the job has the groups {', '.join(groups)}")
+    return groups[name]
+
+
+def wait_for_config(
+    folder: Path,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """config.json of `folder` once it is there and whole; raises TimeoutError after `seconds`."""
+    end = clock() + seconds
+    path = folder / "config.json"
+    while True:
+        try:
+            config = json.loads(path.read_text())
+            if isinstance(config, dict):
+                return config
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+            pass
+        if clock() >= end:
+            raise TimeoutError(f"{path} did not appear within {seconds:g} s; the coordinator writes it first of all")
+        sleep(0.05)
+
+
+def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set for vLLM. What the user has set in `given` stays, except what the plug-ins depend on."""
+    from dovetail.rollout.preload import CPU_ENVIRONMENT
+
+    must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
+    may: dict[str, str] = {}
+    if on_cpu:
+        # The worker inside the engine core: one process and its imports fewer.
+        must["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        may = dict(CPU_ENVIRONMENT)
+    return must | {key: value for key, value in may.items() if key not in given}
+
+
+def vllm_arguments(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool) -> list[str]:
+    """The command line of vLLM's API server. The group's own `vllmArgs` come last and win."""
+    spec = job.spec
+    length = max_model_len(job, config)
+    tokenizer = env.run_dir / "tokenizer"
+    arguments = [
+        *("--model", str(env.run_dir / "models" / "actor-config")),
+        *("--served-model-name", "actor"),
+        *("--load-format", "dummy"),
+        *("--host", env.host),
+        *("--port", str(env.port)),
+        *("--dtype", dtype_of(group, spec.models.actor.dtype, on_cpu)),
+        *("--max-model-len", str(length)),
+        *("--max-num-seqs", str(spec.generation.max_concurrent)),
+        *("--weight-transfer-config", json.dumps({"backend": "dovetail"})),
+        *("--middleware", "dovetail.rollout.auth.Guard"),
+        *("--shutdown-timeout", "0"),
+        *("--generation-config", "vllm"),
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+    ]
+    if tokenizer.is_dir():
+        # Needed for stop strings, and the place where vLLM learns of the end token.
+        arguments += ["--tokenizer", str(tokenizer)]
+    else:
+        arguments += ["--skip-tokenizer-init"]
+    if on_cpu:
+        arguments += [
+            "--enforce-eager",
+            *("--logits-processors", "dovetail.rollout.sampler:CounterSampler"),
+            *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent))),
+        ]
+    elif group.gpu.per_pod > 1:
+        arguments += ["--tensor-parallel-size", str(group.gpu.per_pod)]
+    if spec.models.actor.trust_remote_code:
+        arguments += ["--trust-remote-code"]
+    return [*arguments, *group.vllm_args]
+
+
+def dtype_of(group: Group, actor: Dtype, on_cpu: bool) -> str:
+    """The group's dtype, else the actor's, else float32 on CPUs and bfloat16 on GPUs."""
+    for chosen in (group.dtype, actor):
+        if chosen is not Dtype.AUTO:
+            return chosen.value
+    return "float32" if on_cpu else "bfloat16"
+
+
+def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
+    """Longest prompt plus longest response, no more than the model's positions."""
+    wanted = job.spec.data.max_prompt_tokens + job.spec.generation.max_tokens
+    positions = config.get("max_position_embeddings")
+    return min(wanted, int(positions)) if positions else wanted
+
+
+def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, item_bytes: int = 4) -> int:
+    """Bytes of KV cache for `concurrent` sequences of `length` tokens, at most a quarter of the machine's memory but
+    always enough for two sequences."""
+    heads = int(config.get("num_attention_heads", 1))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 64)) // heads)
+    layers = int(config.get("num_hidden_layers", 1))
+    blocks = -(-length // KV_BLOCK_TOKENS)
+    sequence = blocks * KV_BLOCK_TOKENS * layers * kv_heads * head_dim * 2 * item_bytes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # One block more: vLLM keeps one for itself.
+    wanted = concurrent * sequence + sequence // blocks
+    return max(min(wanted, int(memory * MAX_KV_SHARE)), 3 * sequence)
+
+
+def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool) -> int:
+    """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
+    import uvloop
+    import vllm
+    from dovetail.rollout.plugin import die_with_parent
+    from dovetail.rollout.register import Registrar
+    from dovetail.rollout.routes import STATE
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    STATE.name = env.name
+    STATE.incarnation = uuid.uuid4().hex
+    STATE.vllm_version = vllm.__version__
+    STATE.sampler = "counter" if on_cpu else "native"
+    if on_cpu:
+        fork_engine_core()
+    # The engine core, when forked: plug-ins are already loaded in it.
+    os.register_at_fork(after_in_child=die_with_parent)
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="dovetail rollout server"))
+    args = parser.parse_args(arguments)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    STATE.max_model_len = int(args.max_model_len)
+    registrar = Registrar(env, STATE)
+    registrar.start()
+    try:
+        uvloop.run(run_server(args, timeout_graceful_shutdown=CLOSE_SECONDS))
+    except KeyboardInterrupt:
+        pass  # SIGTERM before the server was up
+    finally:
+        registrar.stop()
+    return 0
+
+
+def fork_engine_core() -> None:
+    """CPU only: fork the engine core from this process, whose imports it then shares, where vLLM would spawn it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+    if getattr(original, "forks", False):
+        return
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    check_and_update_config.forks = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; it sends SIGTERM
+    sys.exit(main(sys.argv[1:]))

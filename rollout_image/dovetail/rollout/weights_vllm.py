@@ -1,0 +1,79 @@
+"""vLLM's end of a weight transfer: backend `dovetail` of `--weight-transfer-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.api.messages import Receive
+from dovetail.models.transfer import TransferError
+from dovetail.rollout.weights import WeightReceiver
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+BACKEND = "dovetail"
+
+
+@dataclass
+class DovetailInitInfo(WeightTransferInitInfo):
+    """`receive`: a `dovetail.api.messages.Receive` as JSON."""
+
+    receive: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DovetailUpdateInfo(WeightTransferUpdateInfo):
+    """`receive`: a `dovetail.api.messages.Receive` as JSON."""
+
+    receive: dict[str, Any] = field(default_factory=dict)
+
+
+class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, DovetailUpdateInfo]):
+    """Loads the offer's tensors through the model's own weight loader, which fuses, shards and converts to the
+    server's dtype. A session that fails leaves the model partly without weights: the server then answers 503
+    (`dovetail.rollout.routes`) until a whole version has arrived."""
+
+    init_info_cls = DovetailInitInfo
+    update_info_cls = DovetailUpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any):
+        super().__init__(config, vllm_config, device, model)
+        parallel = vllm_config.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver = WeightReceiver(device, rank)
+        self._parameters = {name for name, _ in model.named_parameters()}
+
+    def init_transfer_engine(self, init_info: DovetailInitInfo) -> None:
+        self._receiver.connect(Receive.model_validate(init_info.receive))
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: DovetailUpdateInfo) -> None:
+        """Raises TransferError unless every tensor came intact and every parameter of the model got its weights."""
+        receive = Receive.model_validate(update_info.receive)
+        arriving = self._receiver.receive(receive, self._nothing_held)
+        try:
+            loaded = self.model.load_weights(arriving)
+        finally:
+            arriving.close()  # type: ignore[attr-defined]
+        # Models that don't report what they loaded can't be checked.
+        if loaded and self.model_config.quantization is None and (missing := self._parameters - set(loaded)):
+            raise TransferError(
+                f"weights {receive.offer.version} lack {len(missing)} parameters of the model, such as {min(missing)}"
+            )
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+
+    def _nothing_held(self) -> bool:
+        # The layerwise loader keeps tensors of a fused module (q of qkv) until the module is complete.
+        return not any(get_layerwise_info(module).loaded_weights for module in self.model.modules())

@@ -1,0 +1,280 @@
+"""Sending weights: each stage's first data-parallel rank broadcasts its part of a model to all receivers at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from dovetail.api.buckets import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, TensorSpec, bucket_specs, plan_buckets
+from dovetail.api.env import HOST
+from dovetail.api.messages import Bucket, Offer, Publish, Receiver, Segment
+from dovetail.models.transfer import (
+    Backend,
+    Channel,
+    Deadline,
+    Handle,
+    TransferError,
+    absent_ranks,
+    listen,
+    message_bytes,
+    pack_into,
+)
+
+Named = tuple[str, torch.Tensor]
+Source = Iterable[Named] | Callable[[], Iterable[Named]]
+
+
+class ModelRank(Protocol):
+    dp_rank: int
+    pp_rank: int
+
+
+class GroupsLike(Protocol):
+    """The part of `dovetail.trainer.groups.Groups` that a sender needs."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    model: Mapping[str, Any]
+
+    def broadcast_json(self, value: Any) -> Any: ...
+
+    def gather_json(self, value: Any) -> list[Any] | None: ...
+
+
+@dataclass
+class _Line:
+    """The communicator of one model on this rank, kept while the epoch is the same."""
+
+    epoch: int
+    store: Any
+    host: str
+    port: int
+    channel: Channel | None = None
+
+
+class WeightSender:
+    """`publish` is collective: every rank calls it with the same command. Not thread-safe.
+
+    `post_offer` is called on rank 0 once all senders listen. `host` is the address that receivers connect to (default:
+    DOVETAIL_HOST). `cancelled` is asked while receivers are still missing; true ends the publish with an error."""
+
+    def __init__(
+        self,
+        groups: GroupsLike,
+        post_offer: Callable[[Offer], None],
+        *,
+        host: str | None = None,
+        bucket_bytes: int | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ):
+        self._groups = groups
+        self._post_offer = post_offer
+        self._host = host or os.environ.get(HOST, "127.0.0.1")
+        on_gpu = groups.device.type == "cuda"
+        self._backend: Backend = "nccl" if on_gpu else "gloo"
+        self._bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES)
+        self._cancelled = cancelled
+        self._plans: dict[str, list[Bucket]] = {}
+        self._lines: dict[str, _Line] = {}
+        self._buffers: list[torch.Tensor] = []
+
+    def publish(self, command: Publish, weights: Mapping[str, Source]) -> dict[str, float]:
+        """Send each model of `weights` that has receivers. Returns `bytes` (sent by all senders together), `seconds`
+        (from the offer to the last byte) and `gigabytes_per_second` (bytes / seconds / 1e9; each byte counted once,
+        however many receivers take it).
+
+        `weights[model]` gives this rank's stage of the model as (Hugging Face name, full tensor), the same on all its
+        dp ranks and in the same order each time: a callable that starts such an iteration, or an iterable (then the
+        first publish of a model holds all of it in memory: its bucket plan must be known before the first byte). All
+        ranks go through `weights` in the order of the models' names, as iterating may be a collective.
+
+        Raises TransferError on every rank alike, naming the receivers that did not come where that is known; the
+        sender can publish again with a new epoch."""
+        deadline = Deadline(command.deadline_seconds)
+        models = sorted({m for r in command.receivers for m in r.models} & set(weights))
+        sources = {model: self._plan(model, weights[model]) for model in models}
+        segments = []
+        problem = None
+        try:
+            for model in models:
+                if self._groups.model[model].dp_rank == 0:
+                    line = self._line(model, command.epoch, deadline)
+                    segments.append(
+                        Segment(
+                            index=self._groups.model[model].pp_rank,
+                            model=model,
+                            host=line.host,
+                            port=line.port,
+                            buckets=self._plans[model],
+                        )
+                    )
+        except (OSError, RuntimeError) as error:
+            problem = f"rank {self._groups.rank} cannot listen for receivers: {error}"
+        self._agree(problem)
+
+        start = time.monotonic()
+        gathered = self._groups.gather_json([s.model_dump(mode="json") for s in segments])
+        problem = None
+        if gathered is not None:
+            offered = [Segment.model_validate(s) for part in gathered for s in part]
+            offered.sort(key=lambda s: (s.model, s.index))
+            try:
+                self._post_offer(
+                    Offer(
+                        version=command.version,
+                        epoch=command.epoch,
+                        backend=self._backend,
+                        segments=offered,
+                        deadline_seconds=command.deadline_seconds,
+                    )
+                )
+            except Exception as error:
+                problem = f"the offer did not reach the coordinator: {error}"
+        # One word of rank 0 decides whether anyone goes on.
+        if problem := self._groups.broadcast_json(problem):
+            self._drop_lines()
+            raise TransferError(problem)
+
+        sent = 0
+        for model in models:
+            mine = self._groups.model[model].dp_rank == 0
+            try:
+                if mine and problem is None:
+                    sent += self._send(model, sources[model], command, deadline)
+                else:
+                    _drain(sources[model])
+            except (TransferError, OSError) as error:
+                problem = f"sending {model} from rank {self._groups.rank}: {error}"
+        total = self._agree(problem, sent)
+        seconds = time.monotonic() - start
+        return {"bytes": total, "seconds": seconds, "gigabytes_per_second": total / max(seconds, 1e-9) / 1e9}
+
+    def close(self) -> None:
+        """Drop every communicator and buffer."""
+        self._drop_lines()
+        self._buffers.clear()
+
+    # ------------------------------------------------------------ parts of publish
+
+    def _plan(self, model: str, source: Source) -> Iterable[Named]:
+        """Make sure that the model's bucket plan is known; returns the iteration to send."""
+        if model not in self._plans:
+            if callable(source):
+                specs = [_spec(name, tensor) for name, tensor in source()]
+            else:
+                source = [(name, tensor.detach()) for name, tensor in source]
+                specs = [_spec(name, tensor) for name, tensor in source]
+            self._plans[model] = plan_buckets(specs, self._bucket_bytes)
+        return source() if callable(source) else source
+
+    def _line(self, model: str, epoch: int, deadline: Deadline) -> _Line:
+        line = self._lines.get(model)
+        if line is None or line.epoch != epoch:
+            if line is not None:
+                self._hang_up(model)
+            store, port = listen(self._host, deadline)
+            line = self._lines[model] = _Line(epoch, store, self._host, port)
+        return line
+
+    def _send(self, model: str, source: Iterable[Named], command: Publish, deadline: Deadline) -> int:
+        """Returns the bytes sent. On failure goes on iterating `source` (its collectives have peers), then raises."""
+        receivers = [r for r in command.receivers if model in r.models]
+        line = self._lines[model]
+        with closing(_iterate(source)) as tensors:
+            try:
+                if line.channel is None:
+                    world = 1 + sum(r.world for r in receivers)
+                    try:
+                        line.channel = Channel(
+                            self._backend, line.store, 0, world, self._host, deadline, self._cancelled
+                        )
+                    except TransferError as error:
+                        raise TransferError(f"{error}{_names(receivers, absent_ranks(line.store, world))}") from error
+                return self._stream(model, tensors, line.channel, deadline)
+            except BaseException:
+                self._hang_up(model)
+                with suppress(TransferError):
+                    _drain(tensors)
+                raise
+
+    def _stream(self, model: str, tensors: Iterator[Named], channel: Channel, deadline: Deadline) -> int:
+        """Pack bucket k + 1 while bucket k is on its way."""
+        plan = self._plans[model]
+        self._allocate(max((message_bytes(b) for b in plan), default=0))
+        busy: list[Handle | None] = [None, None]
+        sent = 0
+        for k, bucket in enumerate(plan):
+            taken = [self._next(model, tensors, spec) for spec in bucket_specs(bucket)]
+            if (before := busy[k % 2]) is not None:
+                before.wait()
+            message = self._buffers[k % 2][: message_bytes(bucket)]
+            pack_into(message, bucket, taken)
+            busy[k % 2] = channel.broadcast(message, deadline)
+            sent += bucket.nbytes
+        for handle in (busy[len(plan) % 2], busy[(len(plan) + 1) % 2]):
+            if handle is not None:
+                handle.wait()
+        if next(tensors, None) is not None:
+            self._changed(model, "has more tensors than before")
+        if self._groups.device.type == "cuda":
+            torch.cuda.synchronize(self._groups.device)
+        return sent
+
+    def _next(self, model: str, tensors: Iterator[Named], spec: TensorSpec) -> torch.Tensor:
+        name, tensor = next(tensors, ("", torch.empty(0)))
+        if not name or _spec(name, tensor) != spec:
+            self._changed(model, f"gave {name or 'nothing'} where {spec.name} {list(spec.shape)} was planned")
+        return tensor.detach()
+
+    def _changed(self, model: str, how: str) -> None:
+        self._plans.pop(model, None)
+        raise TransferError(f"the weights of {model} changed since their buckets were planned: it {how}")
+
+    def _allocate(self, nbytes: int) -> None:
+        if not self._buffers or self._buffers[0].numel() < nbytes:
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._groups.device) for _ in range(2)]
+
+    def _agree(self, problem: str | None, sent: int = 0) -> float:
+        """Raise the same TransferError on all ranks if any has a problem; returns the sum of `sent`."""
+        gathered = self._groups.gather_json([problem, sent])
+        verdict = None
+        if gathered is not None:
+            verdict = ["; ".join(p for p, _ in gathered if p), sum(n for _, n in gathered)]
+        problems, total = self._groups.broadcast_json(verdict)
+        if problems:
+            self._drop_lines()
+            raise TransferError(problems)
+        return float(total)
+
+    def _hang_up(self, model: str) -> None:
+        line = self._lines.pop(model, None)
+        if line is not None and line.channel is not None:
+            line.channel.close()
+
+    def _drop_lines(self) -> None:
+        for model in list(self._lines):
+            self._hang_up(model)
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _iterate(source: Iterable[Named]) -> Generator[Named, None, None]:
+    yield from source
+
+
+def _drain(source: Iterable[Named]) -> None:
+    for _ in source:
+        pass
+
+
+def _names(receivers: list[Receiver], ranks: list[int]) -> str:
+    names = [r.name for r in receivers if any(r.rank_offset <= rank < r.rank_offset + r.world for rank in ranks)]
+    return f"; not there: {', '.join(names)}" if names else ""
