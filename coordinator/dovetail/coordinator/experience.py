@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from dovetail.api.wire import Arrays, pack
 from numpy.typing import NDArray
+
+from dovetail.api.wire import Arrays, pack
+from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.samples import Sample
 
 FloatArray = NDArray[np.float32]
 
@@ -57,14 +60,38 @@ class Experience:
             self.arrays[name] = np.asarray(value, np.float32)
 
 
+def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
+    """Scored samples as the arrays of docs/architecture.md, "Batches", ppo; `groups` are the prompts' positions."""
+    arrays = ppo_batch([s.prompt_tokens.tolist() for s in samples], [s.tokens.tolist() for s in samples], pad)
+    longest = max(len(s.tokens) for s in samples)
+
+    def per_token(rows: Sequence[FloatArray]) -> FloatArray:
+        result = np.zeros((len(rows), longest), np.float32)
+        for target, row in zip(result, rows, strict=True):
+            target[: len(row)] = row
+        return result
+
+    arrays["rollout_logprobs"] = per_token([s.logprobs for s in samples])
+    references = [s.ref_logprobs for s in samples if s.ref_logprobs is not None]
+    if references:
+        arrays["ref_logprobs"] = per_token(references)
+    values = [s.values for s in samples if s.values is not None]
+    if values:
+        arrays["values"] = per_token(values)
+    arrays["scores"] = np.array([s.reward for s in samples], np.float32)
+    arrays["groups"] = np.array([s.key.prompt for s in samples], np.int32)
+    arrays["finished"] = np.array([s.finished for s in samples], np.uint8)
+    return arrays
+
+
 def kl_per_sample(arrays: Arrays) -> FloatArray:
     """Sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32; zeros without a reference."""
-    lengths = arrays["response_lengths"]
-    logprobs = arrays["rollout_logprobs"]
+    lengths = arrays["response_lengths"].astype(np.int32)
+    logprobs = arrays["rollout_logprobs"].astype(np.float32)
     if "ref_logprobs" not in arrays:
         return np.zeros(len(lengths), np.float32)
     mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
-    difference = np.where(mask, logprobs - arrays["ref_logprobs"], 0.0)
+    difference = np.where(mask, logprobs - arrays["ref_logprobs"].astype(np.float32), 0.0)
     return np.asarray(difference.sum(axis=1), np.float32)
 
 

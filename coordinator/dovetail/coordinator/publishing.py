@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+
 from dovetail.api.messages import CommandResult, Offer, Publish, Receiver
 from dovetail.coordinator.trainer_group import TrainerError, TrainerGroup
 from dovetail.coordinator.weights import push_offer
@@ -93,7 +95,8 @@ class Publisher:
         sending = asyncio.create_task(self._trainers.execute(command, self._deadline + GRACE_SECONDS))
         errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
         try:
-            await asyncio.wait({sending, expected}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {sending, expected}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if expected.done():
                 urls = {t.name: t.url for t in targets}
                 errors = await push_offer(

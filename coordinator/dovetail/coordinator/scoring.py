@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
+
 from dovetail.api.messages import ModelRef, Span
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
-from numpy.typing import NDArray
 
 MAX_CHUNK_TOKENS = 16_384
 CHUNKS_PER_SCORER = 3

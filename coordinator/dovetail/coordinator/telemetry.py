@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.types import Stage
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dovetail.api.types import Stage
 
 PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
 

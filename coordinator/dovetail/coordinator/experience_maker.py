@@ -1,0 +1,201 @@
+"""From prompts to experience: generation on the rollouts, inference on the scorers, one iteration's arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import numpy as np
+
+from dovetail.api.messages import Span
+from dovetail.api.types import RLHFJobSpec
+from dovetail.coordinator.experience import Experience, experience_arrays
+from dovetail.coordinator.generation import Generator
+from dovetail.coordinator.ppo import has_critic
+from dovetail.coordinator.prepare import PromptRecord
+from dovetail.coordinator.publishing import Target
+from dovetail.coordinator.samples import NewSample, Sample, ScoreRow, State
+from dovetail.coordinator.scoring import Finished, Scorer, load_models, score
+from dovetail.coordinator.seeds import sample_seed
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.engines import Engines
+
+RewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
+LOAD_SECONDS = 600.0
+INFERENCE_SECONDS = 3600.0
+
+
+class ExperienceMaker:
+    """Owns generation and inference of the PPO stage; state lives in the store."""
+
+    def __init__(self, engines: Engines, reward_function: RewardFunction | None) -> None:
+        self._engines = engines
+        self._spec: RLHFJobSpec = engines.spec
+        self._samples = engines.store.samples
+        self._reward_function = reward_function
+        self._loaded: dict[str, str] = {}
+        self._generator = Generator(
+            engines.store, engines.fleet, self._spec.generation, engines.settings.token, engines.log
+        )
+
+    async def close(self) -> None:
+        await self._generator.close()
+
+    def in_batch(self, iteration: int) -> None:
+        """The iteration's samples are what the next step trains on."""
+        self._samples.advance(iteration, State.IN_BATCH)
+
+    def trained(self, iteration: int) -> None:
+        """The step is done."""
+        self._samples.advance(iteration, State.TRAINED)
+
+    # ------------------------------------------------------------ scorers
+
+    async def prepare_instance(self, target: Target) -> None:
+        """Before an instance takes weights: a scorer must hold the models. Raises OSError or TimeoutError."""
+        if target.kind != "scorer" or self._loaded.get(target.name) == target.incarnation:
+            return
+        models = {"reference": self._engines.sources.reference()}
+        if self._reward_function is None:
+            models["reward"] = self._engines.sources.reward_for_ppo()
+        if has_critic(self._spec):
+            models["critic"] = self._engines.sources.critic()
+        try:
+            await load_models(self._engines.http, Scorer(target.name, target.url), models, LOAD_SECONDS)
+        except aiohttp.ClientError as error:
+            raise OSError(str(error)) from error
+        self._loaded[target.name] = target.incarnation
+
+    async def hold(self) -> None:
+        """Background: scorers that need no weight version still need their models."""
+        fleet = self._engines.fleet
+        while True:
+            for instance in fleet.eligible("scorer"):
+                if self._loaded.get(instance.name) != instance.incarnation:
+                    target = Target(instance.name, "scorer", instance.url, instance.incarnation)
+                    try:
+                        await self.prepare_instance(target)
+                    except (OSError, TimeoutError) as error:
+                        fleet.failed(instance.name, f"could not load its models: {error}")
+            await asyncio.sleep(0.5)
+
+    def _scorers(self) -> list[Scorer]:
+        return [
+            Scorer(i.name, i.url)
+            for i in self._engines.fleet.eligible("scorer")
+            if self._loaded.get(i.name) == i.incarnation
+        ]
+
+    # ------------------------------------------------------------ the iteration
+
+    async def make(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
+        """Generate and score; what the store already holds of the iteration is not done again."""
+        engines = self._engines
+        self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
+        total = len(prompts) * self._spec.ppo.samples_per_prompt
+        engines.progress.update(samples_done=0, samples_total=total, phase="generation")
+        with engines.timeline.phase("generation"):
+            await self._generate(iteration)
+        engines.progress.update(phase="inference")
+        with engines.timeline.phase("inference"):
+            await self._score(iteration, prompts)
+        return self._experience(iteration, prompts)
+
+    def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:
+        return [
+            NewSample(
+                p,
+                s,
+                np.asarray(record.token_ids, np.int32),
+                sample_seed(self._spec.seed, iteration, p, s),
+                record.fields,
+            )
+            for p, record in enumerate(prompts)
+            for s in range(self._spec.ppo.samples_per_prompt)
+        ]
+
+    async def _generate(self, iteration: int) -> None:
+        engines = self._engines
+        before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
+
+        def progress(done: int, total: int, tokens: int) -> None:
+            engines.progress.update(samples_done=before + done)
+
+        done = await self._generator.generate(iteration, progress=progress)
+        engines.timeline.add(done.spans)
+        engines.metrics.samples.inc(done.samples)
+        engines.metrics.tokens.inc(done.tokens)
+
+    async def _score(self, iteration: int, prompts: Sequence[PromptRecord]) -> None:
+        todo = self._samples.samples(iteration, State.GENERATED)
+        if not todo:
+            return
+        want = ["reference"]
+        if self._reward_function is None:
+            want.append("reward")
+        if has_critic(self._spec):
+            want.append("critic")
+        engines = self._engines
+        scores = await score(
+            engines.http,
+            [Finished(s.prompt_tokens, s.tokens) for s in todo],
+            want,
+            self._scorers,
+            lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
+            INFERENCE_SECONDS,
+            lambda span: engines.timeline.add([span]),
+        )
+        rewards: Sequence[float | None] = [s.score for s in scores]
+        if self._reward_function is not None:
+            rewards = await self._call_reward_function(todo, prompts)
+        self._samples.score(
+            ScoreRow(sample.key, s.ref_logprobs, s.values, reward, engines.iteration)
+            for sample, s, reward in zip(todo, scores, rewards, strict=True)
+        )
+
+    async def _call_reward_function(self, todo: Sequence[Sample], prompts: Sequence[PromptRecord]) -> list[float]:
+        """In a thread (or awaited, if it is a coroutine function), with the prompts' other fields as keyword lists."""
+        assert self._reward_function is not None
+        records = [prompts[s.key.prompt] for s in todo]
+        names = sorted(set().union(*(r.fields for r in records)))
+        fields: dict[str, list[Any]] = {name: [r.fields.get(name) for r in records] for name in names}
+        texts = [r.text for r in records]
+        responses = [self._text(s) for s in todo]
+        started = time.time()
+        function = self._reward_function
+        if inspect.iscoroutinefunction(function):
+            rewards = await function(texts, responses, **fields)
+        else:
+            rewards = await asyncio.to_thread(function, texts, responses, **fields)
+        self._engines.timeline.add(
+            [Span(name="reward function", process="coordinator", lane="reward", start=started, end=time.time())]
+        )
+        rewards = [float(r) for r in rewards]
+        if len(rewards) != len(todo):
+            raise ValueError(
+                f"models.reward.function returned {len(rewards)} rewards for {len(todo)} responses; return one each"
+            )
+        return rewards
+
+    def _text(self, sample: Sample) -> str:
+        text = self._engines.prepared.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+        return str(text)
+
+    def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
+        samples = self._samples.experience(iteration)
+        prepared = self._engines.prepared
+        arrays = experience_arrays(samples, prepared.pad_token_id)
+        if self._spec.ppo.ptx_coef > 0:
+            arrays |= prepared.ptx_batch(iteration)
+        return Experience(
+            iteration=iteration,
+            prompts=[prompts[s.key.prompt].text for s in samples],
+            responses=[self._text(s) for s in samples],
+            arrays=arrays,
+            fields=[s.fields for s in samples],
+        )

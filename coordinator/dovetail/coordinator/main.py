@@ -1,0 +1,99 @@
+"""The coordinator process: `python -m dovetail.coordinator.main`.
+
+Exit status: 0 the job succeeded, 1 it failed (the reason is in summary.json and the last log line), 143 it was told to
+stop; started again, it goes on from its store."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.plan import Plan
+from dovetail.api.types import RLHFJob
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.driver import run_job
+from dovetail.coordinator.engines import Engines, Settings
+from dovetail.coordinator.eventlog import EventLog
+from dovetail.coordinator.experience_maker import RewardFunction
+from dovetail.coordinator.generation import GenerationError
+from dovetail.coordinator.store import StoreError
+from dovetail.coordinator.trainer_group import TrainerError
+
+# Failures that starting again would only repeat.
+EXPECTED = (DataError, StoreError, TrainerError, GenerationError, TimeoutError, OSError, ValueError)
+
+
+def load_reward_function(spec: str) -> RewardFunction:
+    """`module:callable`, also from the current directory. Raises ValueError with one sentence."""
+    module_name, _, name = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"spec.models.reward.function: cannot import {spec}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"spec.models.reward.function: {spec} is not callable")
+    loaded: RewardFunction = function
+    return loaded
+
+
+async def _run(env: ProcessEnv, log: EventLog) -> int:
+    job = RLHFJob.model_validate_json((env.run_dir / "job.json").read_text(encoding="utf-8"))
+    plan = Plan.model_validate_json((env.run_dir / "plan.json").read_text(encoding="utf-8"))
+    function = job.spec.models.reward.function
+    settings = Settings(
+        run_dir=env.run_dir,
+        token=env.token,
+        host=env.host,
+        port=env.port,
+        base_dir=Path.cwd(),
+        reward_function=load_reward_function(function) if function else None,
+    )
+    engines = Engines(job.spec, plan, settings, log)
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        async with engines:
+            try:
+                await engines.guard(run_job(engines))
+            except EXPECTED as error:
+                if not isinstance(error, TrainerError | DataError | GenerationError | StoreError):
+                    traceback.print_exc()
+                engines.fail(str(error) or type(error).__name__)
+                return 1
+    except asyncio.CancelledError:
+        log("coordinator.stopped")
+        return 128 + signal.SIGTERM
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; takes everything from the environment (docs/architecture.md)."""
+    del argv
+    env = ProcessEnv.read()
+    log = EventLog(env.run_dir / "events.jsonl", env.name)
+    try:
+        return asyncio.run(_run(env, log))
+    except EXPECTED as error:
+        reason = str(error) or type(error).__name__
+        log("job.failed", reason=reason)
+        path = env.run_dir / "summary.json"
+        path.write_text(json.dumps({"state": "failed", "reason": reason}) + "\n", encoding="utf-8")
+        return 1
+    finally:
+        log.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

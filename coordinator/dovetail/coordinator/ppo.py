@@ -1,0 +1,89 @@
+"""The PPO stage's arithmetic and commands, apart from I/O: actions of a step, statistics of an iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.api.messages import Action, Step
+from dovetail.api.plan import Plan
+from dovetail.api.types import RLHFJobSpec, Stage
+from dovetail.coordinator.experience import Experience, kl_per_sample
+from dovetail.coordinator.summary import mean_ci95
+from dovetail.planner.schedules import serial_1f1b
+
+
+def optimizer_steps(spec: RLHFJobSpec) -> int:
+    """Optimizer steps of the whole PPO stage."""
+    ppo = spec.ppo
+    return ppo.iterations * ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
+
+
+def has_critic(spec: RLHFJobSpec) -> bool:
+    """Group baselines (GRPO, RLOO) need no critic."""
+    return spec.ppo.advantage == "gae"
+
+
+def schedule(plan: Plan, models: Sequence[str], sequences: int, micro_batch_size: int) -> list[list[Action]]:
+    """Serial 1F1B of `models`, one after another, over a mini-batch of `sequences` sequences."""
+    layouts = {name: plan.parallelism[name] for name in models}
+    counts = {name: sequences // (layout.dp * micro_batch_size) for name, layout in layouts.items()}
+    return serial_1f1b(layouts, counts, list(models))
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a PPO step needs to be replayed exactly."""
+
+    kl_coef: float
+    train_actor: bool
+
+    def as_json(self) -> dict[str, object]:
+        return {"kl_coef": self.kl_coef, "train_actor": self.train_actor}
+
+
+def ppo_step(spec: RLHFJobSpec, plan: Plan, iteration: int, facts: StepFacts) -> Step:
+    """The command of one iteration's training."""
+    models = ["actor"] if facts.train_actor else []
+    if has_critic(spec):
+        models.append("critic")
+    return Step(
+        id=f"ppo/{iteration}/step",
+        stage=Stage.PPO,
+        step=iteration,
+        batch=f"ppo/{iteration}",
+        actions=schedule(plan, models, spec.ppo.mini_batch_size, spec.ppo.micro_batch_size),
+        kl_coef=facts.kl_coef,
+        train_actor=facts.train_actor,
+    )
+
+
+def iteration_metrics(
+    experience: Experience, trained: Mapping[str, float], phases: Mapping[str, float], wall_seconds: float
+) -> dict[str, float]:
+    """One row of history.jsonl: rewards, KL, lengths, the trainers' own metrics, and where the time went."""
+    scores = experience.scores.tolist()
+    kls = kl_per_sample(experience.arrays).tolist()
+    reward, kl = mean_ci95(scores), mean_ci95(kls)
+    finished = experience.arrays["finished"].astype(np.float64)
+    metrics = {f"{name}": float(value) for name, value in trained.items()}
+    metrics |= {
+        "reward": reward["mean"],
+        "reward_ci95": reward["ci95"],
+        "kl": kl["mean"],
+        "kl_ci95": kl["ci95"],
+        "response_length": float(np.mean(experience.response_lengths)),
+        "response_length_max": float(np.max(experience.response_lengths)),
+        "finished_fraction": float(np.mean(finished)),
+        "samples_per_second": len(scores) / wall_seconds,
+        "iteration_seconds": wall_seconds,
+    }
+    metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
+    return metrics
+
+
+def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
+    """Time of an iteration that is none of its named phases."""
+    return max(0.0, wall - sum(phases.values()))

@@ -1,0 +1,67 @@
+"""The SFT and reward-model stages: evaluate, steps with checkpoints, evaluate, export."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dovetail.api.messages import CommandResult, ModelRef, Span, Step
+from dovetail.api.types import Stage
+from dovetail.coordinator.trainer_session import Records, StagePlan, TrainerSession
+
+# checkpoint.everySteps counts PPO iterations and tens of the much shorter SFT and reward steps.
+STEPS_PER_CHECKPOINT_UNIT = 10
+
+
+@dataclass(frozen=True)
+class SupervisedStage:
+    """`export_as`: name of the trained model and the folder it goes to."""
+
+    stage: Stage
+    model: str
+    source: ModelRef
+    steps: int
+    make_step: Callable[[int], Step]
+    eval_batches: list[str]
+    export_to: Path
+    checkpoint_every: int
+
+
+@dataclass
+class Hooks:
+    """What the stage tells the rest of the coordinator as it goes."""
+
+    on_step: Callable[[Stage, int, int, CommandResult], None]
+    on_fact: Callable[[str, float], None]
+    on_spans: Callable[[Iterable[Span]], None] = field(default=lambda _: None)
+
+
+async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: Records, hooks: Hooks) -> None:
+    """Run the stage from wherever its records say it is; a finished stage returns at once.
+
+    Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""
+    name = stage.stage.value
+    if records.get(f"{name}/done"):
+        return
+    done = records.get(f"{name}/step")
+    session.begin(
+        StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step),
+        int(done) if isinstance(done, int) else 0,
+    )
+    started = time.time()
+    if records.get(f"{name}/before") is None and session.step == 0:
+        records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
+    while session.step < stage.steps:
+        result = await session.run_step()
+        records.put(f"{name}/step", session.step)
+        hooks.on_spans(result.spans)
+        hooks.on_step(stage.stage, session.step, stage.steps, result)
+        if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
+            await session.save()
+    records.put(f"{name}/after", await session.evaluate(stage.eval_batches))
+    await session.export(stage.model, stage.export_to)
+    records.put(f"{name}/done", True)
+    session.forget(stage.stage)
+    hooks.on_fact(f"stages.{name}", time.time() - started)

@@ -1,0 +1,48 @@
+"""Spans of the current iteration, and its trace file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dovetail.api.messages import Span
+from dovetail.coordinator.summary import write_json
+from dovetail.coordinator.trace import chrome_trace
+
+
+class Timeline:
+    """Collects spans of one iteration at a time; `phases` adds up the coordinator's own phases in seconds."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir / "traces"
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._spans: list[Span] = []
+        self.phases: dict[str, float] = {}
+        self.started = time.time()
+
+    def begin(self) -> None:
+        """Start an iteration; spans of the last one that were not written are dropped."""
+        self._spans = []
+        self.phases = {}
+        self.started = time.time()
+
+    def add(self, spans: Iterable[Span]) -> None:
+        self._spans.extend(spans)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the iteration."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            end = time.time()
+            self.phases[name] = self.phases.get(name, 0.0) + end - start
+            self._spans.append(Span(name=name, process="coordinator", lane="phases", start=start, end=end))
+
+    def write(self, iteration: int) -> None:
+        """traces/iteration-0001.json, for Perfetto and the report."""
+        trace = chrome_trace(self._spans, {"iteration": iteration})
+        write_json(self._dir / f"iteration-{iteration:04d}.json", trace)

@@ -1,0 +1,181 @@
+"""The coordinator's pure parts: chunks for scorers, experience arrays and files, summaries, receivers' ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.wire import pack, unpack
+from dovetail.coordinator.experience import Experience, ExperienceFiles, kl_per_sample
+from dovetail.coordinator.publishing import Target, receivers_of
+from dovetail.coordinator.scoring import Finished, Scorer, chunks, pad, score
+from dovetail.coordinator.summary import build, mean_ci95, write_json
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=200), st.integers(1, 20))
+def test_chunks_hold_every_sample_once_and_stay_within_the_token_limit(lengths: list[int], parts: int) -> None:
+    result = chunks(lengths, parts, max_tokens=600)
+    assert sorted(i for chunk in result for i in chunk) == list(range(len(lengths)))
+    for chunk in result:
+        assert len(chunk) == 1 or len(chunk) * max(lengths[i] for i in chunk) <= 600
+
+
+def test_padding_puts_the_response_right_behind_the_prompt() -> None:
+    arrays = pad([Finished(np.array([1, 2], np.int32), np.array([3], np.int32)), finished(4, 2)])
+    assert arrays["tokens"].tolist() == [[1, 2, 3, 0, 0, 0], [7, 7, 7, 7, 8, 8]]
+    assert arrays["prompt_lengths"].tolist() == [2, 4]
+    assert arrays["response_lengths"].tolist() == [1, 2]
+
+
+def finished(prompt: int, response: int) -> Finished:
+    return Finished(np.full(prompt, 7, np.int32), np.full(response, 8, np.int32))
+
+
+class FakeScorer:
+    """Scores a sample by its length; `broken` answers what a failing scorer would."""
+
+    def __init__(self, broken: str | None = None) -> None:
+        self.broken = broken
+        self.calls = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.calls += 1
+        if self.broken == "status":
+            return web.Response(status=500, text="out of memory")
+        arrays = unpack(await request.read())
+        n, longest = len(arrays["tokens"]), int(arrays["response_lengths"].max())
+        scores = (arrays["prompt_lengths"] + arrays["response_lengths"]).astype(np.float32)
+        if self.broken == "nan":
+            scores[0] = np.nan
+        full = np.ones((n, longest), np.float32)
+        return web.Response(body=pack({"scores": scores, "ref_logprobs": -full, "values": full}))
+
+
+async def serve(*scorers: FakeScorer) -> tuple[list[web.AppRunner], list[Scorer]]:
+    runners, found = [], []
+    for index, scorer in enumerate(scorers):
+        app = web.Application()
+        app.router.add_post("/v1/score", scorer.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        runners.append(runner)
+        found.append(Scorer(f"scorer-{index}", f"http://127.0.0.1:{port}"))
+    return runners, found
+
+
+def run_scoring(scorers: list[FakeScorer], samples: list[Finished], deadline: float = 20.0) -> tuple[Any, list[str]]:
+    failures: list[str] = []
+
+    async def scenario() -> Any:
+        runners, found = await serve(*scorers)
+        alive = {s.name: s for s in found}
+
+        def fail(scorer: Scorer, reason: str) -> None:
+            failures.append(reason)
+            alive.pop(scorer.name, None)
+
+        try:
+            async with aiohttp.ClientSession() as session:
+                want = ["reference", "reward", "critic"]
+                return await score(session, samples, want, lambda: list(alive.values()), fail, deadline)
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    return asyncio.run(scenario()), failures
+
+
+def test_every_sample_gets_its_own_scores_in_order() -> None:
+    samples = [finished(3 + i % 5, 1 + i % 7) for i in range(40)]
+    scores, failures = run_scoring([FakeScorer(), FakeScorer()], samples)
+    assert [s.score for s in scores] == [float(len(s)) for s in samples]
+    assert [len(s.values) for s in scores] == [len(s.response) for s in samples]
+    assert failures == []
+
+
+@pytest.mark.parametrize("broken", ["status", "nan"])
+def test_a_failing_scorers_chunks_go_to_another(broken: str) -> None:
+    samples = [finished(4, 1 + i % 3) for i in range(30)]
+    scores, failures = run_scoring([FakeScorer(broken), FakeScorer()], samples)
+    assert [s.score for s in scores] == [float(len(s)) for s in samples]
+    assert failures
+    assert "scorer-0" in failures[0]
+
+
+def test_without_a_working_scorer_the_last_failure_is_named() -> None:
+    with pytest.raises(TimeoutError, match="last failure: scorer-0: status 500: out of memory"):
+        run_scoring([FakeScorer("status")], [finished(2, 2)], deadline=0.5)
+
+
+def arrays() -> dict[str, Any]:
+    return {
+        "tokens": np.zeros((2, 5), np.int32),
+        "response_lengths": np.array([2, 1], np.int32),
+        "rollout_logprobs": np.array([[-1.0, -2.0], [-1.0, 99.0]], np.float32),
+        "ref_logprobs": np.array([[-1.5, -2.5], [-0.5, -99.0]], np.float32),
+        "scores": np.array([1.0, 2.0], np.float32),
+    }
+
+
+def test_kl_sums_over_the_response_only() -> None:
+    assert kl_per_sample(arrays()).tolist() == [1.0, -0.5]
+
+
+def test_scores_and_advantages_can_be_replaced_but_not_reshaped() -> None:
+    experience = Experience(1, ["a", "b"], ["x", "y"], arrays())
+    experience.scores = [3.0, 4.0]
+    assert experience.arrays["scores"].tolist() == [3.0, 4.0]
+    with pytest.raises(ValueError, match=r"scores must have shape \(2,\)"):
+        experience.scores = [1.0]
+    with pytest.raises(ValueError, match=r"advantages must have shape \(2, 2\), not \(2, 3\)"):
+        experience.set_advantages(np.zeros((2, 3), np.float32), np.zeros((2, 2), np.float32))
+
+
+def test_experience_files_are_forgotten_only_up_to_the_checkpoint(tmp_path: Path) -> None:
+    files = ExperienceFiles(tmp_path)
+    for iteration in (1, 2, 3):
+        files.write(iteration, arrays())
+    files.forget_through(2)
+    with pytest.raises(KeyError):
+        files.read(2)
+    assert unpack(files.read(3))["scores"].tolist() == [1.0, 2.0]
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=50))
+def test_interval_is_196_standard_errors(values: list[float]) -> None:
+    expected = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    assert mean_ci95(values)["ci95"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_summary_nests_dotted_facts(tmp_path: Path) -> None:
+    write_json(tmp_path / "summary.json", build({"sft.loss_before": 3.0, "sft.loss_after": 1.0, "x": 2}))
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "sft": {"loss_before": 3.0, "loss_after": 1.0},
+        "x": 2,
+    }
+
+
+def test_rollouts_and_scorers_are_numbered_apart() -> None:
+    targets = [
+        Target("v100-1", "rollout", "u", "i", world=2),
+        Target("v100-0", "rollout", "u", "i"),
+        Target("v100-0-scorer", "scorer", "u", "i"),
+    ]
+    assert [(r.name, r.models, r.rank_offset, r.world) for r in receivers_of(targets)] == [
+        ("v100-0", ["actor"], 1, 1),
+        ("v100-0-scorer", ["critic"], 1, 1),
+        ("v100-1", ["actor"], 2, 2),
+    ]
