@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from dovetail.local.processes import ProcessSpec
 from dovetail.local.spawn import ExecSpawner, Exited, ForkSpawner, Started
 from dovetail.local.supervisor import Supervisor

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from dovetail.api.env import ProcessEnv
 from dovetail.api.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.api.types import Parallelism, RLHFJob

@@ -2,10 +2,11 @@
 
 import json
 
-from dovetail.api.messages import Span
-from dovetail.coordinator.trace import chrome_trace
 from hypothesis import given
 from hypothesis import strategies as st
+
+from dovetail.api.messages import Span
+from dovetail.coordinator.trace import chrome_trace
 
 
 def span(name, process, start, end, lane="main", **more):

@@ -1,0 +1,186 @@
+"""Small SVG charts for the report: lines with bands, a stacked bar, and a Gantt chart. Pure: numbers in, markup out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+# Told apart by people with any kind of colour vision (Okabe and Ito).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8860b")
+_WIDTH, _HEIGHT = 460, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: y over x, optionally within y ± band. Points that aren't finite are left out."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    band: Sequence[float] | None = None
+
+    def points(self) -> list[tuple[float, float, float]]:
+        """(x, y, half-width of the band)."""
+        bands = self.band or [0.0] * len(self.x)
+        rows = zip(self.x, self.y, bands, strict=True)
+        return [(x, y, b if math.isfinite(b) else 0.0) for x, y, b in rows if math.isfinite(x) and math.isfinite(y)]
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers within [low, high], about `wanted` of them, 1, 2, 2.5 or 5 times a power of ten apart."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(i * step, 12) + 0.0 for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """A number with about four significant digits."""
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.4g}"
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "middle", cls: str = "tick", extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{cls}"{extra}>{escape(words)}</text>'
+
+
+def line_chart(title: str, x_label: str, series: Sequence[Series]) -> str:
+    """A chart with a legend, or '' if no series has a point. Points have tooltips."""
+    drawn = [(s, p) for s in series if (p := s.points())]
+    if not drawn:
+        return ""
+    xs = [x for _, points in drawn for x, _, _ in points]
+    lows = [y - b for _, points in drawn for _, y, b in points]
+    highs = [y + b for _, points in drawn for _, y, b in points]
+    x0, x1, y0, y1 = min(xs), max(xs), min(lows), max(highs)
+    if x0 == x1:
+        x0, x1 = x0 - 0.5, x1 + 0.5
+    margin = (y1 - y0) * 0.06 or max(abs(y1) * 0.1, 0.5)
+    y0, y1 = y0 - margin, y1 + margin
+
+    def at_x(x: float) -> float:
+        return _LEFT + (x - x0) / (x1 - x0) * (_WIDTH - _LEFT - _RIGHT)
+
+    def at_y(y: float) -> float:
+        return _HEIGHT - _BOTTOM - (y - y0) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = []
+    for tick in ticks(y0, y1):
+        y = at_y(tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(_text(_LEFT - 6, y + 4, number(tick), anchor="end"))
+    for tick in ticks(x0, x1):
+        parts.append(_text(at_x(tick), _HEIGHT - _BOTTOM + 16, number(tick)))
+    parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, x_label, cls="axis"))
+    for index, (one, points) in enumerate(drawn):
+        colour = COLOURS[index % len(COLOURS)]
+        if one.band is not None and len(points) > 1:
+            upper = [f"{at_x(x):.1f},{at_y(y + b):.1f}" for x, y, b in points]
+            lower = [f"{at_x(x):.1f},{at_y(y - b):.1f}" for x, y, b in reversed(points)]
+            parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{colour}" opacity="0.18"/>')
+        path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y, _ in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        for x, y, b in points[:: max(1, len(points) // 200)]:
+            tip = f"{one.label}, {x_label} {number(x)}: {number(y)}" + (f" ± {number(b)}" if one.band else "")
+            radius = 2.4 if len(points) <= 60 else 1.4
+            parts.append(
+                f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="{radius}" fill="{colour}">'
+                f"<title>{escape(tip)}</title></circle>"
+            )
+    legend = _legend([(s.label, COLOURS[i % len(COLOURS)]) for i, (s, _) in enumerate(drawn)]) if len(drawn) > 1 else ""
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>{legend}</figure>'
+    )
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f'<span><i style="background:{colour}"></i>{escape(label)}</span>' for label, colour in entries)
+    return f'<div class="legend">{items}</div>'
+
+
+def share_bar(title: str, parts: Sequence[tuple[str, float]], unit: str = "s") -> str:
+    """One bar split by shares, with the numbers in its legend; '' if they add up to nothing."""
+    total = math.fsum(value for _, value in parts)
+    if total <= 0:
+        return ""
+    width, height = 940, 30
+    x, boxes, entries = 0.0, [], []
+    for index, (label, value) in enumerate(parts):
+        share = value / total
+        colour = COLOURS[index % len(COLOURS)]
+        tip = escape(f"{label}: {value:.1f} {unit}, {share:.1%}")
+        boxes.append(
+            f'<rect x="{x:.2f}" y="0" width="{share * width:.2f}" height="{height}" fill="{colour}">'
+            f"<title>{tip}</title></rect>"
+        )
+        if share > 0.08:
+            boxes.append(_text(x + share * width / 2, height / 2 + 4, f"{share:.0%}", cls="inbar"))
+        entries.append((f"{label} {value:.1f} {unit} ({share:.1%})", colour))
+        x += share * width
+    return (
+        f'<figure class="wide"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{"".join(boxes)}</svg>{_legend(entries)}</figure>'
+    )
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a Gantt chart, in seconds from the chart's start."""
+
+    track: str
+    name: str
+    start: float
+    end: float
+    detail: str = ""
+
+
+def gantt(title: str, bars: Sequence[Bar], kinds: Sequence[str], width: int = 940) -> str:
+    """Bars by track, tracks in order of first appearance, coloured by name (`kinds` come first, in fixed colours).
+
+    Short bars are kept visible, and at most 4000 bars drawn, the longest."""
+    if not bars:
+        return ""
+    kept = sorted(bars, key=lambda b: b.start - b.end)[:4000]
+    tracks = {name: row for row, name in enumerate(dict.fromkeys(b.track for b in bars))}
+    names = [k for k in kinds if any(b.name == k for b in kept)]
+    names += [n for n in dict.fromkeys(b.name for b in kept) if n not in names]
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    end = max(b.end for b in kept) or 1.0
+    left, row, top = 170, 22, 6
+    height = top + row * len(tracks) + 34
+    scale = (width - left - 14) / end
+    parts = []
+    for name, index in tracks.items():
+        y = top + index * row
+        if index % 2 == 0:
+            parts.append(f'<rect x="{left}" y="{y}" width="{width - left - 14}" height="{row}" class="stripe"/>')
+        parts.append(_text(left - 8, y + row / 2 + 4, name, anchor="end"))
+    bottom = top + row * len(tracks)
+    for tick in ticks(0.0, end, 8):
+        x = left + tick * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" class="grid"/>')
+        parts.append(_text(x, bottom + 16, number(tick)))
+    parts.append(_text((left + width) / 2, height - 2, "seconds", cls="axis"))
+    for bar in sorted(kept, key=lambda b: b.end - b.start, reverse=True):
+        y = top + tracks[bar.track] * row + 3
+        tip = f"{bar.name}: {bar.end - bar.start:.3f} s from {bar.start:.3f} s" + (
+            f" ({bar.detail})" if bar.detail else ""
+        )
+        parts.append(
+            f'<rect x="{left + bar.start * scale:.2f}" y="{y}" width="{max(1.0, (bar.end - bar.start) * scale):.2f}" '
+            f'height="{row - 6}" fill="{colours[bar.name]}" rx="1.5"><title>{escape(tip)}</title></rect>'
+        )
+    legend = _legend([(name, colours[name]) for name in names[:16]])
+    return (
+        f'<figure class="wide"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg>{legend}</figure>'
+    )

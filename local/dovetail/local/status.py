@@ -1,0 +1,52 @@
+"""The coordinator's GET /v1/status, polled by a thread. A coordinator that is away or starting is no error."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import Any
+
+POLL_SECONDS = 0.5
+TIMEOUT_SECONDS = 2.0
+
+
+def fetch_status(url: str, token: str, timeout: float = TIMEOUT_SECONDS) -> dict[str, Any] | None:
+    """The status document, or None while there is no answer."""
+    request = urllib.request.Request(f"{url}/v1/status", headers={"Authorization": f"Bearer {token}"})
+    # The coordinator runs here: a proxy named in the environment must not be asked.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout) as reply:
+            document = json.load(reply)
+    except (OSError, ValueError, HTTPException, urllib.error.URLError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+class StatusPoller:
+    """Keeps the newest status at hand; `on_status` is called from the polling thread for each one."""
+
+    def __init__(self, url: str, token: str, on_status: Callable[[dict[str, Any]], None]) -> None:
+        self._url = url
+        self._token = token
+        self._on_status = on_status
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def __enter__(self) -> StatusPoller:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(TIMEOUT_SECONDS + 1.0)
+
+    def _run(self) -> None:
+        while not self._done.wait(POLL_SECONDS):
+            status = fetch_status(self._url, self._token)
+            if status is not None and not self._done.is_set():
+                self._on_status(status)

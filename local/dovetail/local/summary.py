@@ -1,0 +1,115 @@
+"""The table at the end of a run, from summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dovetail.local.errors import RunError
+
+PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json. Raises RunError if there is none, or it is damaged."""
+    path = run_dir / "summary.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist: the run has not finished, or {run_dir} is no run directory") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    if not isinstance(document, dict):
+        raise RunError(f"{path} is not a JSON object")
+    return document
+
+
+def get(document: Mapping[str, Any], path: str) -> Any:
+    """get(d, 'ppo.reward_last.mean'), or None."""
+    value: Any = document
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def duration(seconds: float) -> str:
+    """'4 min 07 s', '12.3 s', '2 h 05 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def interval(value: Any, digits: int = 3) -> str | None:
+    """'1.234 ± 0.056' of {mean, ci95}."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("mean"), int | float):
+        return None
+    spread = value.get("ci95")
+    text = f"{value['mean']:.{digits}f}"
+    return f"{text} ± {spread:.{digits}f}" if isinstance(spread, int | float) else text
+
+
+def binomial_p(correct: int, pairs: int) -> float:
+    """Chance that coin flips get at least `correct` of `pairs` right (one-sided binomial test against 1/2)."""
+    if correct <= 0:
+        return 1.0
+    log_half = math.lgamma(pairs + 1) - pairs * math.log(2.0)
+    terms = (math.exp(log_half - math.lgamma(k + 1) - math.lgamma(pairs - k + 1)) for k in range(correct, pairs + 1))
+    return min(1.0, math.fsum(terms))
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, before or first, after or last) of everything that the summary has."""
+    found: list[tuple[str, str, str]] = []
+    before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
+    if after is not None:
+        found.append(("SFT loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
+    accuracy, pairs = get(summary, "reward_model.accuracy"), get(summary, "reward_model.pairs")
+    if accuracy is not None:
+        text = f"{accuracy:.1%}"
+        if pairs:
+            p = binomial_p(round(accuracy * pairs), int(pairs))
+            text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
+        found.append(("Reward model accuracy, held out", "", text))
+    for key, label in (("reward", "Reward per sample"), ("kl", "KL to the reference, nats per sample")):
+        first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
+        if first or last:
+            found.append((label, first or "", last or ""))
+    return found
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The table printed when a run ends."""
+    table = Table(title="Result", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("before / first", justify="right")
+    table.add_column("after / last", justify="right")
+    for row in rows(summary):
+        table.add_row(*row)
+    rate, wall = get(summary, "samples_per_second"), get(summary, "wall_seconds")
+    table.add_section()
+    if rate is not None:
+        table.add_row("Samples per second", "", f"{rate:.2f}")
+    if wall is not None:
+        table.add_row("Wall time", "", duration(wall))
+    for name, seconds in (get(summary, "stages") or {}).items():
+        if isinstance(seconds, int | float):
+            table.add_row(f"  stage {name}", "", duration(seconds))
+    phases = {k: v for k, v in (get(summary, "phases") or {}).items() if isinstance(v, int | float)}
+    total = sum(phases.values())
+    if total > 0:
+        table.add_section()
+        table.add_row("PPO iterations, all together", "", duration(total))
+        for name in sorted(phases, key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES)):
+            table.add_row(f"  {name}", f"{phases[name] / total:.1%}", duration(phases[name]))
+    if get(summary, "seed") is not None:
+        table.add_section()
+        table.add_row("Seed", "", str(summary["seed"]))
+    return table
