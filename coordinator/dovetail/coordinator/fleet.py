@@ -232,6 +232,11 @@ class Fleet:
             and now - i.seen <= self._timeouts.suspect
         ]
 
+    def may_work(self, name: str) -> bool:
+        """Whether this instance is among `eligible`."""
+        self.tick()
+        return name in self._instances and self._may_work(self._instances[name])
+
     def get(self, name: str) -> Instance | None:
         self.tick()
         return self._instances.get(name)

@@ -17,8 +17,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-from dovetail.coordinator.database import Database, StoreError
 from numpy.typing import NDArray
+
+from dovetail.coordinator.database import Database, StoreError
 
 Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -58,11 +59,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class NewSample:
-    """`prompt_tokens` (P,) int32. `seed`: 0 <= seed < 2**63. `fields`: the prompt record's other fields, JSON."""
+    """`prompt_tokens` (P,) token ids. `seed`: 0 <= seed < 2**63. `fields`: the prompt record's other fields, JSON."""
 
     prompt: int
     sample: int
-    prompt_tokens: Tokens
+    prompt_tokens: Sequence[int] | Tokens
     seed: int
     fields: dict[str, Any] = field(default_factory=dict)
 
