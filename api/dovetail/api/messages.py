@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from dovetail.api.types import ScratchModel, Stage
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Message(BaseModel):
@@ -55,9 +54,11 @@ class ModelRef(Message):
     """Where a trainer or scorer gets a model from. head `lm`: vocabulary logits; `value`: one scalar per token."""
 
     head: Literal["lm", "value"]
-    path: str | None = Field(None, description="Hugging Face folder. A value head absent there starts at zero.")
-    scratch: ScratchModel | None = Field(None, description="Or: random weights from `seed`.")
-    tokenizer: str | None = Field(None, description="Tokenizer folder, for the vocabulary size of scratch models and exports.")
+    path: str | None = Field(default=None, description="Hugging Face folder. A value head absent there starts at zero.")
+    scratch: ScratchModel | None = Field(default=None, description="Or: random weights from `seed`.")
+    tokenizer: str | None = Field(
+        default=None, description="Tokenizer folder, for the vocabulary size of scratch models and exports."
+    )
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -76,7 +77,9 @@ class Load(Message):
     kind: Literal["load"] = "load"
     id: str
     stage: Stage
-    models: dict[str, ModelRef] = Field(description="SFT: actor. Reward: reward. PPO: actor and critic (critic only with gae).")
+    models: dict[str, ModelRef] = Field(
+        description="SFT: actor. Reward: reward. PPO: actor and critic (critic only with gae)."
+    )
     total_steps: int = Field(description="Optimizer steps of the stage, for the learning-rate schedule.")
     checkpoint: str | None = None
 
@@ -152,7 +155,7 @@ Command = Annotated[Load | Step | Evaluate | Save | Export | Publish | Stop, Fie
 class CommandResult(Message):
     id: str
     ok: bool
-    error: str | None = Field(None, description="One sentence; the traceback is in the rank's log.")
+    error: str | None = Field(default=None, description="One sentence; the traceback is in the rank's log.")
     metrics: dict[str, float] = Field(default_factory=dict)
     spans: list[Span] = Field(default_factory=list)
 
@@ -162,7 +165,7 @@ class NextRequest(Message):
 
     generation: int
     result: CommandResult | None = None
-    stage: Stage | None = Field(None, description="What the ranks hold now: stage and last applied step.")
+    stage: Stage | None = Field(default=None, description="What the ranks hold now: stage and last applied step.")
     step: int = 0
 
 
@@ -180,7 +183,9 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    generation: int | None = Field(None, description="The current one; a rank that sees a newer one leaves its collectives.")
+    generation: int | None = Field(
+        default=None, description="The current one; a rank that sees a newer one leaves its collectives."
+    )
 
 
 # ---------------------------------------------------------------- weight transfer
@@ -217,7 +222,7 @@ class Offer(Message):
 
 
 class Receive(Message):
-    """POST /v1/weights on a scorer (and the update_info of our vLLM engine): take these segments, whole or not at all."""
+    """POST /v1/weights on a scorer, and the update_info of our vLLM engine: take these segments, whole or not at all."""
 
     offer: Offer
     rank_offset: int
@@ -238,5 +243,6 @@ class Register(Message):
     ready: bool
     weight_version: int | None = None
     abilities: dict[str, Any] = Field(
-        default_factory=dict, description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len"
+        default_factory=dict,
+        description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len",
     )

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 from pydantic import Field
-
-from dovetail.api.types import Group, Model, Parallelism, Role, RLHFJobSpec, Stage
 
 PLAN_VERSION = 1
 
@@ -113,7 +112,7 @@ class Plan(Model):
     world_size: int = Field(description="Trainer ranks.")
     parallelism: dict[str, Parallelism] = Field(description="By trained model: actor, critic, reward.")
     batching: list[Batching]
-    schedule: Literal["Serial1F1B"] = Field("Serial1F1B", description="Family of the training schedule.")
+    schedule: Literal["Serial1F1B"] = Field(default="Serial1F1B", description="Family of the training schedule.")
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
     rollouts: list[Rollout]

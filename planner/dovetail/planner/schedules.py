@@ -108,7 +108,7 @@ class _Simulation:
         self.position = [0] * len(actions)
         # True while a rank has computed its current action but its send is not yet taken.
         self.sending = [False] * len(actions)
-        self.index = [
+        self.index: list[dict[tuple[str, int, str], int]] = [
             {(a.model, a.micro_batch, a.kind): i for i, a in enumerate(mine)} for mine in actions
         ]
         self.ends: list[dict[str, tuple[int, int]]] = []
@@ -185,9 +185,7 @@ class _Simulation:
         """Whether the send of `action`'s output, if any, no longer blocks."""
         if self.ahead is None:
             return True
-        target = self._neighbour(
-            coordinates(rank, self.layouts[action.model]), action, 1 if action.kind == "F" else -1
-        )
+        target = self._neighbour(coordinates(rank, self.layouts[action.model]), action, 1 if action.kind == "F" else -1)
         if target is None:
             return True
         at = self.index[target][action.model, action.micro_batch, action.kind]

@@ -1,0 +1,27 @@
+"""Base of every API object, and the field types they share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
+Callable_ = Annotated[str, Field(max_length=256, pattern=CALLABLE_PATTERN)]
+Text = Annotated[str, Field(min_length=1, max_length=1024)]
+Path_ = Annotated[str, Field(min_length=1, max_length=4096)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class Model(BaseModel):
+    """Base of every API object: camelCase aliases, unknown fields refused, immutable."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, allow_inf_nan=False
+    )

@@ -1,0 +1,149 @@
+"""The simplest valid plan: all trainer ranks form one world, as data-parallel as the batch sizes allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dovetail.api.batching import BatchRule, batch_rules, pinned_layouts
+from dovetail.api.plan import (
+    Batching,
+    Plan,
+    Rollout,
+    TaskPlacement,
+    TrainerRank,
+    pod_count,
+    trained_models,
+    trainer_ranks,
+    trainer_world,
+    world_size,
+)
+from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+
+
+class PlanError(ValueError):
+    """No plan fits the manifest; the message is one sentence naming the field."""
+
+
+def make_plan(spec: RLHFJobSpec, layers: Mapping[str, int] | None = None) -> Plan:
+    """The plan of a manifest that `dovetail.api.validation.check` accepts. Deterministic.
+
+    `layers[model]` bounds that model's pipeline stages, where known. Auto parallelism takes the most data-parallel
+    ranks that every batch of the model can be shared by, and pipeline stages for the rest. Raises PlanError."""
+    world = trainer_world(spec)
+    models = trained_models(spec)
+    if models and world == 0:
+        raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
+    parallelism = _layouts(spec, models, world, layers or {}) if models else {}
+    rollouts = _rollouts(spec) if Stage.PPO in spec.stages else []
+    if Stage.PPO in spec.stages and not rollouts:
+        raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
+    return Plan(
+        world_size=world,
+        parallelism=parallelism,
+        batching=[_batching(rule, parallelism[rule.model]) for rule in batch_rules(spec)],
+        tasks=_tasks(spec),
+        trainers=_trainers(spec),
+        rollouts=rollouts,
+        warnings=_warnings(spec, parallelism),
+    )
+
+
+def _layouts(spec: RLHFJobSpec, models: list[str], world: int, layers: Mapping[str, int]) -> dict[str, Parallelism]:
+    pinned = pinned_layouts(spec)
+    rules = batch_rules(spec)
+    result = {}
+    for model in models:
+        mine = [rule for rule in rules if rule.model == model]
+        if pinned is None:
+            result[model] = _auto(model, world, mine, layers.get(model))
+        else:
+            field, layout = pinned[model]
+            _check_pinned(field, model, layout, world, mine, layers.get(model))
+            result[model] = layout
+    return result
+
+
+def _check_pinned(
+    field: str, model: str, layout: Parallelism, world: int, rules: list[BatchRule], layers: int | None
+) -> None:
+    if world_size(layout) != world:
+        raise PlanError(
+            f"{field}: pp {layout.pp} x tp {layout.tp} x dp {layout.dp} is {world_size(layout)} ranks, but the trainer "
+            f"groups have {world}; make the product {world}"
+        )
+    if layers is not None and layout.pp > layers:
+        raise PlanError(f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it")
+    if layout.tp > 1:
+        raise PlanError(f"{field}.tp is {layout.tp}, but tensor-parallel training is not executed yet; use pp and dp")
+    for rule in rules:
+        if problem := rule.problem(layout.dp):
+            raise PlanError(problem)
+
+
+def _auto(model: str, world: int, rules: list[BatchRule], layers: int | None) -> Parallelism:
+    """pp: the smallest divisor of the world whose dp shares every batch evenly."""
+    for pp in range(1, world + 1):
+        if world % pp or (layers is not None and pp > layers):
+            continue
+        if all(rule.problem(world // pp) is None for rule in rules):
+            return Parallelism(pp=pp, dp=world // pp)
+    first = next((p for rule in rules if (p := rule.problem(world))), None)
+    raise PlanError(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
+
+
+def _batching(rule: BatchRule, layout: Parallelism) -> Batching:
+    return Batching(
+        stage=rule.stage,
+        model=rule.model,
+        mini_batch_size=rule.batch,
+        micro_batch_size=rule.micro,
+        micro_batches=rule.batch // (layout.dp * rule.micro),
+    )
+
+
+def _groups(spec: RLHFJobSpec, role: Role) -> list[Group]:
+    return [group for group in spec.groups if role in group.roles]
+
+
+def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
+    owners = [g.name for g in _groups(spec, Role.TRAINER) for _ in range(trainer_ranks(g))]
+    return [TrainerRank(name=f"trainer-{rank}", rank=rank, group=owner) for rank, owner in enumerate(owners)]
+
+
+def _rollouts(spec: RLHFJobSpec) -> list[Rollout]:
+    return [
+        Rollout(name=f"{group.name}-{index}", group=group.name)
+        for group in _groups(spec, Role.ROLLOUT)
+        for index in range(pod_count(group))
+    ]
+
+
+def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
+    trainers = [g.name for g in _groups(spec, Role.TRAINER)]
+    rollouts = [g.name for g in _groups(spec, Role.ROLLOUT)]
+    tasks = []
+    if Stage.SFT in spec.stages:
+        tasks.append(TaskPlacement(task="sft", groups=trainers))
+    if Stage.REWARD in spec.stages:
+        tasks.append(TaskPlacement(task="reward_training", groups=trainers))
+    if Stage.PPO in spec.stages:
+        tasks += [TaskPlacement(task="generation", groups=rollouts), TaskPlacement(task="reference", groups=rollouts)]
+        if spec.models.reward.function is None:
+            tasks.append(TaskPlacement(task="reward", groups=rollouts))
+        if spec.ppo.advantage == "gae":
+            tasks.append(TaskPlacement(task="critic", groups=rollouts))
+            tasks.append(TaskPlacement(task="critic_training", groups=trainers))
+        tasks.append(TaskPlacement(task="actor_training", groups=trainers))
+    return tasks
+
+
+def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> list[str]:
+    """Auto prefers data parallelism: pipeline stages mean that a batch size forced them."""
+    if spec.plan.parallelism != "Auto":
+        return []
+    return [
+        f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by more "
+        f"than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
+        for model, layout in parallelism.items()
+        if layout.pp > 1
+    ]
