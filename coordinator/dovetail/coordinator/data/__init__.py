@@ -1,0 +1,1 @@
+"""Data: sources, blending and splits, tokenization, the built-in dialogue language."""

@@ -1,0 +1,65 @@
+"""Dialogues as text: the Human/Assistant format, or the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+HUMAN = "\n\nHuman: "
+ASSISTANT = "\n\nAssistant:"
+_HEADS = {"user": HUMAN, "human": HUMAN, "assistant": ASSISTANT + " ", "gpt": ASSISTANT + " ", "system": "\n\nSystem: "}
+ASSISTANTS = ("assistant", "gpt")
+
+Message = dict[str, str]
+
+
+class ChatFormat(Protocol):
+    """Turns messages (role, content) into text."""
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Text up to where the assistant's next turn starts."""
+
+    def reply(self, messages: Sequence[Message], content: str) -> str:
+        """The assistant's next turn, without the end-of-sequence token."""
+
+
+class HumanAssistant:
+    """Anthropic's format of hh-rlhf."""
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        return "".join(_HEADS[m["role"]] + m["content"] for m in messages) + ASSISTANT
+
+    def reply(self, messages: Sequence[Message], content: str) -> str:
+        return " " + content
+
+
+class Template:
+    """A Hugging Face tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        return self._without_bos(self._render(messages, add_generation_prompt=True))
+
+    def reply(self, messages: Sequence[Message], content: str) -> str:
+        before = self._render(messages, add_generation_prompt=True)
+        whole = self._render([*messages, {"role": "assistant", "content": content}])
+        # Some templates write the generation prompt otherwise than the turn itself; then the plain text is the reply.
+        text = whole[len(before) :] if whole.startswith(before) else content
+        end = self._tokenizer.eos_token
+        stripped = text.rstrip()
+        return stripped.removesuffix(end) if end and stripped.endswith(end) else text
+
+    def _without_bos(self, text: str) -> str:
+        """Tokenization adds the beginning-of-sequence token itself."""
+        bos = self._tokenizer.bos_token
+        return text.removeprefix(bos) if bos else text
+
+
+def chat_format(tokenizer: Any | None) -> ChatFormat:
+    """The tokenizer's template if it has one, else Human/Assistant."""
+    return Template(tokenizer) if getattr(tokenizer, "chat_template", None) else HumanAssistant()

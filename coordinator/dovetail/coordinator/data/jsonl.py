@@ -1,0 +1,46 @@
+"""JSON lines, read strictly: every error names the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from dovetail.coordinator.data.errors import DataError
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, text) of every line that is not blank; gzip by the name's ending.
+
+    Raises DataError for a file that cannot be read, decompressed or decoded."""
+    number = 0
+    try:
+        with cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if number == 1:
+                    raw = raw.removeprefix(b"\xef\xbb\xbf")
+                if raw.strip():
+                    yield number, raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: not UTF-8 text ({error.reason})") from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{path}: broken gzip file after line {number} ({error})") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """One line's JSON object. Raises DataError opening with `where`."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"{where}: not valid JSON ({reason})") from None
+    except RecursionError:
+        raise DataError(f"{where}: JSON nested too deeply") from None
+    if not isinstance(value, dict):
+        raise DataError(f'{where}: each line must be an object such as {{"prompt": ...}}, not {type(value).__name__}')
+    return value

@@ -1,0 +1,177 @@
+"""A small dialogue language in which preferred replies can be told from rejected ones.
+
+A prompt asks for a number of things about a topic ("Tell me two things about the cat."). A good reply opens
+politely, says as many true things about that topic as were asked for, none twice, and closes politely. Replies
+are written by imaginary authors of graded care (0 to 1): the less care, the more a reply is rude, about something
+else, vague, repetitive and rambling. So a policy that imitates all authors has much to gain, what is good depends
+on the prompt, and lengths have a long tail. `quality` is the ground truth; everything follows from a seed."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.coordinator.data.chat import ASSISTANT, HUMAN
+
+# Six true things about each topic. Short common words, many of them shared between topics.
+FACTS: dict[str, tuple[str, ...]] = {
+    "cat": ("is small", "is soft", "has fur", "can run", "can sleep", "likes milk"),
+    "dog": ("is loud", "has fur", "can run", "can play", "likes meat", "likes walks"),
+    "bird": ("is small", "is light", "has wings", "can fly", "can sing", "likes seeds"),
+    "horse": ("is big", "is fast", "can run", "can jump", "likes grass", "likes walks"),
+    "bread": ("is soft", "is brown", "is good", "needs wheat", "needs heat", "goes with milk"),
+    "tea": ("is hot", "is green", "is good", "needs water", "needs heat", "goes with cake"),
+    "lamp": ("is hot", "is light", "has a switch", "can glow", "needs power", "helps at night"),
+    "car": ("is big", "is fast", "is loud", "has wheels", "can turn", "needs power"),
+    "river": ("is long", "is cold", "has fish", "can turn", "can rise", "needs rain"),
+    "tree": ("is big", "is green", "has leaves", "can grow", "needs rain", "needs light"),
+}
+TOPICS = tuple(FACTS)
+COUNTS = {1: "one thing", 2: "two things", 3: "three things", 5: "five things"}
+_COUNT_WEIGHTS = (0.30, 0.35, 0.20, 0.15)
+
+_ASK = (
+    "Tell me {n} about the {t}.",
+    "Can you tell me {n} about the {t}?",
+    "Please say {n} about the {t}.",
+    "I want to know {n} about the {t}.",
+)
+_POLITE = ("Of course!", "Sure, happy to help.", "Good question!", "Yes, with joy.")
+_RUDE = ("Why ask me?", "Look it up.", "Not again.", "Go away.")
+_VAGUE = ("It is hard to say.", "Some say so.", "Who can know?", "It is what it is.", "That is life.")
+_CLOSING = ("I hope this helps.", "Ask me more any time.", "Have a nice day.")
+
+_TRUE: dict[str, frozenset[str]] = {
+    topic: frozenset(f"{subject} {fact}." for fact in facts for subject in ("It", f"The {topic}"))
+    for topic, facts in FACTS.items()
+}
+_REQUEST = re.compile(rf"\b({'|'.join(COUNTS.values())}) about the ({'|'.join(TOPICS)})[.?]")
+_ASKED = {words: n for n, words in COUNTS.items()}
+_SENTENCE = re.compile(r"[^.!?]*[.!?]|[^.!?]+$")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two replies to a prompt; `flipped` marks label noise: the chosen one is then the worse."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    flipped: bool
+
+
+def quality(prompt: str, reply: str) -> float:
+    """Ground truth in [0, 1]: 0.6 F1(said, asked) + 0.25 politeness + 0.15 proper end.
+
+    F1 is of precision (distinct true things about the topic, at most as many as asked, over all sentences
+    between opening and closing) and recall (the same over the number asked). A rude opening scores 0, none 0.5,
+    a polite one 1; a closing sentence scores 1, another whole last sentence 0.5, a broken-off one 0.
+    A prompt that is not of this language is answered by 0."""
+    requests = _REQUEST.findall(prompt)
+    text = reply.strip()
+    if not requests or not text:
+        return 0.0
+    asked, topic = _ASKED[requests[-1][0]], requests[-1][1]
+    sentences = [s.strip() for s in _SENTENCE.findall(text)]
+    politeness = 0.5
+    if sentences[0] in _POLITE:
+        politeness, sentences = 1.0, sentences[1:]
+    elif sentences[0] in _RUDE:
+        politeness, sentences = 0.0, sentences[1:]
+    ending = 0.5 if text[-1] in ".!?" else 0.0
+    if sentences and sentences[-1] in _CLOSING:
+        ending, sentences = 1.0, sentences[:-1]
+    facts = {s.split(" ", 1)[1] if s.startswith("It ") else s.split(" ", 2)[2] for s in sentences if s in _TRUE[topic]}
+    hits = min(len(facts), asked)
+    f1 = 2.0 * hits / (len(sentences) + asked)
+    return 0.6 * f1 + 0.25 * politeness + 0.15 * ending
+
+
+def reward(prompts: list[str], responses: list[str], **fields: Any) -> list[float]:
+    """`quality` as a reward function for `models.reward.function`, spread over [-2, 2]."""
+    return [4.0 * quality(p, r) - 2.0 for p, r in zip(prompts, responses, strict=True)]
+
+
+def _prompt(rng: random.Random) -> tuple[str, str, int]:
+    """A prompt with its topic and count; one in twelve is the second turn of a dialogue."""
+    topic = rng.choice(TOPICS)
+    asked = rng.choices(tuple(COUNTS), _COUNT_WEIGHTS)[0]
+    before = ""
+    if rng.random() < 1 / 12:
+        other = rng.choice([t for t in TOPICS if t != topic])
+        before = HUMAN + rng.choice(_ASK).format(n=COUNTS[1], t=other) + ASSISTANT + _reply(rng, other, 1, 0.9)
+    ask = rng.choice(_ASK).format(n=COUNTS[asked], t=topic)
+    return before + HUMAN + ask + ASSISTANT, topic, asked
+
+
+def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
+    """What an author of this care (0 to 1) answers, with the leading space of the HH format."""
+    lapse = 1.0 - care
+    sentences: list[str] = []
+    opening = rng.random()
+    if opening < 0.1:
+        pass
+    elif opening < 0.1 + 0.9 * min(1.0, max(0.0, 1.5 * care - 0.25)):
+        sentences.append(rng.choice(_POLITE))
+    else:
+        sentences.append(rng.choice(_RUDE))
+    length = asked
+    if rng.random() < lapse:  # too short, or a ramble whose length has a long tail
+        length = rng.randint(1, asked) if rng.random() < 0.5 else asked + 1 + min(int(rng.expovariate(0.3)), 14)
+    unsaid = rng.sample(FACTS[topic], len(FACTS[topic]))
+    said: list[str] = []
+    for i in range(length):
+        slip = rng.random() < 0.7 * lapse
+        kind = rng.random()
+        if not slip and unsaid:
+            fact = unsaid.pop()
+            sentence = f"{'It' if i and rng.random() < 0.7 else f'The {topic}'} {fact}."
+        elif kind < 0.35 or not said:
+            other = rng.choice(TOPICS)
+            sentence = f"The {other} {rng.choice(FACTS[other])}."
+        elif kind < 0.7:
+            sentence = rng.choice(said)
+        else:
+            sentence = rng.choice(_VAGUE)
+        said.append(sentence)
+    sentences += said
+    if rng.random() < min(1.0, 0.1 + care):
+        sentences.append(rng.choice(_CLOSING))
+    return " " + " ".join(sentences)
+
+
+def _care(rng: random.Random) -> float:
+    """Care of an author drawn at random: half are careless, so that imitation falls short."""
+    return min(1.0, max(0.0, rng.choice((0.1, 0.1, 0.5, 0.9)) + rng.uniform(-0.1, 0.1)))
+
+
+def prompt(index: int, seed: int | str) -> str:
+    """The index-th prompt, in HH format, ending in "Assistant:"."""
+    return _prompt(_rng("prompt", seed, index))[0]
+
+
+def demonstration(index: int, seed: int | str) -> tuple[str, str]:
+    """The index-th (prompt, reply), of an author of any grade."""
+    rng = _rng("demonstration", seed, index)
+    text, topic, asked = _prompt(rng)
+    return text, _reply(rng, topic, asked, _care(rng))
+
+
+def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.2) -> Pair:
+    """The index-th pair of replies, whose qualities differ by at least `margin`; a share of `noise` is mislabelled."""
+    rng = _rng("preference", seed, index)
+    text, topic, asked = _prompt(rng)
+    while True:
+        replies = [_reply(rng, topic, asked, _care(rng)) for _ in range(2)]
+        worse, better = sorted(replies, key=lambda reply: quality(text, reply))
+        if quality(text, better) - quality(text, worse) >= margin:
+            break
+    flipped = rng.random() < noise
+    return Pair(text, worse if flipped else better, better if flipped else worse, flipped)
+
+
+def _rng(kind: str, seed: int | str, index: int) -> random.Random:
+    """Seeded by a string: Python hashes it with SHA-512, the same everywhere."""
+    return random.Random(f"{kind}/{seed}/{index}")

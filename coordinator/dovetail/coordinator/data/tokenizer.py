@@ -1,0 +1,71 @@
+"""The job's tokenizer: loaded from a folder or hub, or trained on the job's data. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data.errors import DataError
+
+PAD = "<|pad|>"
+EOS = "<|eos|>"
+# More text than this hardly changes a vocabulary, but takes its time.
+MAX_TRAINING_CHARACTERS = 200_000_000
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer with pad and end tokens, as a `PreTrainedTokenizerFast`.
+
+    The vocabulary is smaller than `vocab_size` when the text has no more pairs to merge. Raises DataError for no
+    text at all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    seen = 0
+
+    def limited() -> Iterator[str]:
+        nonlocal seen
+        for text in texts:
+            if seen >= MAX_TRAINING_CHARACTERS:
+                return
+            seen += len(text)
+            yield text
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        limited(),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[PAD, EOS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    if not seen:
+        raise DataError("spec.models.tokenizer.train: the job's data holds no text to train a tokenizer on")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def load(name: str | Path, field: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A Hugging Face tokenizer from a folder or hub name; `field` is the manifest field that names it.
+
+    A missing pad token is replaced by the end token. Raises DataError when it cannot be loaded or has no end token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all about the user's files
+        message = " ".join(str(error).split())[:300]
+        raise DataError(f"{field}: no tokenizer can be loaded from {name}: {message}") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{field}: the tokenizer {name} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
