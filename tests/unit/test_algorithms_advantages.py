@@ -6,10 +6,11 @@ import statistics
 
 import pytest
 import torch
-from dovetail.api.types import PPO
-from dovetail.trainer.algorithms import advantages as adv
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from dovetail.api.types import PPO
+from dovetail.trainer.algorithms import advantages as adv
 
 unit = st.floats(0.0, 1.0)
 
@@ -69,6 +70,16 @@ def test_gae_ignores_whatever_stands_in_the_padding() -> None:
     clean = adv.gae(rewards, values, mask, 0.99, 0.95)
     for a, b in zip(adv.gae(rewards, dirty, mask, 0.99, 0.95), clean, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_working_by_blocks_of_rows_changes_nothing(holes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards, values, mask = random_case(11, 9, 40, holes)
+    whole = [*adv.gae(rewards, values, mask, 0.99, 0.95), adv.whiten(values, mask)]
+    monkeypatch.setattr(adv, "CPU_BLOCK_ELEMENTS", 80)
+    blocks = [*adv.gae(rewards, values, mask, 0.99, 0.95), adv.whiten(values, mask)]
+    for a, b in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_gae_edge_shapes() -> None:

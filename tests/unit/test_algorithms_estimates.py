@@ -9,12 +9,13 @@ import sys
 
 import pytest
 import torch
-from dovetail.api.types import KL
-from dovetail.coordinator.kl import KLController
-from dovetail.trainer.algorithms import balance, ema, importance, kl, logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
+
+from dovetail.api.types import KL
+from dovetail.coordinator.kl import KLController
+from dovetail.trainer.algorithms import balance, ema, importance, kl, logprobs
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -27,7 +28,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 8 * 11 * 4, 2**26])
 def test_logprobs_and_entropy_equal_softmax(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_BYTES", chunk)
     logits = (3 * draw(0, 2, 7, 11)).requires_grad_()
     tokens = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     lp, h = logprobs.logprobs_and_entropy(logits, tokens, temperature)

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from dovetail.trainer.algorithms import losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
+
+from dovetail.trainer.algorithms import losses
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+
 from dovetail.api.messages import Bucket, ModelRef, Offer, Receive, Segment
 from dovetail.api.types import ScratchModel
 from dovetail.api.wire import Arrays, pack, unpack
@@ -19,8 +22,6 @@ from dovetail.rollout import scoring
 from dovetail.rollout.scorer_app import ScorerService, make_app
 from dovetail.rollout.weights import TransferError
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
-from hypothesis import given
-from hypothesis import strategies as st
 
 TOKEN = "secret"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import ModelRef, Register
 from dovetail.api.types import ScratchModel
@@ -46,6 +47,7 @@ def environment(tmp_path: Path, coordinator: str, port: int = 0) -> dict[str, st
     return {**os.environ, **env.write(), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
     async def run() -> None:
         coordinator = Coordinator()

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import torch
 from aiohttp import web
+
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Register
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app

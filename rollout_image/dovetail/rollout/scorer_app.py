@@ -12,14 +12,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from aiohttp import web
-from dovetail.api.messages import ModelRef, Receive
-from dovetail.api.wire import CONTENT_TYPE, pack, unpack
-from dovetail.rollout.scoring import NotReady, Samples, Scorer
-from dovetail.rollout.weights import TransferError, WeightReceiver
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
+
+from dovetail.api.messages import ModelRef, Receive
+from dovetail.api.wire import CONTENT_TYPE, pack, unpack
+from dovetail.rollout.scoring import NotReady, Samples, Scorer
+from dovetail.rollout.weights import TransferError, WeightReceiver
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 MAX_BODY_BYTES = 256 * 2**20

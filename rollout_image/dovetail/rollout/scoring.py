@@ -9,11 +9,12 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from dovetail.api.messages import ModelRef
 from dovetail.api.wire import Arrays
 from dovetail.models import Stage, build_stage
-from numpy.typing import NDArray
-from torch import Tensor
 
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
@@ -22,7 +23,7 @@ HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "valu
 MAX_TOKENS = 8192
 # A micro-batch's logits stay below this, in the model's dtype; a float32 chunk of them below the second.
 LOGIT_BYTES = 512 * 2**20
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 4 * 2**20
 
 
 class NotReady(Exception):
@@ -89,8 +90,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
         x = logits[start : start + step].float()
         if temperature != 1.0:
             x = x / temperature
-        chosen = x.gather(1, tokens[start : start + step, None]).squeeze(1)
-        parts.append(chosen - torch.logsumexp(x, dim=1))
+        logprobs = torch.log_softmax(x, dim=1)
+        parts.append(logprobs.gather(1, tokens[start : start + step, None]).squeeze(1))
     return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
 
 

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from dovetail.api.types import PPO
-from dovetail.trainer.algorithms.kl import kl_estimate
 from torch import Tensor
 
+from dovetail.api.types import PPO
+from dovetail.trainer.algorithms.kl import kl_estimate
+
 BLOCK = 64
+CPU_BLOCK_ELEMENTS = 2**17
+GPU_BLOCK_ELEMENTS = 2**26
 WHITEN_EPS = 1e-8
 GRPO_EPS = 1e-6
 
@@ -22,12 +25,11 @@ GRPO_EPS = 1e-6
 # ---------------------------------------------------------------- GAE
 
 
-def _compact(mask: Tensor) -> Tensor | None:
-    """Order of each row with its masked-in tokens first; None if they already are."""
-    keep = mask.bool()
-    if not bool((keep[:, 1:] & ~keep[:, :-1]).any()):
-        return None
-    return torch.argsort((~keep).to(torch.uint8), dim=1, stable=True)
+def _row_blocks(x: Tensor) -> list[slice]:
+    """Rows to work on at a time, so that intermediate results stay small: in the cache of a CPU."""
+    limit = CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    step = max(1, limit // max(1, x.shape[1]))
+    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
 
 
 def _toeplitz(size: int, w: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,20 +70,36 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     mask, no gradient, in float32 or wider. Equal to `gae_recursive`."""
     with torch.no_grad():
         dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
-        keep = mask.bool()
-        order = _compact(keep)
-        r, v, k = rewards, values, keep
-        if order is not None:
-            r, v, k = (x.gather(1, order) for x in (rewards, values, keep))
-        v = torch.where(k, v, 0.0).to(dtype)
-        delta = torch.where(k, r, 0.0).to(dtype) - v
-        delta[:, :-1] += gamma * v[:, 1:]
-        advantages = torch.where(k, discounted_sums(delta, gamma * lam), 0.0)
-        returns = advantages + v
-        if order is not None:
-            advantages = torch.zeros_like(advantages).scatter(1, order, advantages)
-            returns = torch.zeros_like(returns).scatter(1, order, returns)
+        advantages = torch.empty(rewards.shape, dtype=dtype, device=rewards.device)
+        returns = torch.empty_like(advantages)
+        for rows in _row_blocks(rewards):
+            _gae_block(rewards[rows], values[rows], mask[rows].bool(), gamma, lam, advantages[rows], returns[rows])
         return advantages, returns
+
+
+def _gae_block(
+    rewards: Tensor, values: Tensor, keep: Tensor, gamma: float, lam: float, advantages: Tensor, returns: Tensor
+) -> None:
+    """`gae` of some rows into `advantages` and `returns`."""
+    has_holes = bool((keep[:, 1:] > keep[:, :-1]).any())
+    front = keep
+    if has_holes:
+        # Tokens move to the front of their row, where they are neighbours.
+        front = torch.arange(keep.shape[1], device=keep.device) < keep.sum(dim=1, keepdim=True)
+        r = torch.zeros_like(advantages).masked_scatter_(front, rewards[keep].to(advantages.dtype))
+        v = torch.zeros_like(advantages).masked_scatter_(front, values[keep].to(advantages.dtype))
+    else:
+        r, v = (torch.where(keep, x, 0.0).to(advantages.dtype) for x in (rewards, values))
+    delta = r.sub_(v)
+    delta[:, :-1].add_(v[:, 1:], alpha=gamma)
+    a = torch.where(front, discounted_sums(delta, gamma * lam), 0.0)
+    v.add_(a)
+    if has_holes:
+        advantages.zero_().masked_scatter_(keep, a[front])
+        returns.zero_().masked_scatter_(keep, v[front])
+    else:
+        advantages.copy_(a)
+        returns.copy_(v)
 
 
 def gae_recursive(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -158,15 +176,23 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     Give the whole batch, not a micro-batch: statistics are not additive."""
     with torch.no_grad():
         keep = mask.bool()
-        wide = torch.where(keep, x, 0.0).double()
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        blocks = _row_blocks(x)
         count = keep.sum()
-        mean = wide.sum() / count.clamp(min=1)
-        centred = torch.where(keep, wide - mean, 0.0)
-        variance = centred.square().sum() / (count - 1).clamp(min=1)
-        scaled = centred * torch.rsqrt(variance + WHITEN_EPS)
-        if not shift_mean:
-            scaled = torch.where(keep, scaled + mean, 0.0)
-        return scaled.to(torch.promote_types(x.dtype, torch.float32))
+
+        def total(part: Callable[[slice], Tensor]) -> Tensor:
+            """Sum of the parts over the mask, in float64."""
+            zero = torch.zeros((), dtype=torch.float64, device=x.device)
+            return sum((torch.where(keep[b], part(b), 0.0).sum(dtype=torch.float64) for b in blocks), zero)
+
+        mean = total(lambda b: x[b]) / count.clamp(min=1)
+        variance = total(lambda b: (x[b] - mean).square()) / (count - 1).clamp(min=1)
+        scale = torch.rsqrt(variance + WHITEN_EPS)
+        kept_mean = torch.zeros_like(mean) if shift_mean else mean
+        result = torch.empty_like(x)
+        for b in blocks:
+            result[b] = torch.where(keep[b], (x[b] - mean) * scale + kept_mean, 0.0)
+        return result
 
 
 def sample_scores(

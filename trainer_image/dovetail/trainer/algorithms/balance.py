@@ -4,8 +4,32 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
-_Bin = tuple[float, list[int]]
+# Sum, smallest index, and the indices as a binary tree: joining two is then one step, not a copy.
+_Tree = Any
+_Bin = tuple[float, int, _Tree]
+
+
+def _leaves(tree: _Tree) -> list[int]:
+    result, stack = [], [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple):
+            stack.extend(node)
+        elif node is not None:
+            result.append(node)
+    return sorted(result)
+
+
+def _join(a: _Bin, b: _Bin) -> _Bin:
+    if a[2] is None or b[2] is None:
+        return b if a[2] is None else a
+    return a[0] + b[0], min(a[1], b[1]), (a[2], b[2])
+
+
+def _weight(b: _Bin) -> tuple[float, int]:
+    return -b[0], b[1]
 
 
 def partition(lengths: Sequence[float], k: int, equal_counts: bool = False) -> list[list[int]]:
@@ -26,17 +50,17 @@ def partition(lengths: Sequence[float], k: int, equal_counts: bool = False) -> l
     states: list[list[_Bin]] = []
     width = k if equal_counts else 1
     for start in range(0, n, width):
-        bins: list[_Bin] = [(lengths[i], [i]) for i in order[start : start + width]]
-        states.append(bins + [(0, []) for _ in range(k - len(bins))])
+        bins: list[_Bin] = [(lengths[i], i, i) for i in order[start : start + width]]
+        states.append(bins + [(0, n, None)] * (k - len(bins)))
     heap = [(-(bins[0][0] - bins[-1][0]), serial, bins) for serial, bins in enumerate(states)]
     heapq.heapify(heap)
     serial = len(heap)
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda b: (-b[0], min(b[1], default=n)))
+        merged = [_join(a, b) for a, b in zip(first, reversed(second), strict=True)]
+        merged.sort(key=_weight)
         heapq.heappush(heap, (-(merged[0][0] - merged[-1][0]), serial, merged))
         serial += 1
-    groups = [sorted(b[1]) for b in heap[0][2]] if heap else [[] for _ in range(k)]
+    groups = [_leaves(tree) for _, _, tree in heap[0][2]] if heap else [[] for _ in range(k)]
     return sorted(groups, key=lambda g: g[0] if g else n)

@@ -5,8 +5,9 @@ RL")."""
 from __future__ import annotations
 
 import torch
-from dovetail.trainer.algorithms.kl import log_ratio
 from torch import Tensor
+
+from dovetail.trainer.algorithms.kl import log_ratio
 
 
 def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
+# Of wide logits at a time: on a CPU what stays in its cache, on a GPU enough to fill it.
+CPU_CHUNK_BYTES = 2**20
+GPU_CHUNK_BYTES = 256 * 2**20
 
 
-def _rows(vocabulary: int, itemsize: int) -> int:
-    return max(1, CHUNK_BYTES // (itemsize * max(1, vocabulary)))
+def _rows(logits: Tensor, itemsize: int) -> int:
+    limit = CPU_CHUNK_BYTES if logits.device.type == "cpu" else GPU_CHUNK_BYTES
+    vocabulary: int = logits.shape[-1]
+    return max(1, limit // (itemsize * max(1, vocabulary)))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -23,8 +27,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Per row x of logits/temperature and its token i: log p_i = x_i - lse(x), and H = lse(x) - sum_j p_j
-    x_j.
+    """Per row x of logits / temperature and its token i: log p_i, and H = -sum_j p_j log p_j.
 
     d log p_i / d x_j = [i = j] - p_j;  d H / d x_j = -p_j (log p_j + H)."""
 
@@ -33,46 +36,47 @@ class _TokenStatistics(torch.autograd.Function):
         ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         wide = _wide(logits.dtype)
-        count, vocabulary = logits.shape
-        logprobs = torch.empty(count, dtype=wide, device=logits.device)
-        lse = torch.empty_like(logprobs)
+        logprobs = torch.empty(len(tokens), dtype=wide, device=logits.device)
         entropy = torch.zeros_like(logprobs)
-        step = _rows(vocabulary, wide.itemsize)
-        for start in range(0, count, step):
+        step = _rows(logits, wide.itemsize)
+        for start in range(0, len(tokens), step):
             part = slice(start, start + step)
-            x = logits[part].to(wide)
-            if temperature != 1.0:
-                x = x / temperature
-            z = torch.logsumexp(x, dim=-1)
-            lse[part] = z
-            logprobs[part] = x.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1) - z
+            logp = torch.log_softmax(_scaled(logits[part], temperature), dim=-1, dtype=wide)
+            logprobs[part] = logp.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1)
             if with_entropy:
-                # xlogy-like: a logit of -inf has p = 0 and contributes 0, not nan
-                logp = x - z.unsqueeze(-1)
-                p = logp.exp()
-                entropy[part] = -torch.where(p > 0, p * logp, 0.0).sum(-1)
-        ctx.save_for_backward(logits, tokens, lse, entropy)
+                entropy[part] = -_times_logp(logp.exp(), logp).sum(-1)
+        ctx.save_for_backward(logits, tokens, entropy)
         ctx.temperature = temperature
         ctx.with_entropy = with_entropy
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, tokens, lse, entropy = ctx.saved_tensors
+        logits, tokens, entropy = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        step = _rows(logits.shape[-1], lse.element_size())
-        for start in range(0, logits.shape[0], step):
+        step = _rows(logits, entropy.element_size())
+        for start in range(0, len(tokens), step):
             part = slice(start, start + step)
-            logp = logits[part].to(lse.dtype) / ctx.temperature - lse[part].unsqueeze(-1)
-            p = logp.exp()
-            g = grad_logprobs[part].unsqueeze(-1)
-            d = -p * g
-            d.scatter_add_(-1, tokens[part].unsqueeze(-1), g)
+            x = _scaled(logits[part], ctx.temperature)
+            g = grad_logprobs[part].unsqueeze(-1) / ctx.temperature
             if ctx.with_entropy:
-                slope = torch.where(p > 0, p * (logp + entropy[part].unsqueeze(-1)), 0.0)
-                d -= slope * grad_entropy[part].unsqueeze(-1)
-            grad[part] = (d / ctx.temperature).to(grad.dtype)
+                logp = torch.log_softmax(x, dim=-1, dtype=entropy.dtype)
+                p = logp.exp()
+                u = grad_entropy[part].unsqueeze(-1) / ctx.temperature
+                d = -p * g - _times_logp(p, logp + entropy[part].unsqueeze(-1)) * u
+            else:
+                d = torch.softmax(x, dim=-1, dtype=entropy.dtype).mul_(-g)
+            grad[part] = d.scatter_add_(-1, tokens[part].unsqueeze(-1), g)
         return grad, None, None, None
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits.to(_wide(logits.dtype)) / temperature
+
+
+def _times_logp(p: Tensor, logp: Tensor) -> Tensor:
+    """p * logp, where a forbidden token (log p = -inf, p = 0) gives 0, not nan."""
+    return torch.where(p > 0, p * logp, 0.0)
 
 
 def _statistics(logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,10 @@ likewise."""
 from __future__ import annotations
 
 import torch
-from dovetail.trainer.algorithms.kl import log_ratio
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from dovetail.trainer.algorithms.kl import log_ratio
 
 Stats = dict[str, Tensor]
 
