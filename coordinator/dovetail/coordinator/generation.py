@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
 from dovetail.api.messages import Span
 from dovetail.api.sampling import sampling_params
 from dovetail.api.types import Generation
@@ -171,8 +172,8 @@ class Generator:
     ) -> Generated:
         """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
 
-        `on_finished` gets each sample once it is stored as generated; samples generated before this call are not
-        reported again (ask the store). `progress(done, total, tokens)` follows the flushes.
+        `on_finished` gets each sample once it is stored as generated; samples generated before this call, or stored as
+        it is cancelled or fails, are not reported (ask the store). `progress(done, total, tokens)` follows the flushes.
         Raises GenerationError or StoreError. When cancelled, the requests end and the tokens stay."""
         if self._flying or self._pending:
             raise RuntimeError("generate is already running")

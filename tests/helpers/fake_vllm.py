@@ -1,0 +1,164 @@
+"""A vLLM server in the test's own process: `/inference/v1/generate` streams, aborts, and faults on order.
+
+Its token at an absolute position depends only on (seed, position), as with position-keyed sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from typing import Any
+
+from aiohttp import web
+
+from dovetail.api.messages import Register
+from dovetail.api.sampling import SEED
+from dovetail.coordinator.fleet import Fleet
+
+TOKEN = "job-token"
+END_EVERY = 23
+
+
+def token_at(seed: int, position: int) -> int:
+    return zlib.crc32(f"{seed}/{position}".encode()) % 50_000
+
+
+def logprob_of(token: int) -> float:
+    return -(1 + token % 15) / 8  # exact in float32
+
+
+def response_of(seed: int, prompt_length: int, max_tokens: int) -> tuple[list[int], str]:
+    """What an undisturbed server answers: tokens and finish reason."""
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        tokens.append(token_at(seed, prompt_length + len(tokens)))
+        if tokens[-1] % END_EVERY == 0:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+class FakeVllm:
+    """`step` seconds a token. `faults` maps a fault's name to how often it shall still happen (None: always)."""
+
+    def __init__(self, name: str, step: float = 0.001, max_model_len: int = 4096, burst: int | None = None) -> None:
+        self.name, self.step, self.max_model_len, self.burst = name, step, max_model_len, burst
+        self.incarnation = "1"
+        self.faults: dict[str, int | None] = {}
+        self.requests: list[dict[str, Any]] = []
+        self.running: dict[str, asyncio.Event] = {}
+        self.aborted: list[str] = []
+        self.tokens_sent = 0
+        self.die_after: int | None = None
+        self.most_running = 0
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/inference/v1/abort_requests", self._abort)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def join(self, fleet: Fleet, version: int = 1, **abilities: Any) -> None:
+        """Report to the fleet as a ready server with weights."""
+        message = {"name": self.name, "kind": "rollout", "group": "g", "url": self.url, "ready": True}
+        abilities = {"sampler": "counter", "max_model_len": self.max_model_len, **abilities}
+        extra = {"incarnation": self.incarnation, "weight_version": version, "abilities": abilities}
+        fleet.register(Register.model_validate({**message, **extra}))
+
+    def _fault(self, name: str) -> bool:
+        if name not in self.faults:
+            return False
+        left = self.faults[name]
+        if left is not None:
+            if left == 0:
+                return False
+            self.faults[name] = left - 1
+        return True
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        for request_id in (await request.json())["request_ids"]:
+            self.aborted.append(request_id)
+            if request_id in self.running and not self._fault("deaf"):
+                self.running[request_id].set()
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        body = await request.json()
+        self.requests.append(body)
+        if self._fault("refuse"):
+            return web.json_response({"error": {"message": "prompt is too long", "code": 400}}, status=400)
+        if self._fault("unavailable"):
+            return web.json_response({"error": {"message": "no weights yet", "code": 503}}, status=503)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        request_id = "generate-tokens-" + body["request_id"]
+        assert request_id not in self.running, "one request id twice at the same time"
+        self.running[request_id] = asyncio.Event()
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            await self._stream(request, response, body, self.running[request_id])
+        finally:
+            del self.running[request_id]
+        return response
+
+    async def _stream(
+        self, request: web.Request, response: web.StreamResponse, body: dict[str, Any], abort: asyncio.Event
+    ) -> None:
+        params, position = body["sampling_params"], len(body["token_ids"])
+        interval = self.burst or params["stream_interval"]
+        waiting: list[int] = []
+        if self._fault("empty abort"):
+            await self._event(response, [], "abort")
+            return
+        for made in range(1, params["max_tokens"] + 1):
+            await asyncio.sleep(self.step)
+            if self._fault("stall"):
+                await asyncio.Event().wait()
+            if abort.is_set():
+                await self._event(response, waiting, "abort")
+                return
+            if self._fault("error event"):
+                await response.write(b'data: {"error":{"message":"Internal server error","code":500}}\n\n')
+                return
+            if self._fault("garbage"):
+                await response.write(b"data: {not json\n\n")
+                return
+            waiting.append(token_at(params["extra_args"][SEED], position))
+            position += 1
+            self.tokens_sent += 1
+            if self.die_after is not None and self.tokens_sent >= self.die_after:
+                assert request.transport is not None
+                request.transport.abort()
+                if not self._fault("survive"):
+                    asyncio.get_running_loop().create_task(self.stop())
+                return
+            ended = waiting[-1] % END_EVERY == 0
+            reason = "stop" if ended else "length" if made == params["max_tokens"] else None
+            if reason or made == 1 or len(waiting) >= interval:
+                await self._event(response, waiting, reason)
+                waiting = []
+            if reason:
+                await response.write(b"data: [DONE]\n\n")
+                return
+
+    @staticmethod
+    async def _event(response: web.StreamResponse, tokens: list[int], reason: str | None) -> None:
+        content = [
+            {"token_id": t, "logprob": logprob_of(t), "rank": 1, "top_logprobs": [{"token_id": t, "logprob": 0.0}]}
+            for t in tokens
+        ]
+        choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content}}
+        event = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())

@@ -1,0 +1,392 @@
+"""Generation over a fleet of (fake) vLLM servers that die, stall, abort and come late: every sample is answered once,
+as an undisturbed server would have answered it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
+
+from dovetail.api.types import Generation
+from dovetail.coordinator.fleet import Fleet, Timeouts
+from dovetail.coordinator.generation import Generated, GenerationError, Generator, Settings
+from dovetail.coordinator.samples import NewSample, Sample, State
+from dovetail.coordinator.store import Store
+
+FAST = Settings(flush=0.02, stall=0.5, wait=20.0, connect=2.0, abort=0.5, stream_interval=4)
+MAX_TOKENS = 40
+
+
+class Job:
+    """A store with one iteration's samples, a fleet, and a generator."""
+
+    def __init__(
+        self, folder: Path, count: int = 16, settings: Settings = FAST, generation: dict[str, Any] | None = None
+    ) -> None:
+        self.folder, self.count, self.settings = folder, count, settings
+        self.generation = Generation.model_validate(
+            {"maxTokens": MAX_TOKENS, "maxConcurrent": 64, **(generation or {})}
+        )
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.servers: list[FakeVllm] = []
+        self.finished: list[Sample] = []
+        self.progress: list[tuple[int, int, int]] = []
+        self.open()
+
+    def open(self) -> None:
+        def log(event: str, **fields: Any) -> None:
+            self.events.append((event, fields))
+
+        self.store = Store(self.folder)
+        self.store.samples.begin_iteration(
+            1, [NewSample(p, 0, np.arange(1, 4 + p % 5), 1000 + p) for p in range(self.count)]
+        )
+        timeouts = Timeouts(suspect=1000, dead=2000, back_off=0.02, back_off_max=0.1, revive=0.1, max_failures=100)
+        self.fleet = Fleet(time.monotonic, log, timeouts)
+        self.fleet.publish(1)
+        self.generator = Generator(self.store, self.fleet, self.generation, TOKEN, log, self.settings)
+
+    async def server(self, name: str, join: bool = True, **options: Any) -> FakeVllm:
+        server = FakeVllm(name, **options)
+        await server.start()
+        self.servers.append(server)
+        if join:
+            server.join(self.fleet)
+        return server
+
+    async def generate(self) -> Generated:
+        return await self.generator.generate(
+            1, on_finished=self.finished.append, progress=lambda *p: self.progress.append(p)
+        )
+
+    def check(self) -> None:
+        """Every sample generated once, equal to the undisturbed answer."""
+        samples = self.store.samples.samples(1)
+        assert len(samples) == self.count
+        for sample in samples:
+            tokens, reason = response_of(sample.seed, len(sample.prompt_tokens), self.generation.max_tokens)
+            assert sample.state is State.GENERATED
+            assert sample.tokens.tolist() == tokens
+            assert sample.logprobs.tolist() == [logprob_of(t) for t in tokens]
+            assert (sample.finish_reason, sample.finished) == (reason, reason == "stop")
+
+    def reported_once(self) -> None:
+        assert sorted(s.key for s in self.finished) == [s.key for s in self.store.samples.samples(1)]
+
+    async def close(self) -> None:
+        await self.generator.close()
+        for server in self.servers:
+            await server.stop()
+        self.store.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.002)
+
+
+def play(folder: Path, scenario: Callable[[Job], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        job = Job(folder, **options)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(job)
+        finally:
+            await job.close()
+
+    asyncio.run(main())
+
+
+def test_all_samples_are_generated_on_all_servers(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a, b = await job.server("r0"), await job.server("r1")
+        result = await job.generate()
+        job.check()
+        job.reported_once()
+        assert len(a.requests) == len(b.requests) == 8
+        total = sum(len(s.tokens) for s in job.finished)
+        assert (result.samples, result.tokens, result.retries) == (16, total, 0)
+        assert job.progress[-1] == (16, 16, total)
+        assert [(s.process, s.args["samples"], s.iteration) for s in result.spans] == [("r0", 8, 1), ("r1", 8, 1)]
+        again = await job.generate()
+        assert (again.samples, len(a.requests)) == (0, 8)
+
+    play(tmp_path, scenario)
+
+
+def test_no_server_gets_more_than_its_most(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        server = await job.server("r0")
+        await job.generate()
+        job.check()
+        assert server.most_running <= 3
+
+    play(tmp_path, scenario, generation={"maxConcurrent": 3})
+
+
+@pytest.mark.parametrize("after", [1, 30, 90])
+def test_a_dying_servers_samples_go_on_elsewhere_from_their_tokens(tmp_path: Path, after: int) -> None:
+    async def scenario(job: Job) -> None:
+        a, b = await job.server("r0"), await job.server("r1")
+        a.die_after = after
+        result = await job.generate()
+        job.check()
+        job.reported_once()
+        assert result.retries >= 1
+        if after == 90:
+            prompts = {s.seed: len(s.prompt_tokens) for s in job.finished}
+            continued = [
+                r for r in b.requests if len(r["token_ids"]) > prompts[r["sampling_params"]["extra_args"]["dt_seed"]]
+            ]
+            assert continued, "a continuation starts from prompt + tokens so far"
+            for r in continued:
+                kept = len(r["token_ids"]) - prompts[r["sampling_params"]["extra_args"]["dt_seed"]]
+                assert r["sampling_params"]["max_tokens"] == MAX_TOKENS - kept
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "empty abort", "error event", "garbage"])
+def test_passing_faults_are_retried(tmp_path: Path, fault: str) -> None:
+    async def scenario(job: Job) -> None:
+        server = await job.server("r0")
+        server.faults[fault] = 5
+        assert (await job.generate()).retries == 5
+        job.check()
+        job.reported_once()
+
+    play(tmp_path, scenario)
+
+
+def test_a_stalled_server_is_given_up(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0")
+        await job.server("r1")
+        a.faults["stall"] = 8
+        await job.generate()
+        job.check()
+        job.reported_once()
+        reasons = [f["reason"] for e, f in job.events if e == "sample.retried"]
+        assert reasons
+        assert all(r.startswith("no token for") for r in reasons)
+
+    play(tmp_path, scenario)
+
+
+def test_a_request_that_no_server_will_take_fails_with_the_servers_words(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        (await job.server("r0")).faults["refuse"] = 1
+        with pytest.raises(GenerationError, match=r"r0 refused sample 0 of prompt \d+ .*prompt is too long"):
+            await job.generate()
+        assert set(job.store.samples.counts(1)) <= {State.PENDING, State.GENERATED}
+
+    play(tmp_path, scenario)
+
+
+def test_a_sample_that_never_gets_a_token_fails_in_the_end(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        (await job.server("r0")).faults["unavailable"] = None
+        with pytest.raises(GenerationError, match=r"got no token in 3 attempts; the last, on r0: .*no weights yet"):
+            await job.generate()
+
+    play(tmp_path, scenario, settings=Settings(flush=0.02, max_fruitless=3))
+
+
+def test_without_servers_it_waits_and_then_says_for_what(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        with pytest.raises(GenerationError, match=r"no rollout could take the 16 remaining samples of iteration 1"):
+            await job.generate()
+
+    play(tmp_path, scenario, settings=Settings(flush=0.02, wait=0.2))
+
+
+def test_a_server_that_comes_late_gets_work(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        task = asyncio.create_task(job.generate())
+        a = await job.server("r0", step=0.005)
+        await until(lambda: a.tokens_sent > 30)
+        b = await job.server("r1")
+        await task
+        job.check()
+        job.reported_once()
+        assert b.tokens_sent > 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_server_that_dies_and_comes_back_works_again(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0")
+        a.die_after = 50
+        task = asyncio.create_task(job.generate())
+        await until(lambda: a._runner is None)
+        again = FakeVllm("r0")
+        again.incarnation = "2"
+        await again.start()
+        job.servers.append(again)
+        again.join(job.fleet)
+        await task
+        job.check()
+        job.reported_once()
+
+    play(tmp_path, scenario)
+
+
+def test_a_process_replaced_behind_open_connections_is_noticed(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0")
+        a.faults["stall"] = None  # its host is gone: connections stay open, nothing comes
+        task = asyncio.create_task(job.generate())
+        await until(lambda: len(a.running) == job.count)
+        b = FakeVllm("r0")
+        b.incarnation = "2"
+        await b.start()
+        job.servers.append(b)
+        b.join(job.fleet)
+        await task
+        job.check()
+
+    play(tmp_path, scenario, settings=Settings(flush=0.02, stall=1000))
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_draining_moves_samples_and_keeps_their_tokens(tmp_path: Path, deaf: bool) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0", step=0.005)
+        await job.server("r1", step=0.005)
+        if deaf:
+            a.faults["deaf"] = None
+        task = asyncio.create_task(job.generate())
+        await until(lambda: a.tokens_sent > 20)
+        await job.generator.drain("r0")
+        await until(lambda: not a.running)
+        requests = len(a.requests)
+        await task
+        job.check()
+        job.reported_once()
+        assert len(a.requests) == requests
+        assert not [f for e, f in job.events if e == "sample.retried"], "a planned move is no failure"
+
+    play(tmp_path, scenario)
+
+
+def test_cancelling_keeps_tokens_and_ends_requests(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0", step=0.005)
+        task = asyncio.create_task(job.generate())
+        await until(lambda: a.tokens_sent > 40)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not a.running)
+        samples = job.store.samples.samples(1)
+        assert {s.state for s in samples} <= {State.PENDING, State.GENERATED}
+        assert sum(len(s.tokens) for s in samples) > 0
+        await job.generate()
+        job.check()
+        keys = [s.key for s in job.finished]
+        assert len(keys) == len(set(keys))
+
+    play(tmp_path, scenario)
+
+
+def test_a_restarted_coordinator_goes_on_and_aborts_what_the_old_one_left(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0", step=0.005)
+        task = asyncio.create_task(job.generate())
+        await until(lambda: a.tokens_sent > 60)
+        # As after kill -9: the store is left as the last flush made it, and nobody says goodbye.
+        old = job.generator
+        job.store.close()
+        with pytest.raises(Exception, match="closed"):
+            await task
+        job.finished.clear()
+        job.open()
+        left = {f"generate-tokens-{s}" for ids in job.generator._leftovers.values() for s in ids}
+        kept = sum(len(s.tokens) for s in job.store.samples.samples(1))
+        assert kept > 0
+        assert left
+        done = job.store.samples.counts(1).get(State.GENERATED, 0)
+        a.join(job.fleet)
+        await job.generate()
+        await until(lambda: left <= set(a.aborted))
+        job.check()
+        assert len(job.finished) == job.count - done
+        await old.close()
+
+    play(tmp_path, scenario)
+
+
+def test_a_stop_string_across_the_cut_is_seen_because_its_tokens_are_made_again(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a, b = await job.server("r0"), await job.server("r1")
+        a.die_after = 90
+        await job.generate()
+        job.check()
+        prompts = {s.seed: len(s.prompt_tokens) for s in job.finished}
+        cuts = []
+        for r in b.requests:
+            seed = r["sampling_params"]["extra_args"]["dt_seed"]
+            kept = len(r["token_ids"]) - prompts[seed]
+            had = max(
+                (len(r2["token_ids"]) - prompts[seed] for r2 in a.requests if r2["request_id"] == r["request_id"]),
+                default=0,
+            )
+            cuts.append((kept, had))
+        assert all(r["sampling_params"]["stop"] == ["</s>!"] for r in b.requests)
+        # Events come at tokens 1, 5, 9, ...: five bytes of stop string make four tokens be generated again.
+        assert {kept % 4 for kept, _ in cuts if kept} <= {1}
+
+    play(tmp_path, scenario, generation={"stop": ["</s>!"]})
+
+
+def test_a_response_that_was_complete_but_for_the_note_is_finished_without_a_server(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        from dovetail.coordinator.samples import Assignment, Delta, Key
+
+        key = Key(1, 0, 0)
+        (attempt,) = job.store.samples.assign([Assignment(key, "gone", "0", 1, 0)])
+        tokens = list(range(MAX_TOKENS))
+        job.store.samples.record([Delta(key, attempt, 0, tokens, [-1.0] * MAX_TOKENS)])
+        job.store.samples.release([(key, attempt)])
+        server = await job.server("r0")
+        await job.generate()
+        sample = job.store.samples.get(key)
+        assert (sample.tokens.tolist(), sample.finish_reason) == (tokens, "length")
+        assert len(server.requests) == job.count - 1
+
+    play(tmp_path, scenario)
+
+
+def test_a_full_context_ends_a_response_by_length(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.server("r0", max_model_len=12)
+        await job.generate()
+        for sample in job.finished:
+            assert len(sample.prompt_tokens) + len(sample.tokens) <= 12
+            assert sample.finished or len(sample.prompt_tokens) + len(sample.tokens) == 12
+
+    play(tmp_path, scenario)
+
+
+def test_the_coordinators_own_time_is_small(tmp_path: Path) -> None:
+    """64 samples of 128 tokens: well under half a second of CPU (the fake server's own part included here)."""
+
+    async def scenario(job: Job) -> None:
+        for name in ("r0", "r1"):
+            await job.server(name, step=0.0)
+        used = time.process_time()
+        await job.generate()
+        used = time.process_time() - used
+        job.check()
+        print(f"{sum(len(s.tokens) for s in job.finished)} tokens: {used:.3f} s of CPU, fake servers included")
+
+    play(tmp_path, scenario, count=64, generation={"maxTokens": 128}, settings=Settings())
