@@ -11,10 +11,11 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+
 from dovetail.api.messages import Command, CommandResult, Offer, Register
 from dovetail.coordinator.server import make_app
 from dovetail.coordinator.trainer_group import Position, TrainerGroup
-from prometheus_client import CollectorRegistry
 
 T = TypeVar("T")
 TOKEN = "a-test-token"
@@ -91,9 +92,9 @@ class FakeCoordinator:
 
     def execute(self, command: Command, timeout: float = 120.0) -> CommandResult:
         """Raises TrainerLost, TrainerError, TimeoutError."""
-        return self._call(self._execute(command, timeout), timeout + 90)
+        return self._call(self._execute(command, timeout), timeout + 200)
 
-    def position(self, timeout: float = 90.0) -> Position:
+    def position(self, timeout: float = 180.0) -> Position:
         """Wait until a generation is formed and rank 0 asks for work."""
         return self._call(self.trainers.wait_position(timeout), timeout + 5)
 
@@ -106,7 +107,7 @@ class FakeCoordinator:
             time.sleep(0.02)
 
     async def _execute(self, command: Command, timeout: float) -> CommandResult:
-        await self.trainers.wait_position(90)
+        await self.trainers.wait_position(180)
         return await self.trainers.execute(command, timeout)
 
     def _call(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from helpers.fake_coordinator import TOKEN, FakeCoordinator
+
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.api.types import Parallelism, RLHFJob, ScratchModel, Stage
 from dovetail.api.wire import pack
-from helpers.fake_coordinator import TOKEN, FakeCoordinator
 
 VOCABULARY = 64
 TINY = ScratchModel(
@@ -148,15 +149,7 @@ class TrainerRanks:
     # ------------------------------------------------------------ commands
 
     def load(self, stage: Stage, total_steps: int = 8, checkpoint: Path | None = None, id: str = "load") -> Load:
-        head = {"actor": "lm", "critic": "value", "reward": "value"}
-        names = {Stage.SFT: ["actor"], Stage.REWARD: ["reward"], Stage.PPO: ["actor", "critic"]}[stage]
-        models = {
-            name: ModelRef(head=head[name], scratch=TINY, seed=i, path=None, tokenizer=None)  # type: ignore[arg-type]
-            for i, name in enumerate(names)
-        }
-        return Load(
-            id=id, stage=stage, models=models, total_steps=total_steps, checkpoint=checkpoint and str(checkpoint)
-        )
+        return load_command(stage, total_steps, checkpoint, id)
 
     def step(self, stage: Stage, step: int, batch: str, **fields: Any) -> Step:
         spec = self.job.spec
@@ -183,6 +176,18 @@ class TrainerRanks:
 
     def export(self, model: str, path: Path, id: str = "export") -> Export:
         return Export(id=id, model=model, path=str(path))  # type: ignore[arg-type]
+
+
+def load_command(stage: Stage, total_steps: int = 8, checkpoint: Path | None = None, id: str = "load") -> Load:
+    """The stage's tiny models from scratch, or from a checkpoint."""
+    head = {"actor": "lm", "critic": "value", "reward": "value"}
+    names = {Stage.SFT: ["actor"], Stage.REWARD: ["reward"], Stage.PPO: ["actor", "critic"]}[stage]
+    models = {
+        name: ModelRef(head=head[name], scratch=TINY, seed=i, path=None, tokenizer=None)  # type: ignore[arg-type]
+        for i, name in enumerate(names)
+    }
+    path = None if checkpoint is None else str(checkpoint)
+    return Load(id=id, stage=stage, models=models, total_steps=total_steps, checkpoint=path)
 
 
 def layouts(pp: int = 1, dp: int = 1) -> dict[str, Parallelism]:

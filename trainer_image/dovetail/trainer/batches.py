@@ -56,7 +56,7 @@ class Sequences:
         return Sequences(tokens, lengths)
 
     def __len__(self) -> int:
-        return self.tokens.shape[0]
+        return int(self.tokens.shape[0])
 
     def take(self, rows: Sequence[int]) -> Sequences:
         """These rows, cut to the longest of them."""

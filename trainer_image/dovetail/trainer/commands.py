@@ -62,7 +62,8 @@ class CommandRunner:
         self.timeline = Timeline(process)
         self.engine = Engine(spec, groups, self.timeline.record)
         self._context = Context(spec, groups, self.engine, self._fetch, self.timeline)
-        self._sender = WeightSender(groups, self._post_offer)
+        sender_groups: Any = groups
+        self._sender = WeightSender(sender_groups, self._post_offer)
         self._dirty = False
 
     @property
@@ -119,8 +120,9 @@ class CommandRunner:
             if command.stage is Stage.PPO:
                 raise BadCommand("evaluate is for stages sft and reward")
             self._check_stage(command.stage)
-            module = sft if command.stage is Stage.SFT else reward
-            return module.prepare_evaluate(self._context, command)
+            if command.stage is Stage.SFT:
+                return sft.prepare_evaluate(self._context, command)
+            return reward.prepare_evaluate(self._context, command)
         if isinstance(command, Save):
             self._require_loaded()
             return lambda: self._timed("save", lambda: self.engine.save(Path(command.path)))

@@ -186,7 +186,7 @@ class _Asking:
 
     def farewell(self, stop: Stop) -> None:
         """Tell the coordinator, if it is still there, that the ranks stop."""
-        result = CommandResult(id=stop.id, ok=True)
+        result = CommandResult(id=stop.id, ok=True, error=None)
         self._client.last_word(
             NextRequest(generation=self._generation, result=result, stage=self._runner.stage, step=self._runner.step)
         )

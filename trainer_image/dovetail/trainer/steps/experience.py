@@ -183,8 +183,8 @@ def targets(
         metrics["reward_with_kl"] = float(rewards.double().sum(dim=1).mean())
     if returns is not None and samples.values is not None:
         spread = variance(returns[mask])
-        error = variance((returns - samples.values)[mask])
-        metrics["explained_variance"] = 1.0 - error / spread if spread > 0 else 0.0
+        left = variance((returns - samples.values)[mask])
+        metrics["explained_variance"] = 1.0 - left / spread if spread > 0 else 0.0
     return Targets(old, advantages, returns, samples.values, weights, metrics)
 
 

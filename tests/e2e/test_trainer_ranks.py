@@ -1,0 +1,297 @@
+"""Trainer ranks as real processes: parallel layouts agree, and whatever dies, the replay ends in the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
+
+from dovetail.api.messages import CommandResult, Stop
+from dovetail.api.types import RLHFJob, Stage
+from dovetail.coordinator.trainer_group import TrainerError, TrainerLost
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "trainer-curves.json"
+
+
+def curve_job() -> RLHFJob:
+    import runpy
+
+    made: RLHFJob = runpy.run_path(str(GOLDEN.with_name("make_trainer_curves.py")))["curve_job"]()
+    return made
+
+
+def run_curves(ranks: TrainerRanks) -> dict[str, dict[str, list[float]]]:
+    """The stored curves' steps, through processes."""
+    stored = json.loads(GOLDEN.read_text())
+    coordinator = ranks.coordinator
+    found: dict[str, dict[str, list[float]]] = {}
+    makers = {
+        Stage.SFT: sft_batch,
+        Stage.REWARD: reward_batch,
+        Stage.PPO: lambda seed: ppo_batch(seed, ptx=6),
+    }
+    for stage, maker in makers.items():
+        coordinator.execute(ranks.load(stage, id=f"load/{stage.value}"))
+        curve = found[stage.value] = {name: [] for name in stored[stage.value]}
+        steps = len(next(iter(stored[stage.value].values())))
+        for step in range(1, steps + 1):
+            key = f"{stage.value}/{step}"
+            coordinator.batches[key] = maker(step)
+            result = coordinator.execute(ranks.step(stage, step, key, kl_coef=0.05))
+            for name in curve.keys() - {"evaluation"}:
+                curve[name].append(result.metrics[name])
+        if "evaluation" in curve:
+            metrics = coordinator.execute(
+                ranks.evaluate(stage, [f"{stage.value}/1", f"{stage.value}/2"], id=f"evaluate/{stage.value}")
+            ).metrics
+            curve["evaluation"] = [metrics["loss"], metrics.get("accuracy", 0.0)]
+    return found
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
+def test_layouts_train_alike(tmp_path: Path, pp: int, dp: int) -> None:
+    """Two ranks, data-parallel or as a pipeline, give the curves that one rank gives."""
+    with TrainerRanks(tmp_path, curve_job(), layouts(pp, dp)) as ranks:
+        found = run_curves(ranks)
+        result = ranks.coordinator.results[-1]
+        assert {span.process for span in result.spans} == {"trainer-0", "trainer-1"}
+    stored = json.loads(GOLDEN.read_text())
+    for stage, curve in stored.items():
+        for name, values in curve.items():
+            # Losses are near 1; sums over ranks are rounded in another order.
+            assert found[stage][name] == pytest.approx(values, rel=1e-5, abs=1e-5), f"{stage} {name}"
+
+
+# ---------------------------------------------------------------- faults
+
+
+def long_job() -> RLHFJob:
+    """Steps of some seconds, so that a kill lands inside."""
+    return job(ppo={"epochs": 24})
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    files = sorted(folder.glob("*.safetensors"))
+    assert files
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+class Driver:
+    """Does what the coordinator's driver does: steps in order, and load + replay after a loss."""
+
+    def __init__(self, ranks: TrainerRanks) -> None:
+        self.ranks, self.coordinator = ranks, ranks.coordinator
+        self.checkpoint: tuple[int, Path] | None = None
+        self.loads = 0
+
+    def load(self) -> None:
+        self.loads += 1
+        path = self.checkpoint[1] if self.checkpoint else None
+        self.coordinator.execute(self.ranks.load(Stage.PPO, checkpoint=path, id=f"load/{self.loads}"))
+
+    def step(self, step: int) -> CommandResult:
+        key = f"ppo/{step}"
+        self.coordinator.batches[key] = ppo_batch(step)
+        return self.coordinator.execute(self.ranks.step(Stage.PPO, step, key, kl_coef=0.05))
+
+    def save(self, step: int) -> None:
+        path = self.ranks.folder / "checkpoints" / f"ppo-{step}"
+        path.parent.mkdir(exist_ok=True)
+        self.coordinator.execute(self.ranks.save(path, id=f"save/{step}/{self.loads}"))
+        self.checkpoint = (step, path)
+
+    def reach(self, target: int) -> None:
+        """Be at step `target`, whatever it takes."""
+        for _ in range(10):
+            try:
+                position = self.coordinator.position()
+                if position.stage is not Stage.PPO:
+                    self.load()
+                    position = self.coordinator.position()
+                done = position.step
+                while done < target:
+                    self.step(done + 1)
+                    done += 1
+                return
+            except TrainerLost:
+                self.ranks.restart_exited()
+        raise AssertionError("ten recoveries were not enough")
+
+    def finish(self) -> dict[str, dict[str, str]]:
+        hashes = {}
+        for model in ("actor", "critic"):
+            folder = self.ranks.folder / "models" / model
+            folder.parent.mkdir(exist_ok=True)
+            self.coordinator.execute(self.ranks.export(model, folder, id=f"export/{model}"))
+            hashes[model] = fingerprint(folder)
+        return hashes
+
+    def stop(self) -> list[int]:
+        """Exit codes of all ranks."""
+        self.coordinator.execute(Stop(id="stop"))
+        return [self.ranks.processes[rank].wait(20) for rank in range(self.ranks.world_size)]
+
+
+@pytest.fixture(scope="module", params=[(1, 2), (2, 1)], ids=["dp2", "pp2"])
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[int, int], dict[str, dict[str, str]]]:
+    """Layout, and the weights after three steps that nothing disturbed."""
+    with TrainerRanks(tmp_path_factory.mktemp("undisturbed"), long_job(), layouts(*request.param)) as ranks:
+        driver = Driver(ranks)
+        driver.load()
+        for step in (1, 2, 3):
+            driver.step(step)
+        hashes = driver.finish()
+        assert driver.stop() == [0, 0]
+    return request.param, hashes
+
+
+def kill_when(ranks: TrainerRanks, rank: int, event: str, restart: bool = True, **fields: Any) -> threading.Thread:
+    """In the background: SIGKILL the rank as soon as it has logged the event once more, and start it anew."""
+
+    def count() -> int:
+        return sum(r["event"] == event and all(r.get(k) == v for k, v in fields.items()) for r in ranks.log(rank))
+
+    before = count()
+
+    def watch() -> None:
+        ranks.coordinator.wait_until(lambda: count() > before, 120)
+        ranks.kill(rank)
+        if restart:
+            ranks.start(rank)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_rank_killed_in_a_step_and_again_in_the_recovery(
+    tmp_path: Path, undisturbed: tuple[tuple[int, int], dict[str, dict[str, str]]]
+) -> None:
+    layout, expected = undisturbed
+    with TrainerRanks(tmp_path, long_job(), layouts(*layout)) as ranks:
+        driver = Driver(ranks)
+        driver.load()
+        driver.step(1)
+        driver.save(1)
+        driver.step(2)
+        survivor = ranks.processes[0].pid
+
+        thread = kill_when(ranks, 1, "command.started", id="ppo/3/step")
+        with pytest.raises(TrainerLost):
+            driver.step(3)
+        thread.join(120)
+        # The survivor joins again in the same process.
+        again = kill_when(ranks, 1, "command.started", kind="load")
+        third = kill_when(ranks, 0, "command.started", id="ppo/2/step")
+        ranks.coordinator.position()
+        assert ranks.processes[0].pid == survivor
+        assert ranks.processes[0].poll() is None
+
+        driver.reach(3)
+        again.join(120)
+        third.join(120)
+        driver.reach(3)
+        assert driver.finish() == expected
+        assert driver.stop() == [0, 0]
+
+
+def test_a_coordinator_that_comes_back_gets_the_result_and_the_ranks_go_on(tmp_path: Path) -> None:
+    with TrainerRanks(tmp_path, long_job(), layouts(1, 2)) as ranks:
+        driver, coordinator = Driver(ranks), ranks.coordinator
+        driver.load()
+        generation = coordinator.trainers.generation
+        coordinator.batches["ppo/1"] = ppo_batch(1)
+
+        def interrupted() -> None:
+            with pytest.raises(BaseException):  # noqa: B017, PT011 - the coordinator vanishes under it
+                driver.step(1)
+
+        asking = threading.Thread(target=interrupted, daemon=True)
+        asking.start()
+        ranks.wait_for_event(0, "command.started", id="ppo/1/step")
+        coordinator.stop()
+        ranks.wait_for_event(0, "command.finished", id="ppo/1/step")
+        coordinator.start()
+        coordinator.wait_until(lambda: any(r.id == "ppo/1/step" and r.ok for r in coordinator.results))
+        assert coordinator.position().step == 1
+        # Asked again for what is done, the ranks hand in the same result and do not step twice.
+        first = next(r for r in coordinator.results if r.id == "ppo/1/step")
+        coordinator.trainers._last_result = None
+        assert driver.step(1) == first
+        assert coordinator.position().step == 1
+        driver.step(2)
+        assert coordinator.trainers.generation == generation
+        assert driver.stop() == [0, 0]
+
+
+def test_bad_commands_leave_the_ranks_usable_and_sigterm_ends_them(tmp_path: Path) -> None:
+    with TrainerRanks(tmp_path, job(), layouts(1, 2)) as ranks:
+        coordinator = ranks.coordinator
+        coordinator.execute(ranks.load(Stage.SFT))
+        pids = [process.pid for process in ranks.processes.values()]
+        with pytest.raises(TrainerError, match="batch nowhere: HTTP 404"):
+            coordinator.execute(ranks.step(Stage.SFT, 1, "nowhere"))
+        coordinator.batches["odd"] = sft_batch(1, count=7)
+        with pytest.raises(TrainerError, match="7 sequences cannot be split"):
+            coordinator.execute(ranks.step(Stage.SFT, 1, "odd").model_copy(update={"id": "odd"}))
+        with pytest.raises(TrainerError, match="step 5 cannot follow step 0"):
+            coordinator.execute(ranks.step(Stage.SFT, 5, "odd"))
+        coordinator.batches["good"] = sft_batch(1)
+        good = ranks.step(Stage.SFT, 1, "good").model_copy(update={"id": "good"})
+        stored = json.loads(GOLDEN.read_text())["sft"]["loss"][0]
+        assert coordinator.execute(good).metrics["loss"] == pytest.approx(stored, abs=1e-5)
+        assert [process.pid for process in ranks.processes.values() if process.poll() is None] == pids
+        for process in ranks.processes.values():
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(5) for process in ranks.processes.values()] == [-signal.SIGTERM] * 2
+
+
+def test_an_absent_coordinator_ends_the_rank_with_a_sentence(tmp_path: Path) -> None:
+    ranks = TrainerRanks(tmp_path, job(), layouts(1, 2), patience=0.5)
+    ranks.coordinator.stop()
+    try:
+        ranks.start(0)
+        assert ranks.processes[0].wait(120) == 1
+        last = ranks.log(0)[-1]
+        assert last["event"] == "rank.failed"
+        assert "did not answer /v1/trainer/join" in last["message"]
+    finally:
+        ranks.coordinator.start()
+        ranks.__exit__()
+
+
+def test_a_frozen_rank_does_not_hold_the_others_for_ever(tmp_path: Path) -> None:
+    """SIGSTOP instead of SIGKILL: connections stand, so only the heartbeat shows it."""
+    with TrainerRanks(tmp_path, long_job(), layouts(1, 2)) as ranks:
+        driver = Driver(ranks)
+        driver.load()
+        driver.step(1)
+        driver.save(1)
+        ranks.coordinator.trainers.peer_timeout = 6.0
+        frozen = ranks.processes[1].pid
+
+        def freeze() -> None:
+            ranks.wait_for_event(1, "command.started", id="ppo/2/step")
+            os.kill(frozen, signal.SIGSTOP)
+
+        thread = threading.Thread(target=freeze)
+        thread.start()
+        with pytest.raises(TrainerLost):
+            driver.step(2)
+        thread.join(60)
+        # What a launcher does with a process that is not ready: end it, start another.
+        ranks.kill(1)
+        ranks.restart_exited()
+        driver.reach(2)
+        assert driver.stop() == [0, 0]

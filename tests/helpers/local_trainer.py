@@ -1,0 +1,76 @@
+"""A trainer of one rank inside the test's process: the real command runner and engine, batches from a dictionary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers.trainer_ranks import layouts
+
+from dovetail.api.messages import Action, Command, CommandResult, Step
+from dovetail.api.types import RLHFJob, Stage
+from dovetail.trainer.client import Refused
+from dovetail.trainer.commands import CommandRunner
+from dovetail.trainer.groups import Groups
+from dovetail.trainer.loop import free_port
+
+
+class _Batches:
+    """The part of CoordinatorClient that commands use."""
+
+    def __init__(self) -> None:
+        self.batches: dict[str, bytes] = {}
+
+    def batch(self, key: str) -> bytes:
+        if key not in self.batches:
+            raise Refused(f"HTTP 404 from /v1/batches/{key}: no batch {key}")
+        return self.batches[key]
+
+
+class LocalTrainer:
+    """`events` collects what was logged; `failed` is the memory of commands that failed on one rank alone."""
+
+    def __init__(self, job: RLHFJob) -> None:
+        self.job = job
+        self.client = _Batches()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.failed: dict[str, str] = {}
+        self.groups = Groups.form("127.0.0.1", free_port("127.0.0.1"), 0, 1, layouts(), 60.0)
+        self.runner = CommandRunner(
+            job.spec,
+            self.groups,
+            self.client,  # type: ignore[arg-type]
+            "trainer-0",
+            self.failed,
+            lambda event, **fields: self.events.append((event, fields)),
+        )
+
+    def __enter__(self) -> LocalTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.groups.close()
+        self.runner.close()
+
+    def execute(self, command: Command) -> CommandResult:
+        return self.runner.execute(command)
+
+    def metrics(self, command: Command) -> dict[str, float]:
+        """Of a command that must succeed."""
+        result = self.execute(command)
+        assert result.ok, result.error
+        return result.metrics
+
+    def step(self, stage: Stage, step: int, batch: bytes, models: list[str], micro_batches: int, **fields: Any) -> Step:
+        """A step on `batch`, each model's micro-batches forward and backward in turn."""
+        key = f"{stage.value}/{step}"
+        name = key
+        while self.client.batches.get(name, batch) != batch:
+            name += "'"
+        self.client.batches[name] = batch
+        actions = [
+            Action(model=model, micro_batch=i, kind=kind)  # type: ignore[arg-type]
+            for model in models
+            for i in range(micro_batches)
+            for kind in ("F", "B")
+        ]
+        return Step(id=f"{key}/step", stage=stage, step=step, batch=name, actions=[actions], **fields)

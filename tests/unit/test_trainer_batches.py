@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.trainer_ranks import job, ppo_batch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.types import PPO
+from dovetail.api.wire import unpack
+from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded
+from dovetail.trainer.errors import BadCommand
+from dovetail.trainer.steps.experience import (
+    Samples,
+    recomputes_old_logprobs,
+    response_logits_positions,
+    targets,
+)
+from dovetail.trainer.steps.sft import predictions
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_every_row_is_dealt_once_in_micro_batches_of_one_size(
+    data: st.DataObject, dp: int, micro: int, count: int
+) -> None:
+    n = dp * micro * count
+    lengths = data.draw(st.lists(st.integers(1, 500), min_size=n, max_size=n))
+    parts = split(lengths, dp, micro)
+    assert len(parts) == dp
+    assert all(len(rank) == count and all(len(rows) == micro for rows in rank) for rank in parts)
+    assert sorted(row for rank in parts for rows in rank for row in rows) == list(range(n))
+
+
+def test_ranks_get_nearly_as_many_tokens() -> None:
+    lengths = [100, 1, 1, 1, 99, 2, 1, 1]
+    loads = [sum(lengths[row] for rows in rank for row in rows) for rank in split(lengths, 2, 2)]
+    assert max(loads) - min(loads) <= 2
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_reason() -> None:
+    with pytest.raises(BadCommand, match="7 sequences cannot be split into micro-batches of 2 on 2"):
+        split([3] * 7, 2, 2)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 6), st.integers(1, 4))
+def test_padded_split_counts_every_row_once_and_has_one_shape(count: int, dp: int, micro: int, least: int) -> None:
+    parts = split_padded(count, dp, micro, least)
+    assert len({len(rank) for rank in parts}) == 1
+    assert len(parts[0]) >= least
+    assert len({len(part.rows) for rank in parts for part in rank}) == 1
+    real = [row for rank in parts for part in rank for row, w in zip(part.rows, part.weights, strict=True) if w]
+    assert sorted(real) == list(range(count))
+
+
+def test_mini_batches_are_permutations_that_depend_on_seed_step_and_epoch_alone() -> None:
+    first = list(mini_batches(12, 4, 2, seed=1, step=3))
+    assert first == list(mini_batches(12, 4, 2, seed=1, step=3))
+    assert [epoch for epoch, _ in first] == [0, 0, 0, 1, 1, 1]
+    epochs = [[row for e, rows in first if e == epoch for row in rows] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]
+    assert first != list(mini_batches(12, 4, 2, seed=1, step=4))
+    assert first != list(mini_batches(12, 4, 2, seed=2, step=3))
+    with pytest.raises(BadCommand, match="miniBatchSize"):
+        list(mini_batches(12, 5, 1, seed=1, step=1))
+
+
+def test_arrays_are_checked_by_name_and_shape() -> None:
+    with pytest.raises(BadCommand, match=r"no array 'lengths'; it has tokens"):
+        Sequences.read({"tokens": np.zeros((2, 3), np.int32)})
+    with pytest.raises(BadCommand, match=r"'lengths' has shape \[3\], expected 2"):
+        Sequences.read({"tokens": np.zeros((2, 3), np.int32), "lengths": np.ones(3, np.int32)})
+    with pytest.raises(BadCommand, match=r"'lengths' must lie in 1..3"):
+        Sequences.read({"tokens": np.zeros((2, 3), np.int32), "lengths": np.array([1, 4], np.int32)})
+    assert read({"x": np.ones((2, 1), np.uint8)}, "x", torch.bool, (2, None)).all()
+
+
+def test_a_position_is_learnt_when_the_token_it_predicts_is_marked() -> None:
+    sequences = Sequences(torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]]), torch.tensor([4, 2]))
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.uint8)
+    assert predictions(sequences, mask).tolist() == [[False, True, True, False], [True, False, False, False]]
+    assert shifted(sequences.tokens).tolist() == [[6, 7, 8, 0], [6, 0, 0, 0]]
+
+
+def test_response_token_r_belongs_to_the_output_before_it() -> None:
+    assert response_logits_positions(torch.tensor([2, 4]), 3, 6).tolist() == [[1, 2, 3], [3, 4, 5]]
+
+
+# ---------------------------------------------------------------- the whole batch
+
+
+def samples(config: PPO, **changes: np.ndarray) -> Samples:
+    return Samples.read({**unpack(ppo_batch(3)), **changes}, config)
+
+
+def test_rewards_are_score_less_penalty_less_kl() -> None:
+    config = PPO(kl={"coef": 0.1}, reward_clip=0.5, missing_eos_penalty=1.0, whiten_advantages=False, lam=1.0)
+    batch = samples(config)
+    got = targets(batch, config, 0.1, None)
+    kl = ((batch.rollout_logprobs - batch.ref_logprobs) * batch.mask).sum(1)
+    expected = batch.scores.clamp(-0.5, 0.5) - (~batch.finished).float() - 0.1 * kl
+    assert got.metrics["reward_with_kl"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert got.metrics["kl"] == pytest.approx(float(kl.mean()), abs=1e-5)
+    assert got.metrics["reward"] == pytest.approx(float(batch.scores.mean()), abs=1e-6)
+    # gamma = lam = 1: the return of the first token is the whole reward
+    assert got.returns is not None
+    assert torch.allclose(got.returns[:, 0], expected, atol=1e-5)
+
+
+def test_recomputed_log_probabilities_bring_truncated_weights_and_mismatch() -> None:
+    config = PPO()
+    batch = samples(config)
+    trainer = batch.rollout_logprobs + 1.0 * batch.mask
+    got = targets(batch, config, 0.0, trainer)
+    assert got.weights is not None
+    assert torch.all(got.weights[batch.mask] == 2.0)  # exp(1) cut to the cap
+    assert got.metrics["mismatch_abs"] == pytest.approx(1.0, abs=1e-5)
+    assert got.metrics["mismatch_kl"] == pytest.approx(-1.0, abs=1e-5)
+    off = PPO(importance_sampling={"mode": "Off"})
+    assert targets(batch, off, 0.0, trainer).weights is None
+
+
+def test_given_advantages_are_used_as_they_come() -> None:
+    config = PPO()
+    plain = samples(config)
+    given_ones = np.ones(tuple(plain.mask.shape), np.float32)
+    batch = samples(config, advantages=given_ones, returns=2 * given_ones)
+    got = targets(batch, config, 0.1, None)
+    assert torch.equal(got.advantages, plain.mask.float())
+    assert got.returns is not None
+    assert torch.equal(got.returns, 2 * plain.mask.float())
+
+
+@pytest.mark.parametrize(
+    ("array", "value", "message"),
+    [
+        ("scores", np.full(16, np.nan, np.float32), "'scores' holds a value that is not finite"),
+        ("prompt_lengths", np.zeros(16, np.int32), "every prompt needs at least one token"),
+        ("response_lengths", np.full(16, 11, np.int32), "must lie in"),
+        ("groups", np.zeros(3, np.int32), "'groups' has shape"),
+    ],
+)
+def test_bad_samples_are_named(array: str, value: np.ndarray, message: str) -> None:
+    with pytest.raises(BadCommand, match=message):
+        samples(PPO(), **{array: value})
+
+
+def test_missing_values_are_named_only_where_they_are_needed() -> None:
+    arrays = unpack(ppo_batch(3))
+    del arrays["values"]
+    with pytest.raises(BadCommand, match="no array 'values'"):
+        Samples.read(arrays, PPO())
+    assert Samples.read(arrays, PPO(advantage="grpo")).values is None
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "recomputes"),
+    [
+        ({}, "cpu", False),
+        ({}, "cuda", True),
+        ({"generation": {"temperature": 0.7}}, "cpu", True),
+        ({"generation": {"topK": 5}}, "cpu", True),
+        ({"generation": {"topP": 0.9}}, "cpu", True),
+        ({"ppo": {"oldLogProbs": "Recompute"}}, "cpu", True),
+        ({"ppo": {"oldLogProbs": "Rollout"}, "generation": {"temperature": 0.7}}, "cuda", False),
+    ],
+)
+def test_auto_trusts_the_rollout_only_where_both_compute_the_same(
+    change: dict[str, object], device: str, recomputes: bool
+) -> None:
+    spec = {"ppo": {"oldLogProbs": "Auto"}, **change}
+    assert recomputes_old_logprobs(job(**spec).spec, device) is recomputes

@@ -1,0 +1,210 @@
+"""Commands on a trainer of one rank: what succeeds, what is refused, and what stays usable afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
+
+from dovetail.api.messages import Export, Save
+from dovetail.api.types import Stage
+from dovetail.api.wire import pack, unpack
+from dovetail.trainer.engine import Engine
+from dovetail.trainer.errors import is_peer_loss, sentence
+from dovetail.trainer.groups import PeerLost, RankFailed
+
+
+@pytest.fixture
+def trainer() -> Iterator[LocalTrainer]:
+    with LocalTrainer(job()) as local:
+        yield local
+
+
+def sft_step(trainer: LocalTrainer, step: int, batch: bytes | None = None):  # type: ignore[no-untyped-def]
+    return trainer.step(Stage.SFT, step, sft_batch(step) if batch is None else batch, ["actor"], 4)
+
+
+def test_refused_commands_change_nothing(trainer: LocalTrainer) -> None:
+    t = trainer
+    refused = t.execute(sft_step(t, 1))
+    assert (refused.ok, refused.error) == (False, "nothing is loaded; send `load` first")
+    t.metrics(load_command(Stage.SFT))
+    expected = t.metrics(sft_step(t, 1))["loss"]
+
+    t.metrics(load_command(Stage.SFT))
+    tokens = unpack(sft_batch(1))
+    too_large = {**tokens, "tokens": tokens["tokens"] + 64}
+    no_mask = {name: array for name, array in tokens.items() if name != "loss_mask"}
+    unmarked = {**tokens, "loss_mask": np.zeros_like(tokens["loss_mask"])}
+    missing = sft_step(t, 1).model_copy(update={"batch": "nowhere"})
+    for command, message in [
+        (sft_step(t, 1, pack(too_large)), "has a vocabulary of 64"),
+        (sft_step(t, 1, pack(no_mask)), "no array 'loss_mask'"),
+        (sft_step(t, 1, pack(unmarked)), "no token to learn"),
+        (sft_step(t, 1, b"not a document"), "is not a valid safetensors document"),
+        (sft_step(t, 1, sft_batch(1, count=6)), "runs 4 F of actor, the batch makes 3"),
+        (sft_step(t, 1, sft_batch(1, count=7)), "7 sequences cannot be split"),
+        (sft_step(t, 2), "step 2 cannot follow step 0"),
+        (missing, "batch nowhere: HTTP 404"),
+        (t.step(Stage.PPO, 1, ppo_batch(1), ["actor", "critic"], 4), "is for stage ppo, the ranks hold sft"),
+        (Export(id="e", model="ema", path="/nowhere/x"), "set ppo.ema"),
+        (Export(id="e", model="critic", path="/nowhere/x"), "'critic' is not loaded"),
+    ]:
+        result = t.execute(command)
+        assert not result.ok
+        assert result.error is not None
+        assert message in result.error
+    assert (t.runner.stage, t.runner.step) == (Stage.SFT, 0)
+    assert t.metrics(sft_step(t, 1))["loss"] == expected
+
+
+def test_out_of_memory_names_the_micro_batch_size(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.metrics(load_command(Stage.SFT))
+
+    def run(self: Engine, *_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", run)
+        result = trainer.execute(sft_step(trainer, 1))
+    assert result.error == (
+        "out of memory while running sft/1/step: lower sft.microBatchSize (now 2), or spread the model over more ranks"
+    )
+    # The step broke off half-way: what is held must be loaded again.
+    assert trainer.runner.stage is None
+    again = trainer.execute(sft_step(trainer, 1))
+    assert again.error == "the last step broke off half-way; send `load` first"
+    trainer.metrics(load_command(Stage.SFT))
+    trainer.metrics(sft_step(trainer, 1))
+
+
+def test_a_load_that_fails_leaves_nothing_loaded(trainer: LocalTrainer, tmp_path: Path) -> None:
+    command = load_command(Stage.SFT)
+    ref = command.models["actor"].model_copy(update={"scratch": None, "path": str(tmp_path / "none")})
+    result = trainer.execute(command.model_copy(update={"models": {"actor": ref}}))
+    assert not result.ok
+    assert "no such model folder" in str(result.error)
+    assert trainer.runner.stage is None
+    trainer.metrics(load_command(Stage.SFT))
+
+
+def test_checkpoint_and_export_fail_with_a_sentence(trainer: LocalTrainer, tmp_path: Path) -> None:
+    trainer.metrics(load_command(Stage.SFT))
+    (tmp_path / "file").write_text("")
+    result = trainer.execute(Save(id="s", path=str(tmp_path / "file" / "checkpoint")))
+    assert not result.ok
+    assert "\n" not in str(result.error)
+    # Nothing that training needs was touched.
+    assert trainer.runner.stage is Stage.SFT
+    trainer.metrics(sft_step(trainer, 1))
+
+
+def test_a_command_that_failed_on_one_rank_alone_is_answered_the_second_time(trainer: LocalTrainer) -> None:
+    trainer.failed["load"] = "out of memory while running load"
+    result = trainer.execute(load_command(Stage.SFT))
+    assert (result.ok, result.error) == (False, "out of memory while running load")
+    trainer.metrics(load_command(Stage.SFT))
+
+
+def test_results_carry_a_timeline(trainer: LocalTrainer) -> None:
+    trainer.metrics(load_command(Stage.SFT))
+    spans = trainer.execute(sft_step(trainer, 1)).spans
+    names = [span.name for span in spans]
+    assert "sft/1/step" in names
+    assert "sft step" in names
+    assert {f"actor {kind}{i}" for kind in "FB" for i in range(4)} <= set(names)
+    assert all(span.end >= span.start and span.process == "trainer-0" for span in spans)
+
+
+# ---------------------------------------------------------------- PPO
+
+
+def ppo_step(trainer: LocalTrainer, models: list[str], batch: bytes | None = None, **fields: object):  # type: ignore[no-untyped-def]
+    step = trainer.runner.step + 1
+    return trainer.step(Stage.PPO, step, ppo_batch(step) if batch is None else batch, models, 4, kl_coef=0.05, **fields)
+
+
+def parameters(trainer: LocalTrainer, model: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.runner.engine.weights(model)}
+
+
+def unchanged(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_critic_warm_up_leaves_the_actor_alone(trainer: LocalTrainer) -> None:
+    trainer.metrics(load_command(Stage.PPO))
+    actor, critic = parameters(trainer, "actor"), parameters(trainer, "critic")
+    metrics = trainer.metrics(ppo_step(trainer, ["actor", "critic"], train_actor=False))
+    assert unchanged(actor, parameters(trainer, "actor"))
+    assert not unchanged(critic, parameters(trainer, "critic"))
+    assert "policy_loss" not in metrics
+    assert metrics["critic_grad_norm"] > 0
+
+
+def test_the_ratio_is_one_at_the_weights_that_sampled() -> None:
+    ppo = {"miniBatchSize": 16, "epochs": 1, "microBatchSize": 4}
+    with LocalTrainer(job(ppo=ppo)) as trainer:
+        trainer.metrics(load_command(Stage.PPO))
+        metrics = trainer.metrics(ppo_step(trainer, ["actor", "critic"]))
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clipfrac"] == 0.0
+    assert metrics["optimizer_steps"] == 1
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_group_baselines_need_no_critic(advantage: str) -> None:
+    arrays = unpack(ppo_batch(1))
+    del arrays["values"]
+    with LocalTrainer(job(ppo={"advantage": advantage})) as trainer:
+        load = load_command(Stage.PPO)
+        trainer.metrics(load.model_copy(update={"models": {"actor": load.models["actor"]}}))
+        metrics = trainer.metrics(ppo_step(trainer, ["actor"], pack(arrays)))
+    assert metrics["actor_grad_norm"] > 0
+    assert "value_loss" not in metrics
+
+
+def test_ptx_pulls_the_actor_towards_the_demonstrations() -> None:
+    losses = {}
+    for coef in (0.0, 5.0):
+        with LocalTrainer(job(ppo={"ptxCoef": coef})) as trainer:
+            trainer.metrics(load_command(Stage.PPO))
+            for _ in range(6):
+                trainer.metrics(ppo_step(trainer, ["actor", "critic"], ppo_batch(1, ptx=8)))
+            demonstrations = unpack(ppo_batch(1, ptx=8))
+            tokens = torch.from_numpy(demonstrations["ptx_tokens"]).long()
+            with torch.no_grad():
+                logits = trainer.runner.engine.models["actor"].module(tokens)
+            lengths = torch.from_numpy(demonstrations["ptx_lengths"])
+            keep = torch.arange(1, tokens.shape[1]) < lengths.unsqueeze(1)
+            found = torch.nn.functional.cross_entropy(logits[:, :-1][keep], tokens[:, 1:][keep])
+            losses[coef] = found.item()
+    assert losses[5.0] < losses[0.0] - 0.5
+
+
+def test_a_missing_critic_value_is_refused_before_anything_moves(trainer: LocalTrainer) -> None:
+    trainer.metrics(load_command(Stage.PPO))
+    arrays = unpack(ppo_batch(1))
+    del arrays["values"]
+    result = trainer.execute(ppo_step(trainer, ["actor", "critic"], pack(arrays)))
+    assert "no array 'values'" in str(result.error)
+    trainer.metrics(ppo_step(trainer, ["actor", "critic"]))
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_transport_errors_are_told_from_the_job_s_own() -> None:
+    closed = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26846"
+    assert is_peer_loss(RuntimeError(closed))
+    assert is_peer_loss(PeerLost("x"))
+    assert not is_peer_loss(RankFailed("could not restore: connection settings are missing"))
+    assert not is_peer_loss(RuntimeError("cannot restore: a socket wrench is missing"))
+    assert not is_peer_loss(OSError(28, "No space left on device"))
+    assert sentence(OSError(28, "No space left on device")) == "OSError: [Errno 28] No space left on device"
