@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from dovetail.api.types import ScratchModel, Stage
 from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.types import ScratchModel, Stage
 
 
 class Message(BaseModel):
@@ -222,7 +223,7 @@ class Offer(Message):
 
 
 class Receive(Message):
-    """POST /v1/weights on a scorer, and the update_info of our vLLM engine: take these segments, whole or not at all."""
+    """POST /v1/weights on a scorer; the update_info of our vLLM engine: take these segments, whole or not at all."""
 
     offer: Offer
     rank_offset: int

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 from pydantic import Field
+
+from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 
 PLAN_VERSION = 1
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from dovetail.api.base import Model
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+from dovetail.api.base import Model
 
 ConditionType = Literal["Planned", "Suspended", "Scheduled", "Running", "Degraded", "Completed", "Failed"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from dovetail.api.base import Callable_, Fraction, Model, PositiveFloat, PositiveInt
 from pydantic import Field
+
+from dovetail.api.base import Callable_, Fraction, Model, PositiveFloat, PositiveInt
 
 
 class Optimizer(Model):

@@ -6,10 +6,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from dovetail.api.base import Callable_, Fraction, Model, Name, Path_, PositiveFloat, PositiveInt, Text
 from dovetail.api.status import RLHFJobStatus
 from dovetail.api.training import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
-from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = [
     "API_VERSION",

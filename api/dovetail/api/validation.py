@@ -1,0 +1,40 @@
+"""Manifests in: `load_manifest` for a runnable job, or ManifestError with sentences for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dovetail.api.files import check_files
+from dovetail.api.manifest import ManifestError, parse, read_yaml
+from dovetail.api.resolve import absolute_paths, resolve
+from dovetail.api.rules import check
+from dovetail.api.types import RLHFJob
+from dovetail.api.unexecuted import UNEXECUTED, warnings
+
+__all__ = [
+    "UNEXECUTED",
+    "ManifestError",
+    "absolute_paths",
+    "check",
+    "check_files",
+    "load_manifest",
+    "parse_manifest",
+    "resolve",
+    "warnings",
+]
+
+
+def parse_manifest(path_or_text: str | Path) -> RLHFJob:
+    """The job as written, its fields and the rules between them checked. Raises ManifestError."""
+    job = parse(read_yaml(path_or_text))
+    if errors := check(job.spec):
+        raise ManifestError(errors)
+    return job
+
+
+def load_manifest(path_or_text: str | Path) -> RLHFJob:
+    """`parse_manifest` with every default filled in (`resolve`): what a run starts from. Raises ManifestError.
+
+    Ask `warnings` about the job as written (`parse_manifest`): resolving removes what some of them speak of."""
+    job = parse_manifest(path_or_text)
+    return job.model_copy(update={"spec": resolve(job.spec)})
