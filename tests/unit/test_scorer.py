@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.messages import Bucket, ModelRef, Offer, Receive, Segment
+from dovetail.api.messages import Bucket, ModelRef, Offer, Publish, Receive, Receiver, Segment
 from dovetail.api.types import ScratchModel
 from dovetail.api.wire import Arrays, pack, unpack
 from dovetail.models import HuggingFaceWriter, build_stage
@@ -22,6 +23,7 @@ from dovetail.rollout import scoring
 from dovetail.rollout.scorer_app import ScorerService, make_app
 from dovetail.rollout.weights import TransferError
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
+from dovetail.trainer.weights import WeightSender
 
 TOKEN = "secret"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -305,6 +307,54 @@ def test_an_incomplete_version_leaves_nothing_to_serve_until_the_next(folders: d
 
     events = with_client(body)
     assert "weights.applied" in [name for name, _ in events]
+
+
+class OneRank:
+    """The trainer's process groups of a single rank."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.model = {"critic": SimpleNamespace(dp_rank=0, pp_rank=0)}
+
+    def broadcast_json(self, value: Any) -> Any:
+        return value
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_the_trainers_own_sender_reaches_the_critic(folders: dict[str, ModelRef]) -> None:
+    arrays = samples()
+    expected = trainers_numbers({**folders, "critic": folders["reward"]}, arrays)["values"]
+    critic = build_stage(folders["reward"])
+
+    async def run() -> None:
+        service = ScorerService(scoring.Scorer(), lambda event, **fields: None)
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Task[tuple[int, str]]] = []
+        try:
+            async with TestClient(TestServer(make_app(service, TOKEN)), headers=HEADERS) as client:
+                await load(client, {"critic": folders["critic"]})
+
+                def tell(offer: Offer) -> None:
+                    receive = Receive(offer=offer, rank_offset=1, world_size=2)
+                    loop.call_soon_threadsafe(lambda: answers.append(asyncio.create_task(send(client, receive))))
+
+                sender = WeightSender(OneRank(), tell, host="127.0.0.1", bucket_bytes=4096)
+                takers = [Receiver(name="s", kind="scorer", models=["critic"], rank_offset=1)]
+                for version, factor in ((1, 1.0), (2, 2.0)):
+                    critic.score.weight.mul_(factor)
+                    command = Publish(id="p", version=version, epoch=1, receivers=takers, deadline_seconds=60)
+                    await asyncio.to_thread(sender.publish, command, {"critic": critic.named_parameters})
+                    assert await answers[-1] == (200, f'{{"version": {version}}}')
+                    got = await score(client, arrays, "critic")
+                    np.testing.assert_allclose(got["values"], factor * expected, atol=1e-5, rtol=0)
+                sender.close()
+        finally:
+            service.close()
+
+    asyncio.run(run())
 
 
 def test_weights_without_a_critic_or_a_segment_are_refused(folders: dict[str, ModelRef]) -> None:
