@@ -27,10 +27,12 @@ def supervised_step(spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int) -> S
 class ModelSources:
     """Which folder (or random initialisation) each model starts from, given the stages that the job runs."""
 
-    def __init__(self, spec: RLHFJobSpec, run_dir: Path, own: Callable[[str], ModelRef | None]) -> None:
+    def __init__(
+        self, spec: RLHFJobSpec, run_dir: Path, own: Callable[[str], ModelRef | None], has_reward_model: bool
+    ) -> None:
         """`own`: a model's own source in the manifest, if it names one."""
         self._stages = spec.stages
-        self._has_reward_model = spec.models.reward.function is None
+        self._has_reward_model = has_reward_model
         self._models = run_dir / "models"
         self._tokenizer = str(run_dir / "tokenizer")
         self._own = own

@@ -120,7 +120,9 @@ class Engines:
             raise OSError(f"port {self.settings.port} on {self.settings.host} is taken: {error.strerror}") from error
         self._status.update(state="running", message="preparing data and tokenizer")
         self._prepared = await asyncio.to_thread(prepare, self.spec, self.settings.run_dir, self.settings.base_dir)
-        self.sources = ModelSources(self.spec, self.settings.run_dir, self._prepared.model_ref)
+        self.sources = ModelSources(
+            self.spec, self.settings.run_dir, self._prepared.model_ref, self.settings.reward_function is None
+        )
         self._maker = ExperienceMaker(self, self.settings.reward_function)
         self._sync = WeightSync(
             self.fleet,
