@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -132,6 +133,11 @@ def share_bar(title: str, parts: Sequence[tuple[str, float]], unit: str = "s") -
     )
 
 
+def _kind(name: str) -> str:
+    """'sample 12' and 'sample 13' are one kind, 'sample'."""
+    return re.sub(r"[\s/#:._-]*\d.*$", "", name) or name
+
+
 @dataclass(frozen=True)
 class Bar:
     """One bar of a Gantt chart, in seconds from the chart's start."""
@@ -151,19 +157,23 @@ def gantt(title: str, bars: Sequence[Bar], kinds: Sequence[str], width: int = 94
         return ""
     kept = sorted(bars, key=lambda b: b.start - b.end)[:4000]
     tracks = {name: row for row, name in enumerate(dict.fromkeys(b.track for b in bars))}
-    names = [k for k in kinds if any(b.name == k for b in kept)]
-    names += [n for n in dict.fromkeys(b.name for b in kept) if n not in names]
+    found = dict.fromkeys(_kind(b.name) for b in kept)
+    names = [k for k in kinds if k in found] + [n for n in found if n not in kinds]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     end = max(b.end for b in kept) or 1.0
-    left, row, top = 170, 22, 6
+    left, top = 170, 6
+    # Hundreds of samples in flight are hundreds of tracks: thin ones then, named only where a process begins.
+    row = 22.0 if len(tracks) <= 40 else max(2.5, 880 / len(tracks))
     height = top + row * len(tracks) + 34
     scale = (width - left - 14) / end
     parts = []
     for name, index in tracks.items():
         y = top + index * row
         if index % 2 == 0:
-            parts.append(f'<rect x="{left}" y="{y}" width="{width - left - 14}" height="{row}" class="stripe"/>')
-        parts.append(_text(left - 8, y + row / 2 + 4, name, anchor="end"))
+            box = f'<rect x="{left}" y="{y:.1f}" width="{width - left - 14}" height="{row:.1f}" class="stripe"/>'
+            parts.append(box)
+        if row >= 12 or "#" not in name:
+            parts.append(_text(left - 8, y + row / 2 + 4, name, anchor="end"))
     bottom = top + row * len(tracks)
     for tick in ticks(0.0, end, 8):
         x = left + tick * scale
@@ -171,13 +181,15 @@ def gantt(title: str, bars: Sequence[Bar], kinds: Sequence[str], width: int = 94
         parts.append(_text(x, bottom + 16, number(tick)))
     parts.append(_text((left + width) / 2, height - 2, "seconds", cls="axis"))
     for bar in sorted(kept, key=lambda b: b.end - b.start, reverse=True):
-        y = top + tracks[bar.track] * row + 3
+        gap = 3.0 if row >= 12 else 0.25
+        y = top + tracks[bar.track] * row + gap
         tip = f"{bar.name}: {bar.end - bar.start:.3f} s from {bar.start:.3f} s" + (
             f" ({bar.detail})" if bar.detail else ""
         )
+        x, length = left + bar.start * scale, max(1.0, (bar.end - bar.start) * scale)
         parts.append(
-            f'<rect x="{left + bar.start * scale:.2f}" y="{y}" width="{max(1.0, (bar.end - bar.start) * scale):.2f}" '
-            f'height="{row - 6}" fill="{colours[bar.name]}" rx="1.5"><title>{escape(tip)}</title></rect>'
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{length:.2f}" height="{row - 2 * gap:.2f}" rx="1.5" '
+            f'fill="{colours[_kind(bar.name)]}"><title>{escape(tip)}</title></rect>'
         )
     legend = _legend([(name, colours[name]) for name in names[:16]])
     return (

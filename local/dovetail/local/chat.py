@@ -127,7 +127,7 @@ class ChatModel:
             raise RunError(f"the model could not reply: {failure[0]}")
 
 
-def chat(
+def converse(
     model: ChatModel,
     lines: Iterable[str],
     write: Callable[[str], None],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.plan import Plan, Rollout, TrainerRank
-from dovetail.api.types import Group, RLHFJob
+from dovetail.api.types import RLHFJob
 
 COORDINATOR = "coordinator"
 HOST = "127.0.0.1"
@@ -27,10 +27,6 @@ class ProcessSpec:
     shares_imports: bool = True
 
 
-def on_cpu(group: Group) -> bool:
-    return group.gpu.product is None or group.gpu.per_pod == 0
-
-
 def process_names(plan: Plan) -> list[str]:
     """Names of all processes, the coordinator first; each needs one port."""
     names = [COORDINATOR, *(trainer.name for trainer in plan.trainers)]
@@ -46,7 +42,7 @@ def gpu_slots(job: RLHFJob, plan: Plan) -> dict[str, tuple[int, ...]]:
     slots: dict[str, tuple[int, ...]] = {}
     used = 0
     for group in job.spec.groups:
-        if on_cpu(group):
+        if group.on_cpu:
             continue
         width = group.gpu.per_pod
         ranks = [t.name for t in plan.trainers if t.group == group.name]

@@ -26,7 +26,7 @@ h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:28px 0 8px}
 table{border-collapse:collapse;background:var(--card);border-radius:8px;width:100%}
 th,td{padding:6px 12px;text-align:right;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
 th:first-child,td:first-child{text-align:left}th{color:var(--mute);font-weight:500}tr:last-child td{border-bottom:0}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:14px}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:14px}
 figure{margin:0;background:var(--card);border-radius:8px;padding:10px 12px}figure.wide{margin-bottom:14px}
 figcaption{font-weight:600;margin-bottom:4px}svg{width:100%;height:auto;display:block}
 .grid{stroke:var(--line);stroke-width:1}.stripe{fill:#8881}.tick{font-size:11px;fill:var(--mute)}

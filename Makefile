@@ -1,0 +1,69 @@
+# make install | demo | test | test-fast | lint | generate | requirements | bench-...
+# Needs python3.11 and the package registry that pip is configured for; everything goes into .venv.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.9
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(STAMP) ## Install into .venv; does nothing when that is current
+
+$(BIN)/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+$(STAMP): requirements/cpu.txt pyproject.toml | $(BIN)/uv
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip sync --require-hashes requirements/cpu.txt
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps --editable .
+	@touch $@
+
+demo: install ## SFT, reward model and PPO on a small model, in a few minutes
+	$(BIN)/dovetail run examples/quickstart.yaml --overwrite
+
+lint: install ## Ruff, mypy and stale generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python hack/generate.py --check
+
+test: lint ## The whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: install ## Tests that start no vLLM servers or trainers
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+format: install ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+generate: install ## Write the CRD, the JSON schema and the reference page anew
+	$(BIN)/python hack/generate.py
+
+# The version of every package, with hashes and without a registry's address.
+requirements: $(BIN)/uv ## Compile requirements/cpu.txt anew from pyproject.toml
+	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--override requirements/overrides.txt --extra coordinator --extra trainer --extra rollout-cpu --extra dev \
+		pyproject.toml -o requirements/cpu.txt
+
+bench-gae: install ## Advantage estimation against the plain recursion
+	$(BIN)/python benchmarks/bench_gae.py
+
+bench-weights: install ## Weight transfer against a raw broadcast
+	$(BIN)/python benchmarks/bench_weights.py
+
+bench-e2e: install ## PPO iterations against TRL
+	$(BIN)/python benchmarks/bench_e2e.py
+
+clean: ## Remove caches and build outputs (not .venv, not runs/)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

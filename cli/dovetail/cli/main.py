@@ -1,0 +1,267 @@
+"""The `dovetail` command. Exit codes: 0 done, 1 a run failed, 2 bad manifest or usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+
+from dovetail.api.manifest import ManifestError, parse, read_yaml
+from dovetail.api.plan import Plan
+from dovetail.api.types import RLHFJob
+from dovetail.cli.overrides import apply_overrides
+from dovetail.cli.run import INTERRUPTED
+from dovetail.cli.run import run_job as run_to_the_end
+from dovetail.local.errors import RunError, UsageError
+
+
+class _Failed(click.ClickException):
+    """Sentences for stderr, one a line."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        for sentence in self.message.splitlines():
+            click.echo(f"Error: {sentence}", err=True, file=file)
+
+
+class _Refused(_Failed):
+    """The manifest or the command line is wrong."""
+
+    exit_code = 2
+
+
+class _Group(click.Group):
+    """Turns the project's errors into sentences and exit codes, and lists commands in the order of their use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from dovetail.planner.simple import PlanError
+
+        try:
+            return super().invoke(ctx)
+        except ManifestError as error:
+            raise _Refused("\n".join(error.errors)) from error
+        except (UsageError, PlanError) as error:
+            raise _Refused(str(error)) from error
+        except RunError as error:
+            raise _Failed(str(error)) from error
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+
+
+_manifest = click.argument("manifest", metavar="JOB.yaml", type=click.Path(path_type=Path))
+_run_dir = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+_set = click.option(
+    "--set",
+    "overrides",
+    metavar="FIELD=VALUE",
+    multiple=True,
+    help="Change a field of the manifest, for example spec.ppo.iterations=3 or spec.groups[0].replicas=1. "
+    "May be given more than once.",
+)
+_seed = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Short for --set spec.seed=SEED.")
+
+
+def _load(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RLHFJob, Plan]:
+    """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there."""
+    from dovetail.api.validation import absolute_paths, check, check_files, resolve, warnings
+    from dovetail.planner.simple import make_plan
+
+    document = read_yaml(manifest)
+    if isinstance(document, dict):
+        apply_overrides(document, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
+    written = parse(document)
+    if errors := check(written.spec):
+        raise ManifestError(errors)
+    base = manifest.resolve().parent
+    if errors := check_files(written.spec, base):
+        raise ManifestError(errors)
+    job = absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base)
+    made = make_plan(job.spec)
+    for warning in dict.fromkeys([*warnings(written.spec), *made.warnings]):
+        click.echo(f"Warning: {warning}", err=True)
+    return job, made
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+def cli() -> None:
+    """RLHF from one manifest: supervised fine-tuning, a reward model and PPO, on this machine.
+
+    \b
+    A first run:
+      dovetail run examples/quickstart.yaml
+      dovetail chat runs/quickstart
+    """
+
+
+@cli.command()
+@_manifest
+@click.option("--resume", is_flag=True, help="Continue the run in the run directory from where it stopped.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory first.")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Where the run's files go.  [default: runs/<job name>]"
+)
+@_set
+@_seed
+@click.option("-v", "--verbose", is_flag=True, help="Show the coordinator's events as they happen.")
+def run(
+    manifest: Path,
+    resume: bool,
+    overwrite: bool,
+    run_dir: Path | None,
+    overrides: tuple[str, ...],
+    seed: int | None,
+    verbose: bool,
+) -> None:
+    """Run a job on this machine.
+
+    Starts a coordinator, the trainers, and a vLLM server and a scorer for every rollout, keeps them running (a process
+    that dies is started again), and ends with a table and report.html. Ctrl-C stops everything within seconds; --resume
+    continues.
+
+    The run directory gets the trained models (models/actor, models/reward, ...), summary.json, checkpoints, logs,
+    TensorBoard files and a Perfetto trace of every iteration.
+    """
+    if resume and overwrite:
+        raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
+    job, plan = _load(manifest, overrides, seed)
+    folder = run_dir or Path("runs") / job.metadata.name
+    given = [f"--set {shlex.quote(o)}" for o in overrides]
+    given += [f"--seed {seed}"] if seed is not None else []
+    given += [f"--run-dir {shlex.quote(str(run_dir))}"] if run_dir is not None else []
+    hint = " ".join(["dovetail run", shlex.quote(str(manifest)), *given, "--resume"])
+    code = run_to_the_end(
+        job, plan, folder, resume=resume, overwrite=overwrite, verbose=verbose, console=Console(), hint=hint
+    )
+    if code:
+        click.get_current_context().exit(code)
+
+
+@cli.command()
+@_run_dir
+@click.option(
+    "--model",
+    type=click.Choice(["actor", "sft", "actor-ema"]),
+    default="actor",
+    show_default=True,
+    help="Which of the run's models to talk with.",
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Longest reply, tokens.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0),
+    default=0.7,
+    show_default=True,
+    help="0: always the likeliest token.",
+)
+def chat(run_dir: Path, model: str, max_tokens: int, temperature: float) -> None:
+    """Talk with a run's model.
+
+    /reset forgets the dialogue so far, /quit ends it. Lines may also be piped in:
+
+    \b
+      echo "hello there" | dovetail chat runs/quickstart
+    """
+    from dovetail.local.chat import ChatModel, Sampling, converse
+
+    interactive = sys.stdin.isatty()
+    loaded = ChatModel(run_dir, model)
+    if interactive:
+        click.echo(f"Talking with {run_dir / 'models' / model}. /reset starts anew, /quit ends.")
+
+    def lines() -> Iterator[str]:
+        if not interactive:
+            yield from sys.stdin
+            return
+        while True:
+            try:
+                yield input("you> ")
+            except EOFError:
+                click.echo()
+                return
+
+    converse(loaded, lines(), lambda text: click.echo(text, nl=False), Sampling(max_tokens, temperature))
+
+
+@cli.command()
+@_run_dir
+def report(run_dir: Path) -> None:
+    """Show a run's table again and write its report.html anew."""
+    from dovetail.local.report import write_report
+    from dovetail.local.summary import read_summary, summary_table
+
+    console = Console()
+    console.print(summary_table(read_summary(run_dir)))
+    console.print(f"\nReport:  {write_report(run_dir)}", highlight=False, soft_wrap=True)
+
+
+@cli.command()
+@_manifest
+@_set
+def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
+    """Check a manifest without running it.
+
+    Every problem is one sentence that names the field and the fix; exit code 2 if there are any. Fields that are
+    accepted but not executed yet are warned of.
+    """
+    job, plan = _load(manifest, overrides)
+    rollouts = f", {len(plan.rollouts)} rollouts" if plan.rollouts else ""
+    stages = ", ".join(stage.value for stage in job.spec.stages)
+    ranks = f"{plan.world_size} trainer rank{'s' if plan.world_size != 1 else ''}"
+    click.echo(f"{manifest} is valid: {job.metadata.name}, stages {stages}; {ranks}{rollouts}.")
+
+
+@cli.command()
+@_manifest
+@_set
+@click.option("--json", "as_json", is_flag=True, help="Print plan.json.")
+def plan(manifest: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show what would run where: processes, parallelism and batches."""
+    from dovetail.cli.plan import plan_tables
+
+    _, made = _load(manifest, overrides)
+    if as_json:
+        click.echo(made.model_dump_json(by_alias=True, indent=2))
+    else:
+        Console().print(plan_tables(made))
+
+
+@cli.command()
+@click.argument("path", metavar="PATH", default="RLHFJob")
+def explain(path: str) -> None:
+    """Describe a field of the manifest: type, default, subfields.
+
+    \b
+      dovetail explain RLHFJob.spec.ppo
+    """
+    from dovetail.api.explain import explain as describe
+
+    try:
+        click.echo(describe(path))
+    except (KeyError, ValueError) as error:
+        raise UsageError(str(error.args[0] if error.args else error)) from error
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"dovetail {importlib.metadata.version('dovetail')}")
+
+
+def main() -> NoReturn:
+    """Entry point of the `dovetail` command."""
+    cli(prog_name="dovetail")
+    raise SystemExit(0)  # click has left already; for the type checker
+
+
+if __name__ == "__main__":
+    main()
