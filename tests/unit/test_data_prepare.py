@@ -1,0 +1,200 @@
+"""`prepare` fills a run directory once, and gives the same batches however often it is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.types import RLHFJobSpec, Stage
+from dovetail.coordinator.data.collection import collect
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.prepare import Prepared, prepare
+
+CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SYNTHETIC = [{"synthetic": {"size": 64}}]
+
+
+def spec(**changes: Any) -> RLHFJobSpec:
+    fields: dict[str, Any] = {
+        "models": {"actor": {"source": {"scratch": {"config": CONFIG}}}, "tokenizer": {"train": {"vocabSize": 300}}},
+        "data": {"demonstrations": SYNTHETIC, "preferences": SYNTHETIC, "prompts": SYNTHETIC},
+        "sft": {"batchSize": 8},
+        "reward": {"batchSize": 8},
+        "ppo": {"globalBatchSize": 16, "samplesPerPrompt": 2, "miniBatchSize": 16},
+        "groups": [{"name": "all", "roles": ["trainer"]}],
+    }
+    return RLHFJobSpec.model_validate({**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, Path]:
+    run = tmp_path_factory.mktemp("run")
+    return prepare(spec(), run, run), run
+
+
+def test_the_run_directory_is_filled(prepared: tuple[Prepared, Path]) -> None:
+    job, run = prepared
+    config = json.loads((run / "models/actor-config/config.json").read_text())
+    assert config["vocab_size"] == len(job.tokenizer) <= 300
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["pad_token_id"], config["eos_token_id"]) == (job.pad_token_id, job.eos_token_id) == (0, 1)
+    assert (run / "tokenizer/tokenizer.json").is_file()
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_preparing_again_changes_nothing(prepared: tuple[Prepared, Path]) -> None:
+    job, run = prepared
+    files = {p: p.stat().st_mtime_ns for p in run.rglob("*.json")}
+    again = prepare(spec(), run, run)
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*.json")} == files
+    for step in (1, 7, 30):
+        for mine, other in (
+            (job.sft_batch(step), again.sft_batch(step)),
+            (job.reward_batch(step), again.reward_batch(step)),
+        ):
+            assert mine.keys() == other.keys()
+            assert all(np.array_equal(mine[k], other[k]) for k in mine)
+    assert job.prompts(5) == again.prompts(5)
+
+
+def test_batches(prepared: tuple[Prepared, Path]) -> None:
+    job, _ = prepared
+    batch = job.sft_batch(1)
+    rows = np.arange(len(batch["lengths"]))
+    assert batch["tokens"].shape == batch["loss_mask"].shape == (8, batch["lengths"].max())
+    assert (batch["tokens"][rows, batch["lengths"] - 1] == job.eos_token_id).all()
+    assert set(job.reward_batch(1)) == {"chosen_tokens", "chosen_lengths", "rejected_tokens", "rejected_lengths"}
+    assert {k: len(v) for k, v in job.ptx_batch(1).items()} == dict.fromkeys(
+        ("ptx_tokens", "ptx_lengths", "ptx_loss_mask"), 16
+    )
+    assert [job.steps_per_epoch(s) for s in Stage] == [8, 8, 8]  # 58 of 64 records, 6 held out
+    assert sum(len(b["lengths"]) for b in job.sft_eval_batches()) == 6
+    assert sum(len(b["chosen_lengths"]) for b in job.reward_eval_batches()) == 6
+
+
+def test_prompts(prepared: tuple[Prepared, Path]) -> None:
+    job, _ = prepared
+    prompts = job.prompts(1)
+    assert [p.index for p in prompts] == list(range(8))
+    assert all(job.tokenizer.decode(p.token_ids) == p.text for p in prompts)
+    assert len(job.held_out_prompts()) == 6
+
+
+def test_model_refs(prepared: tuple[Prepared, Path]) -> None:
+    job, _ = prepared
+    actor = job.model_ref("actor")
+    assert actor is not None
+    assert (actor.head, actor.path, actor.tokenizer) == ("lm", None, str(job.tokenizer_dir))
+    assert job.model_ref("reward") is None
+
+
+def write_pairs(folder: Path, count: int) -> None:
+    rows = [{"prompt": f"p{i} ", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(count)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def collected(tmp_path: Path, **changes: Any) -> dict[str, list[str]]:
+    data = collect(spec(**changes), tmp_path, tmp_path / "cache", None)
+    lists = {"demonstrations": data.demonstrations, "preferences": data.preferences, "prompts": data.prompts}
+    return {
+        name: [r.prompt for r in [*part.training_records(), *part.held_out()]] for name, part in lists.items() if part
+    }
+
+
+def test_a_shared_data_set_is_split_disjointly(tmp_path: Path) -> None:
+    write_pairs(tmp_path, 100)
+    source = [{"path": "pairs.jsonl"}]
+    lists = {"demonstrations": source, "preferences": source, "prompts": source}
+    got = collected(tmp_path, data={**lists, "split": {"sft": 2, "reward": 4, "ppo": 4}})
+    assert {k: len(v) for k, v in got.items()} == {"demonstrations": 20, "preferences": 40, "prompts": 40}
+    assert len(set().union(*got.values())) == 100
+    # A stage that does not run takes no share.
+    got = collected(tmp_path, stages=["sft", "reward"], data={**lists, "split": {"sft": 1, "reward": 1}})
+    assert {k: len(v) for k, v in got.items()} == {"demonstrations": 50, "preferences": 50}
+    assert not set(got["demonstrations"]) & set(got["preferences"])
+
+
+def test_a_data_set_of_one_list_is_used_whole(tmp_path: Path) -> None:
+    write_pairs(tmp_path, 30)
+    got = collected(tmp_path, stages=["reward"], data={"preferences": [{"path": "pairs.jsonl"}]})
+    assert sorted(got) == ["preferences"]
+    assert len(set(got["preferences"])) == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data": {"demonstrations": SYNTHETIC, "preferences": SYNTHETIC}},
+            "spec.data.prompts is empty, but stage ppo",
+        ),
+        ({"models": {"tokenizer": {"train": {}}}}, "spec.models.actor.source is missing"),
+        ({"models": {"actor": {"source": {"scratch": {}}}}}, "a model from scratch has no tokenizer of its own"),
+        (
+            {"models": {"actor": {"source": {"path": "nowhere"}}}},
+            "spec.models.actor.source.path: .*nowhere is not a folder",
+        ),
+        ({"models": {"actor": {"source": {"pvc": "c/p"}}}}, "can be read only on a cluster"),
+        ({"models": {"actor": {"source": {"path": "pickled"}}}}, "only pickled weights .pytorch_model.bin."),
+        ({"models": {"actor": {"source": {"path": "bare"}}}}, "config.json is missing"),
+        (
+            {"models": {"actor": {"source": {"scratch": {"config": {"vocab_size": 5}}}}, "tokenizer": {"train": {}}}},
+            "vocab_size 5 is less than the tokenizer's",
+        ),
+        (
+            {
+                "models": {
+                    "actor": {"source": {"scratch": {"config": {"hidden_size": "wide"}}}},
+                    "tokenizer": {"train": {}},
+                }
+            },
+            "spec.models.actor.source.scratch.config: llama refuses it",
+        ),
+        (
+            {"models": {"actor": {"source": {"scratch": {}}}, "tokenizer": {"path": "bare"}}},
+            "spec.models.tokenizer.path: no tokenizer can be loaded",
+        ),
+    ],
+)
+def test_bad_jobs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    for name in ("pickled", "bare"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pickled/config.json").write_text("{}")
+    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
+    run = tmp_path / "run"
+    with pytest.raises(DataError, match=message) as error:
+        prepare(spec(**changes), run, tmp_path)
+    assert "\n" not in str(error.value)
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_data_that_leaves_nothing_or_no_share(tmp_path: Path) -> None:
+    write_pairs(tmp_path, 3)
+    source = [{"path": "pairs.jsonl"}]
+    with pytest.raises(DataError, match=r"spec.data.preferences\[0\] leaves stage reward nothing to train on"):
+        collected(tmp_path, stages=["reward"], data={"preferences": source, "heldOut": 1.0})
+    lists = {"demonstrations": source, "preferences": source}
+    with pytest.raises(DataError, match=r"spec.data.split gives stage sft no share of spec.data.demonstrations\[0\]"):
+        collected(tmp_path, stages=["sft", "reward"], data={**lists, "split": {"sft": 0}})
+
+
+def test_a_pretrained_folder(prepared: tuple[Prepared, Path], tmp_path: Path) -> None:
+    job, run = prepared
+    model = tmp_path / "model"
+    model.mkdir()
+    job.tokenizer.save_pretrained(str(model))
+    (model / "config.json").write_bytes((run / "models/actor-config/config.json").read_bytes())
+    (model / "model.safetensors").write_bytes(b"")
+    loaded = prepare(spec(models={"actor": {"source": {"path": "model"}}}), tmp_path / "run", tmp_path)
+    actor = loaded.model_ref("actor")
+    assert actor is not None
+    assert (actor.path, actor.scratch) == (str(model.resolve()), None)
+    assert len(loaded.tokenizer) == len(job.tokenizer)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
+    with pytest.raises(DataError, match="do not fit the actor's vocabulary of 9"):
+        prepare(spec(models={"actor": {"source": {"path": "model"}}}), tmp_path / "run2", tmp_path)

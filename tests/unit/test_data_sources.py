@@ -1,0 +1,247 @@
+"""Data files of every format become the right records; every bad input is answered by one sentence."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.api.types import DataSource
+from dovetail.coordinator.data.chat import Template
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
+from dovetail.coordinator.data.sources import load
+
+HH_NAME = "hh-rlhf-harmless-base-test.jsonl.gz"
+SHARED = Path(os.environ.get("DOVETAIL_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+def write(folder: Path, *rows: Any, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def read(path: Path, kind: Kind, chat: Any = None, **options: Any) -> Records[Any]:
+    source = DataSource.model_validate({"path": path.name, **options})
+    return load(
+        source,
+        kind,
+        field=f"spec.data.{kind}[0]",
+        base_dir=path.parent,
+        cache_dir=path.parent / "cache",
+        seed=0,
+        chat=chat,
+    )
+
+
+HH = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello!", "rejected": "\n\nHuman: Hi\n\nAssistant: Go away."}
+
+
+def test_hh(tmp_path: Path) -> None:
+    path = write(tmp_path, HH, name="data.jsonl.gz")
+    prompt = "\n\nHuman: Hi\n\nAssistant:"
+    assert read(path, "preferences")[0] == Preference(prompt, " Hello!", " Go away.")
+    assert read(path, "demonstrations")[0] == Demonstration(prompt, " Hello!")
+    assert read(path, "prompts")[0] == Prompt(prompt, {})
+
+
+def test_hh_prompt_is_the_common_dialogue_up_to_its_last_assistant_turn(tmp_path: Path) -> None:
+    start = "\n\nHuman: a\n\nAssistant: same\n\nHuman: b\n\nAssistant:"
+    path = write(tmp_path, {"chosen": start + " The cat", "rejected": start + " The dog\n\nHuman: c\n\nAssistant: d"})
+    record = read(path, "preferences")[0]
+    assert record == Preference(start, " The cat", " The dog\n\nHuman: c\n\nAssistant: d")
+
+
+@pytest.mark.parametrize("names", [("prompt", "response"), ("instruction", "output"), ("question", "answer")])
+def test_prompt_and_response(tmp_path: Path, names: tuple[str, str]) -> None:
+    path = write(tmp_path, {names[0]: "1+1=", names[1]: "2", "level": 3})
+    assert read(path, "demonstrations")[0] == Demonstration("1+1=", " 2")
+    assert read(path, "prompts")[0] == Prompt("1+1=", {names[1]: "2", "level": 3})
+
+
+def test_chosen_and_rejected_with_a_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "P: ", "chosen": "good", "rejected": "bad"},
+        {"prompt": "P:", "chosen": "P: a", "rejected": "P: b"},
+    ]
+    records = read(write(tmp_path, *rows), "preferences")
+    assert [records[i] for i in range(2)] == [Preference("P: ", "good", "bad"), Preference("P:", " a", " b")]
+
+
+def test_chosen_and_rejected_without_a_prompt_share_their_beginning(tmp_path: Path) -> None:
+    path = write(tmp_path, {"chosen": "Once upon a time", "rejected": "Once upon another"})
+    assert read(path, "preferences")[0] == Preference("Once upon", " a time", " another")
+
+
+def test_messages_without_a_template_are_human_and_assistant(tmp_path: Path) -> None:
+    dialogue = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+    path = write(tmp_path, {"messages": dialogue})
+    prompt = "\n\nSystem: Be kind.\n\nHuman: Hi\n\nAssistant:"
+    assert read(path, "demonstrations")[0] == Demonstration(prompt, " Hello")
+    assert read(path, "prompts")[0] == Prompt(prompt, {})
+
+
+def test_message_pairs(tmp_path: Path) -> None:
+    user = {"role": "user", "content": "Hi"}
+    pair = [[user, {"role": "assistant", "content": text}] for text in ("yes", "no")]
+    path = write(tmp_path, {"chosen": pair[0], "rejected": pair[1]})
+    assert read(path, "preferences")[0] == Preference("\n\nHuman: Hi\n\nAssistant:", " yes", " no")
+
+
+def test_messages_use_the_tokenizers_chat_template(tmp_path: Path) -> None:
+    class Tokenizer:
+        eos_token, bos_token = "</s>", "<s>"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, **options: bool) -> str:
+            text = "<s>" + "".join(f"[{m['role']}]{m['content']}</s>" for m in messages)
+            return text + ("[assistant]" if options.get("add_generation_prompt") else "")
+
+    dialogue = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    path = write(tmp_path, {"conversations": dialogue})
+    record = read(path, "demonstrations", chat=Template(Tokenizer()))[0]
+    assert record == Demonstration("[user]Hi</s>[assistant]", "Hello")
+
+
+def test_text(tmp_path: Path) -> None:
+    path = write(tmp_path, {"text": "Just words."}, {"text": "\n\nHuman: a\n\nAssistant: b"})
+    records = read(path, "demonstrations")
+    assert records[0] == Demonstration("", "Just words.")
+    assert records[1] == Demonstration("\n\nHuman: a\n\nAssistant:", " b")
+
+
+def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    write(folder, {"prompt": "c"}, name="2.jsonl")
+    write(folder, {"prompt": "a"}, "", {"prompt": "b", "other": [1, "mixed"]}, name="1.jsonl.gz")
+    records = read(folder, "prompts")
+    assert [records[i].prompt for i in range(len(records))] == ["a", "b", "c"]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"prompt": "p", "response": "r"}] * 3).to_parquet(str(tmp_path / "d.parquet"))
+    records = read(tmp_path / "d.parquet", "demonstrations")
+    assert (len(records), records[2]) == (3, Demonstration("p", " r"))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "old"})
+    assert read(path, "prompts")[0].prompt == "old"
+    write(tmp_path, {"prompt": "newer"})
+    assert read(path, "prompts")[0].prompt == "newer"
+
+
+BAD_LINES: list[tuple[Any, Kind, str]] = [
+    ("{'a'}", "prompts", "not valid JSON (Expecting property name enclosed in double quotes at column 2)"),
+    ("[1]", "prompts", "each line must be an object"),
+    ({"prompt": 3}, "prompts", "field 'prompt' must be a string, not a number"),
+    ({"prompt": ""}, "prompts", "field 'prompt' is an empty string"),
+    ({"other": "x", "text": None}, "prompts", "field 'prompt' (or instruction, question, query) is missing"),
+    ({"prompt": "x"}, "demonstrations", "(or completion, output, answer) is missing; the record has only 'prompt'"),
+    ({"prompt": "x", "response": "y"}, "preferences", "needs records with chosen and rejected replies"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "kind", "message"), BAD_LINES)
+def test_a_bad_line_is_named(tmp_path: Path, row: Any, kind: Kind, message: str) -> None:
+    good = {"prompt": "x", "response": "y"}
+    path = write(tmp_path, good, good, row)
+    with pytest.raises(DataError) as error:
+        read(path, kind)
+    line = 1 if kind == "preferences" else 3
+    assert str(error.value).startswith(f"{path}:{line}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "nothing"}, "no common dialogue"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b"}, "field 'rejected' is missing; the record has only 'chosen'"),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": ["x"]},
+            "field 'rejected' must be a string, not a list",
+        ),
+    ],
+)
+def test_bad_hh_lines(tmp_path: Path, row: Any, message: str) -> None:
+    path = write(tmp_path, HH, row)
+    with pytest.raises(DataError, match=f"{path}:2: ") as error:
+        read(path, "preferences")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "hi"}, "must be a list of messages, not a string"),
+        ({"messages": [{"role": "user"}]}, "message 0 of field 'messages' needs 'role' and 'content'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "has role 'tool'; use system, user or assistant"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "must be an assistant message"),
+    ],
+)
+def test_bad_messages(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        read(write(tmp_path, row), "demonstrations")
+    assert message in str(error.value)
+
+
+def test_unknown_fields(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot tell the format of a record with fields 'a', 'b'; name the fields"):
+        read(write(tmp_path, {"a": 1, "b": 2}), "prompts")
+
+
+def test_missing_empty_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"spec.data.prompts\[0\].path: .*nowhere.jsonl does not exist"):
+        read(tmp_path / "nowhere.jsonl", "prompts")
+    with pytest.raises(DataError, match=r"data.csv must end in one of .jsonl, .jsonl.gz, .parquet"):
+        read(write(tmp_path, name="data.csv"), "prompts")
+    with pytest.raises(DataError, match=r"empty.jsonl: the file is empty"):
+        read(write(tmp_path, "", "  ", name="empty.jsonl"), "prompts")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"folder holds no .jsonl"):
+        read(tmp_path / "folder", "prompts")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps({"prompt": "x" * 9999}).encode())[:-9])
+    with pytest.raises(DataError, match=r"cut.jsonl.gz: broken gzip file"):
+        read(tmp_path / "cut.jsonl.gz", "prompts")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(DataError, match=r"latin.jsonl:2: not UTF-8 text"):
+        read(tmp_path / "latin.jsonl", "prompts")
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"bad.parquet: cannot be loaded"):
+        read(tmp_path / "bad.parquet", "prompts")
+
+
+def test_a_line_that_went_bad_after_good_ones_is_not_cached_as_good(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "a"}, "oops")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"data.jsonl:2: not valid JSON"):
+            read(path, "prompts")
+
+
+@pytest.mark.skipif(not (SHARED / HH_NAME).exists(), reason="the hh-rlhf test file is not here")
+def test_all_pairs_of_hh_rlhf_parse(tmp_path: Path) -> None:
+    source = DataSource(path=str(SHARED / HH_NAME))
+    records = load(source, "preferences", field="f", base_dir=tmp_path, cache_dir=tmp_path, seed=0)
+    assert len(records) == 2312
+    for i in range(len(records)):
+        record = records[i]
+        assert isinstance(record, Preference)
+        assert record.prompt.startswith("\n\nHuman:")
+        assert record.prompt.endswith("\n\nAssistant:")
