@@ -7,17 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from dovetail.api.sampling import sampling_params
+from dovetail.api.types import Generation
+
 pytest.importorskip("vllm")
 
-from dovetail.rollout.sampler import CounterSampler, GumbelNoise, mask_top_k_top_p
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
+
+from dovetail.rollout.sampler import CounterSampler, GumbelNoise, mask_top_k_top_p
 
 
 def request(seed: int, **extra: object) -> SamplingParams:

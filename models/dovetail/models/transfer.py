@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+
 from dovetail.api.buckets import CHECKSUM_BYTES, aligned, bucket_specs
 from dovetail.api.messages import Bucket
 

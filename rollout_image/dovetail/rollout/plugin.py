@@ -16,8 +16,9 @@ def die_with_parent() -> None:
 
 def register() -> None:
     """Make the weight-transfer backend `dovetail` known. May be called any number of times."""
-    from dovetail.rollout.weights_vllm import BACKEND
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from dovetail.rollout.weights_vllm import BACKEND
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from dovetail.api.sampling import SEED, TEMPERATURE, TOP_K, TOP_P
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from dovetail.api.sampling import SEED, TEMPERATURE, TOP_K, TOP_P
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -20,6 +20,8 @@ from typing import Any
 from dovetail.api.env import ProcessEnv
 from dovetail.api.types import Dtype, Group, RLHFJob
 
+# vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
@@ -34,10 +36,15 @@ def main(argv: list[str] | None = None) -> int:
         job = RLHFJob.model_validate_json((env.run_dir / "job.json").read_text())
         group = _group(job, env.group)
         config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
+        on_cpu = group.gpu.product is None or group.gpu.per_pod == 0
+        if on_cpu and (size := head_size(config)) not in CPU_HEAD_SIZES:
+            raise ValueError(
+                f"the actor's attention heads have {size} dimensions (hidden_size / num_attention_heads); vLLM on CPUs "
+                f"takes {', '.join(map(str, CPU_HEAD_SIZES))}"
+            )
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 1
-    on_cpu = group.gpu.product is None or group.gpu.per_pod == 0
     os.environ.update(environment(on_cpu, os.environ))
     arguments = vllm_arguments(env, job, group, config, on_cpu)
     return serve([*arguments, *(argv or [])], env, on_cpu)
@@ -139,15 +146,21 @@ def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
     return min(wanted, int(positions)) if positions else wanted
 
 
+def head_size(config: Mapping[str, Any]) -> int:
+    """Dimensions of one attention head."""
+    return int(
+        config.get("head_dim") or int(config.get("hidden_size", 64)) // int(config.get("num_attention_heads", 1))
+    )
+
+
 def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, item_bytes: int = 4) -> int:
     """Bytes of KV cache for `concurrent` sequences of `length` tokens, at most a quarter of the machine's memory but
     always enough for two sequences."""
     heads = int(config.get("num_attention_heads", 1))
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 64)) // heads)
     layers = int(config.get("num_hidden_layers", 1))
     blocks = -(-length // KV_BLOCK_TOKENS)
-    sequence = blocks * KV_BLOCK_TOKENS * layers * kv_heads * head_dim * 2 * item_bytes
+    sequence = blocks * KV_BLOCK_TOKENS * layers * kv_heads * head_size(config) * 2 * item_bytes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # One block more: vLLM keeps one for itself.
     wanted = concurrent * sequence + sequence // blocks
@@ -158,13 +171,14 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool) -> int:
     """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
     import uvloop
     import vllm
-    from dovetail.rollout.plugin import die_with_parent
-    from dovetail.rollout.register import Registrar
-    from dovetail.rollout.routes import STATE
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dovetail.rollout.plugin import die_with_parent
+    from dovetail.rollout.register import Registrar
+    from dovetail.rollout.routes import STATE
 
     STATE.name = env.name
     STATE.incarnation = uuid.uuid4().hex

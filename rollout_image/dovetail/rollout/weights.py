@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+
 from dovetail.api.messages import Bucket, Receive, Segment
 from dovetail.models.transfer import Channel, Deadline, Handle, TransferError, call, intact, message_bytes, unpack
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.api.messages import Receive
-from dovetail.models.transfer import TransferError
-from dovetail.rollout.weights import WeightReceiver
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -15,6 +12,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from dovetail.api.messages import Receive
+from dovetail.models.transfer import TransferError
+from dovetail.rollout.weights import WeightReceiver
 
 BACKEND = "dovetail"
 

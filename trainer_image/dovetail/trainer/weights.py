@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
 from dovetail.api.buckets import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, TensorSpec, bucket_specs, plan_buckets
 from dovetail.api.env import HOST
 from dovetail.api.messages import Bucket, Offer, Publish, Receiver, Segment

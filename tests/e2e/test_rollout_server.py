@@ -1,0 +1,558 @@
+"""Two real vLLM servers, as a job starts them: weights over the wire, generation, migration, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.messages import Offer, Publish, Receiver
+from dovetail.api.sampling import sampling_params
+from dovetail.api.types import Generation, RLHFJob
+from dovetail.coordinator.weights import push_offer
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOKEN = "a-secret"
+EPOCHS = itertools.count(1)
+
+
+# ---------------------------------------------------------------- starting and talking to servers
+
+
+@dataclass
+class Server:
+    name: str
+    url: str
+    port: int
+    process: Any
+    log: Path
+
+    def call(self, path: str, body: Any = None, token: str = TOKEN, method: str | None = None) -> tuple[int, Any]:
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode() if body is not None else None,
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return reply.status, json.loads(reply.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def generate(self, prompt: list[int], **params: Any) -> tuple[list[int], list[float], str]:
+        status, reply = self.call(
+            "/inference/v1/generate", {"model": "actor", "token_ids": prompt, "sampling_params": params}
+        )
+        assert status == 200, reply
+        choice = reply["choices"][0]
+        return choice["token_ids"], [c["logprob"] for c in choice["logprobs"]["content"]], choice["finish_reason"]
+
+    def stream(self, prompt: list[int], stop_after: int, **params: Any) -> tuple[list[int], list[float]]:
+        """The tokens that came before and after asking, at `stop_after`, to abort."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        body = {"model": "actor", "token_ids": prompt, "sampling_params": params, "stream": True, "request_id": "r1"}
+        request = urllib.request.Request(
+            self.url + "/inference/v1/generate",
+            data=json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+        )
+        aborted = False
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice.get("token_ids") or []
+                    logprobs += [c["logprob"] for c in (choice.get("logprobs") or {}).get("content", [])]
+                if len(tokens) >= stop_after and not aborted:
+                    aborted = True
+                    assert self.call("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-r1"]})[0] == 200
+        return tokens, logprobs
+
+    def weight_version(self) -> int | None:
+        status, info = self.call("/dovetail/info")
+        assert status == 200
+        return info["weight_version"]
+
+
+class Coordinator:
+    """Takes registrations; listens from the start, serves once the servers are forked."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[dict[str, Any]]] = {}
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert self.headers["Authorization"] == f"Bearer {TOKEN}"
+                outer.seen.setdefault(body["name"], []).append(body)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def start(self) -> None:
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(env: dict[str, str], log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(env)
+    from dovetail.rollout.server import main
+
+    raise SystemExit(main([]))
+
+
+def start(name: str, run_dir: Path, coordinator: str) -> Server:
+    port = free_port()
+    env = ProcessEnv(
+        job="test",
+        name=name,
+        run_dir=run_dir,
+        coordinator=coordinator,
+        token=TOKEN,
+        host="127.0.0.1",
+        port=port,
+        metrics_port=0,
+        group="rollout",
+        rank=0,
+        world_size=1,
+    )
+    log = run_dir / f"{name}.log"
+    process = multiprocessing.get_context("fork").Process(target=serve, args=(env.write(), str(log)))
+    process.start()
+    return Server(name, f"http://127.0.0.1:{port}", port, process, log)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not within {seconds} s")
+        time.sleep(0.05)
+
+
+def healthy(server: Server) -> bool:
+    if not server.process.is_alive():
+        raise AssertionError(f"{server.name} ended: {server.log.read_text()[-3000:]}")
+    with contextlib.suppress(OSError), urllib.request.urlopen(server.url + "/health", timeout=2) as reply:
+        return bool(reply.status == 200)
+    return False
+
+
+@dataclass
+class World:
+    run_dir: Path
+    coordinator: Coordinator
+    servers: list[Server]
+    config: Any
+    extra: list[Server] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    from dovetail.rollout.preload import preload
+
+    preload()
+    from transformers import LlamaConfig
+
+    run_dir = tmp_path_factory.mktemp("run")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        initializer_range=0.05,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    config.save_pretrained(run_dir / "models" / "actor-config")
+    job = {
+        "apiVersion": "dovetail.dev/v1alpha1",
+        "kind": "RLHFJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "models": {"actor": {"source": {"scratch": {}}}},
+            "data": {"maxPromptTokens": 128},
+            "generation": {"maxTokens": 128, "maxConcurrent": 16},
+            "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
+        },
+    }
+    (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
+    coordinator = Coordinator()
+    before = threading.active_count()
+    assert before == 1 or all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+    servers = [start(f"rollout-{i}", run_dir, coordinator.url) for i in range(2)]
+    made = World(run_dir, coordinator, servers, config)
+    try:
+        coordinator.start()
+        for server in servers:
+            wait_for(lambda server=server: healthy(server), 180, f"{server.name} to be healthy")
+        yield made
+    finally:
+        for server in [*servers, *made.extra]:
+            if server.process.is_alive():
+                server.process.terminate()
+        for server in [*servers, *made.extra]:
+            server.process.join(20)
+            if server.process.is_alive():
+                server.process.kill()
+                server.process.join()
+        coordinator.server.shutdown()
+
+
+# ---------------------------------------------------------------- a trainer of one rank
+
+
+class Alone:
+    rank = 0
+    world_size = 1
+    device = torch.device("cpu")
+    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0)}  # noqa: RUF012
+
+    def broadcast_json(self, value: Any) -> Any:
+        return value
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def model_of(world: World, seed: int) -> Any:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(world.config).float().eval()
+
+
+def publish_command(servers: list[Server], version: int, epoch: int, seconds: float) -> Publish:
+    return Publish(
+        id="p",
+        version=version,
+        epoch=epoch,
+        receivers=[
+            Receiver(name=s.name, kind="rollout", models=["actor"], rank_offset=i + 1) for i, s in enumerate(servers)
+        ],
+        deadline_seconds=seconds,
+    )
+
+
+def push(servers: list[Server], command: Publish, offer: Offer, new: bool) -> dict[str, str | None]:
+    async def run() -> dict[str, str | None]:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            pairs = [(r, s.url) for r, s in zip(command.receivers, servers, strict=True)]
+            return await push_offer(session, offer, pairs, new)
+
+    return asyncio.run(run())
+
+
+class Trainer:
+    """A real WeightSender of one rank; small buckets, so that a tiny model makes several."""
+
+    def __init__(self, servers: list[Server]):
+        from dovetail.trainer.weights import WeightSender
+
+        self.servers = servers
+        self.offers: queue.Queue[Offer] = queue.Queue()
+        self.sender = WeightSender(Alone(), self.offers.put, host="127.0.0.1", bucket_bytes=150_000)
+        self.epoch = next(EPOCHS)
+        self.new = True
+
+    def publish(self, model: Any, version: int, seconds: float = 60.0) -> dict[str, str | None]:
+        """Errors by receiver; raises what the sender raised if the receivers saw nothing wrong."""
+        command = publish_command(self.servers, version, self.epoch, seconds)
+        new, self.new = self.new, False
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(self.sender.publish, command, {"actor": lambda: model.state_dict().items()})
+            errors = push(self.servers, command, self.offers.get(timeout=30), new)
+            if any(errors.values()):
+                self.epoch, self.new = next(EPOCHS), True
+                sending.exception()
+                return errors
+            assert sending.result()["bytes"] >= sum(p.numel() * 4 for p in model.parameters())
+        return errors
+
+
+@pytest.fixture(scope="module")
+def trainer(world: World) -> Iterator[Trainer]:
+    made = Trainer(world.servers)
+    yield made
+    made.sender.close()
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+
+
+def hf_greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    tokens = list(prompt)
+    logprobs = []
+    with torch.no_grad():
+        for _ in range(count):
+            row = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            tokens.append(int(row.argmax()))
+            logprobs.append(float(row[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs
+
+
+# ---------------------------------------------------------------- what users would notice
+
+
+def test_servers_register_and_refuse_to_generate_before_weights_came(world: World) -> None:
+    for server in world.servers:
+        assert server.weight_version() is None
+        status, text = server.call("/inference/v1/generate", {"token_ids": [1], "sampling_params": GREEDY})
+        assert status == 503
+        assert "weights" in text
+        wait_for(
+            lambda server=server: any(m["ready"] for m in world.coordinator.seen.get(server.name, [])), 20, "ready"
+        )
+        last = world.coordinator.seen[server.name][-1]
+        assert (last["kind"], last["group"], last["url"]) == ("rollout", "rollout", server.url)
+        assert last["weight_version"] is None
+        assert last["abilities"]["sampler"] == "counter"
+        assert last["abilities"]["max_model_len"] == 256
+
+
+def test_every_route_but_probes_asks_for_the_token(world: World) -> None:
+    server = world.servers[0]
+    for path in ("/dovetail/info", "/v1/models", "/is_paused", "/server_info", "/pause", "/openapi.json"):
+        for token in ("", "wrong", TOKEN[:-1]):
+            assert server.call(path, token=token)[0] == 401, path
+    for path in ("/health", "/metrics"):
+        with urllib.request.urlopen(server.url + path, timeout=10) as reply:
+            assert reply.status == 200
+
+
+def test_greedy_output_is_the_published_models(world: World, trainer: Trainer) -> None:
+    for version, seed in ((1, 10), (2, 11)):
+        model = model_of(world, seed)
+        assert trainer.publish(model, version) == {"rollout-0": None, "rollout-1": None}
+        prompt = [5, 9, 33, 7]
+        tokens, logprobs = hf_greedy(model, prompt, 40)
+        for server in world.servers:
+            got, their, _ = server.generate(prompt, **GREEDY)
+            assert got == tokens
+            assert their == pytest.approx(logprobs, abs=1e-5)
+            assert server.weight_version() == version
+    wait_for(lambda: world.coordinator.seen["rollout-1"][-1]["weight_version"] == 2, 20, "the new version's report")
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        Generation(max_tokens=100),
+        Generation(max_tokens=100, temperature=0.7, top_k=20),
+        Generation(max_tokens=100, temperature=1.3, top_p=0.9, min_tokens=60),
+        Generation(max_tokens=100, top_k=50, top_p=0.8),
+    ],
+    ids=["plain", "top-k", "top-p", "both"],
+)
+def test_a_sample_goes_on_elsewhere_as_if_it_had_never_moved(
+    world: World, trainer: Trainer, generation: Generation
+) -> None:
+    one, two = world.servers
+    if one.weight_version() is None:
+        assert not any(trainer.publish(model_of(world, 11), 2).values())
+    for seed in range(3):
+        prompt = [3, 1, 4, 1, 5 + seed]
+        whole, whole_logprobs, reason = one.generate(prompt, **sampling_params(generation, seed, 100, "counter"))
+        assert two.generate(prompt, **sampling_params(generation, seed, 100, "counter"))[0] == whole
+        part, part_logprobs = one.stream(prompt, 9 + 5 * seed, **sampling_params(generation, seed, 100, "counter"))
+        assert part == whole[: len(part)]
+        if len(part) == len(whole):
+            continue
+        params = sampling_params(generation, seed, 100 - len(part), "counter", generated=len(part))
+        rest, rest_logprobs, rest_reason = two.generate(prompt + part, **params)
+        assert part + rest == whole
+        assert rest_reason == reason
+        assert part_logprobs + rest_logprobs == pytest.approx(whole_logprobs, abs=2e-6)
+        assert len(whole) >= generation.min_tokens
+    other = one.generate(prompt, **sampling_params(generation, 99, 100, "counter"))[0]
+    assert other != whole
+
+
+def test_bad_sampling_parameters_are_a_400_and_hurt_nobody(world: World, trainer: Trainer) -> None:
+    server = world.servers[0]
+    bad = {**GREEDY, "extra_args": {"dt_seed": 1, "dt_top_p": 7}}
+    status, text = server.call("/inference/v1/generate", {"model": "actor", "token_ids": [1], "sampling_params": bad})
+    assert status == 400
+    assert "dt_top_p" in text
+    assert healthy(server)
+
+
+def test_a_wrong_checksum_leaves_servers_stale_until_a_whole_version_arrives(
+    world: World, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dovetail.trainer.weights as sending
+
+    good = sending.pack_into
+    count = itertools.count()
+
+    def corrupt(buffer: torch.Tensor, *args: Any) -> None:
+        good(buffer, *args)
+        if next(count) == 2:
+            buffer[1000] ^= 1
+
+    model = model_of(world, 12)
+    monkeypatch.setattr(sending, "pack_into", corrupt)
+    errors = trainer.publish(model, 3)
+    assert all("checksum" in str(e) for e in errors.values()), errors
+    for server in world.servers:
+        assert server.weight_version() is None
+        assert server.call("/inference/v1/generate", {"token_ids": [1], "sampling_params": GREEDY})[0] == 503
+        assert healthy(server)
+    monkeypatch.undo()
+    assert trainer.publish(model, 4) == {"rollout-0": None, "rollout-1": None}
+    for server in world.servers:
+        assert server.generate([8, 8], **GREEDY)[0] == hf_greedy(model, [8, 8], 40)[0]
+
+
+def send_and_stall(command: Publish, state: dict[str, torch.Tensor], pipe: Any) -> None:
+    from dovetail.trainer.weights import WeightSender
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for k, item in enumerate(state.items()):
+            if calls > 1 and k == 12:
+                pipe.send("stalled")
+                time.sleep(600)
+            yield item
+
+    calls = 0
+
+    def again() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal calls
+        calls += 1
+        return source()
+
+    sender = WeightSender(
+        Alone(), lambda offer: pipe.send(offer.model_dump_json()), host="127.0.0.1", bucket_bytes=150_000
+    )
+    sender.publish(command, {"actor": again})
+
+
+def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recovers_them(
+    world: World, trainer: Trainer
+) -> None:
+    model = model_of(world, 13)
+    command = publish_command(world.servers, 5, next(EPOCHS), 60.0)
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=send_and_stall, args=(command, dict(model.state_dict()), there)
+    )
+    process.start()
+    try:
+        assert here.poll(60)
+        offer = Offer.model_validate_json(here.recv())
+        with ThreadPoolExecutor(1) as pool:
+            pushing = pool.submit(push, world.servers, command, offer, True)
+            assert here.poll(60)
+            assert here.recv() == "stalled"
+            process.kill()
+            start_time = time.monotonic()
+            errors = pushing.result()
+    finally:
+        process.kill()
+        process.join()
+    assert all(errors.values()), errors
+    assert time.monotonic() - start_time < 30, "a dead sender must be noticed before the deadline"
+    for server in world.servers:
+        assert server.weight_version() is None
+    trainer.epoch, trainer.new = next(EPOCHS), True
+    assert trainer.publish(model, 6) == {"rollout-0": None, "rollout-1": None}
+    assert world.servers[1].generate([4], **GREEDY)[0] == hf_greedy(model, [4], 40)[0]
+
+
+def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: World, trainer: Trainer) -> None:
+    from dovetail.models.transfer import TransferError
+
+    model = model_of(world, 14)
+    trainer.epoch = next(EPOCHS)
+    command = publish_command(world.servers, 7, trainer.epoch, 3.0)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(trainer.sender.publish, command, {"actor": lambda: model.state_dict().items()})
+        trainer.offers.get(timeout=30)
+        with pytest.raises(TransferError, match="rollout-0, rollout-1"):
+            sending.result(timeout=30)
+    # Nothing reached the servers: they still answer with what they had.
+    assert world.servers[0].weight_version() == 6
+    trainer.epoch, trainer.new = next(EPOCHS), True
+    assert trainer.publish(model, 8) == {"rollout-0": None, "rollout-1": None}
+
+
+def children(pid: int) -> list[int]:
+    out = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [int(line) for line in out.split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_once(
+    world: World, trainer: Trainer
+) -> None:
+    killed, other = world.servers
+    engines = children(killed.process.pid)
+    assert engines
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.process.join(10)
+    wait_for(lambda: not any(running(pid) for pid in engines), 10, "the engine core to end with its server")
+
+    engines = children(other.process.pid)
+    # With a client still reading a response.
+    params = sampling_params(Generation(max_tokens=128), 1, 128, "counter") | {"ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(other.generate, [1, 2], **params)
+        os.kill(other.process.pid, signal.SIGTERM)
+        other.process.join(15)
+        assert other.process.exitcode == 0
+        reading.exception(timeout=30)
+    wait_for(lambda: not any(running(pid) for pid in engines), 10, "the engine core to end")

@@ -1,0 +1,254 @@
+"""What the server wrapper asks of vLLM, what it refuses, and what it tells the coordinator; no vLLM is started."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.types import RLHFJob
+from dovetail.rollout import auth, server
+from dovetail.rollout.register import Registrar
+from dovetail.rollout.routes import STATE, ServerState
+
+CONFIG = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+}
+
+
+def job(**group: Any) -> RLHFJob:
+    return RLHFJob.model_validate(
+        {
+            "apiVersion": "dovetail.dev/v1alpha1",
+            "kind": "RLHFJob",
+            "metadata": {"name": "t"},
+            "spec": {
+                "models": {"actor": {"source": {"scratch": {}}}},
+                "data": {"maxPromptTokens": 100},
+                "generation": {"maxTokens": 60, "maxConcurrent": 9},
+                "groups": [{"name": "g", "roles": ["rollout"], **group}, {"name": "t", "roles": ["trainer"]}],
+            },
+        }
+    )
+
+
+def env(run_dir: Path, **other: Any) -> ProcessEnv:
+    values: dict[str, Any] = {
+        "job": "t",
+        "name": "rollout-0",
+        "run_dir": run_dir,
+        "coordinator": "http://127.0.0.1:9",
+        "token": "x",
+        "host": "127.0.0.1",
+        "port": 4321,
+        "metrics_port": 0,
+        "group": "g",
+        "rank": 0,
+        "world_size": 1,
+    }
+    return ProcessEnv(**(values | other))
+
+
+def arguments(run_dir: Path, on_cpu: bool = True, **group: Any) -> list[str]:
+    made = job(**group)
+    return server.vllm_arguments(env(run_dir), made, made.spec.groups[0], CONFIG, on_cpu)
+
+
+def value(args: list[str], flag: str) -> str:
+    """The last one: vLLM takes the last of a repeated flag."""
+    return args[len(args) - args[::-1].index(flag)]
+
+
+def test_cpu_servers_sample_by_counter_in_float32_and_gpu_servers_natively_in_bfloat16(tmp_path: Path) -> None:
+    cpu, gpu = arguments(tmp_path), arguments(tmp_path, on_cpu=False, gpu={"product": "A", "perPod": 4})
+    assert value(cpu, "--dtype") == "float32"
+    assert value(cpu, "--logits-processors").endswith(":CounterSampler")
+    assert "--enforce-eager" in cpu
+    assert value(gpu, "--dtype") == "bfloat16"
+    assert value(gpu, "--tensor-parallel-size") == "4"
+    assert "--logits-processors" not in gpu
+    assert value(cpu, "--max-model-len") == "160"
+    assert value(cpu, "--max-num-seqs") == "9"
+    assert value(cpu, "--load-format") == "dummy"
+
+
+def test_the_tokenizer_is_used_if_the_job_has_one(tmp_path: Path) -> None:
+    assert "--skip-tokenizer-init" in arguments(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    assert value(arguments(tmp_path), "--tokenizer") == str(tmp_path / "tokenizer")
+
+
+def test_the_groups_own_settings_win(tmp_path: Path) -> None:
+    args = arguments(tmp_path, dtype="bfloat16", vllmArgs=["--max-num-seqs", "3"])
+    assert value(args, "--dtype") == "bfloat16"
+    assert value(args, "--max-num-seqs") == "3"
+
+
+def test_lengths_stop_at_the_models_positions() -> None:
+    assert server.max_model_len(job(), {"max_position_embeddings": 120}) == 120
+    assert server.max_model_len(job(), {}) == 160
+
+
+def test_the_cache_holds_all_concurrent_sequences_or_at_least_some() -> None:
+    sequence = 2 * 128 * 3 * 2 * 32 * 2 * 4
+    assert server.kv_cache_bytes(CONFIG, 160, 9) >= 9 * sequence
+    assert server.kv_cache_bytes(CONFIG, 160, 10**9) < 10**9 * sequence
+    huge = {**CONFIG, "num_hidden_layers": 10**6}
+    assert server.kv_cache_bytes(huge, 160, 1) >= 2 * 128 * 10**6
+
+
+def test_environment_leaves_the_users_choices_alone() -> None:
+    made = server.environment(True, {"OMP_NUM_THREADS": "8", "VLLM_PLUGINS": "other"})
+    assert "OMP_NUM_THREADS" not in made
+    assert made["VLLM_PLUGINS"] == "dovetail,dovetail_info"
+    assert made["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in server.environment(False, {})
+
+
+def test_a_config_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 1:
+            (tmp_path / "config.json").write_text('{"a": ')
+        if now[0] > 2:
+            (tmp_path / "config.json").write_text('{"a": 1}')
+
+    assert server.wait_for_config(tmp_path, 5, lambda: now[0], sleep) == {"a": 1}
+    with pytest.raises(TimeoutError, match=r"config\.json did not appear within 3 s"):
+        server.wait_for_config(tmp_path / "no", 3, lambda: now[0], sleep)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"group": "nowhere"}, "'nowhere'"), ({"run_dir": Path("/nonexistent")}, "job.json")],
+)
+def test_a_start_that_cannot_work_is_one_sentence_and_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Any, word: str
+) -> None:
+    (tmp_path / "job.json").write_text(job().model_dump_json(by_alias=True))
+    for key, text in env(**({"run_dir": tmp_path} | change)).write().items():
+        monkeypatch.setenv(key, text)
+    assert server.main([]) == 1
+    err = capsys.readouterr().err
+    assert word in err
+    assert err.count("\n") == 1
+
+
+def test_heads_that_vllm_cannot_run_on_cpus_are_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.json").write_text(job().model_dump_json(by_alias=True))
+    folder = tmp_path / "models" / "actor-config"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64}))
+    for key, text in env(tmp_path).write().items():
+        monkeypatch.setenv(key, text)
+    assert server.main([]) == 1
+    assert "heads have 16 dimensions" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- middleware
+
+
+def ask(app: Any, path: str, headers: list[tuple[bytes, bytes]], kind: str = "http") -> int | str:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    asyncio.run(app({"type": kind, "path": path, "headers": headers}, receive, send))
+    return sent[0].get("status") or sent[0]["type"]
+
+
+async def inner(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200})
+
+
+def bearer(token: str) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", f"Bearer {token}".encode())]
+
+
+def test_only_the_jobs_token_opens_routes() -> None:
+    app = auth.RequireToken(inner, "good")
+    assert ask(app, "/pause", bearer("good")) == 200
+    for headers in ([], bearer("bad"), bearer("goo"), bearer("goodd"), [(b"authorization", b"good")]):
+        assert ask(app, "/pause", headers) == 401
+    for path in ("/health", "/metrics", "/ping"):
+        assert ask(app, path, []) == 200
+    assert ask(app, "/health/../pause", []) == 401
+    assert ask(app, "/v1/realtime", [], "websocket") == "websocket.close"
+
+
+def test_a_server_without_a_token_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_TOKEN", "")
+    with pytest.raises(ValueError, match="DOVETAIL_TOKEN"):
+        auth.RequireToken(inner)
+
+
+def test_no_generation_without_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = auth.RequireWeights(inner)
+    monkeypatch.setattr(STATE, "weight_version", None)
+    assert ask(app, "/inference/v1/generate", []) == 503
+    assert ask(app, "/v1/chat/completions", []) == 503
+    assert ask(app, "/update_weights", []) == 200
+    monkeypatch.setattr(STATE, "weight_version", 0)
+    assert ask(app, "/inference/v1/generate", []) == 200
+
+
+# ---------------------------------------------------------------- registration
+
+
+def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> None:
+    posts: list[dict[str, Any]] = []
+    health = [503]
+    thrice = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(health[0])
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            # The coordinator may fail; reports go on.
+            self.send_response(500 if len(posts) == 1 else 200)
+            self.end_headers()
+            if len(posts) == 2:
+                health[0] = 200
+                state.weight_version = 4
+            if len(posts) >= 4:
+                thrice.set()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        port = web.server_address[1]
+        state = ServerState(name="rollout-0", incarnation="i", vllm_version="0", max_model_len=7)
+        reporter = Registrar(env(tmp_path, coordinator=f"http://127.0.0.1:{port}/", port=port), state, 0.02)
+        reporter.start()
+        assert thrice.wait(20)
+        reporter.stop()
+        web.shutdown()
+    assert [p["ready"] for p in posts[:2]] == [False, False]
+    assert posts[3]["ready"]
+    assert posts[3]["weight_version"] == 4
+    assert posts[0]["weight_version"] is None
+    assert posts[0]["abilities"]["max_model_len"] == 7
+    assert "incarnation" not in posts[0]["abilities"]

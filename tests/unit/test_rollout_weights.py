@@ -1,0 +1,287 @@
+"""Weights from several senders to several receivers over real Gloo communicators, in one process's threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import dovetail.trainer.weights as sending
+from dovetail.api.messages import Offer, Publish, Receiver
+from dovetail.coordinator.weights import receive_for
+from dovetail.models.transfer import Deadline, TransferError, checksum
+from dovetail.rollout.weights import WeightReceiver
+from dovetail.trainer.weights import WeightSender
+
+
+class World:
+    """Trainer ranks as threads, with the collectives that a sender uses."""
+
+    def __init__(self, placement: list[dict[str, tuple[int, int]]]):
+        """`placement[rank][model]` is (pp_rank, dp_rank)."""
+        self.size = len(placement)
+        self.slots: list[Any] = [None] * self.size
+        self.barrier = threading.Barrier(self.size, timeout=60)
+        self.offers: list[Offer] = []
+        self.offered = threading.Event()
+        self.senders = [
+            WeightSender(_Rank(self, rank, models), self.post, host="127.0.0.1", bucket_bytes=4096)  # type: ignore[arg-type]
+            for rank, models in enumerate(placement)
+        ]
+
+    def post(self, offer: Offer) -> None:
+        self.offers.append(offer)
+        self.offered.set()
+
+
+class _Rank:
+    device = torch.device("cpu")
+
+    def __init__(self, world: World, rank: int, models: dict[str, tuple[int, int]]):
+        self.world, self.rank, self.world_size = world, rank, world.size
+        self.model = {m: SimpleNamespace(pp_rank=pp, dp_rank=dp) for m, (pp, dp) in models.items()}
+
+    def broadcast_json(self, value: Any) -> Any:
+        if self.rank == 0:
+            self.world.slots[0] = value
+        self.world.barrier.wait()
+        value = self.world.slots[0]
+        self.world.barrier.wait()
+        return value
+
+    def gather_json(self, value: Any) -> list[Any] | None:
+        self.world.slots[self.rank] = value
+        self.world.barrier.wait()
+        out = list(self.world.slots) if self.rank == 0 else None
+        self.world.barrier.wait()
+        return out
+
+
+def stage(seed: int, layers: range) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    named = {}
+    for n in layers:
+        named[f"model.layers.{n}.attn.q.weight"] = torch.randn(17, 13, generator=generator)
+        named[f"model.layers.{n}.attn.k.bias"] = torch.randn(5, generator=generator).bfloat16()
+        named[f"model.layers.{n}.norm"] = torch.tensor(float(n))
+        named[f"model.layers.{n}.empty"] = torch.empty(0, 3)
+    return named
+
+
+RECEIVERS = [
+    Receiver(name="rollout-0", kind="rollout", models=["actor"], rank_offset=1),
+    Receiver(name="rollout-1", kind="rollout", models=["actor"], rank_offset=2),
+    Receiver(name="scorer-0", kind="scorer", models=["critic"], rank_offset=1),
+]
+
+
+def run(
+    world: World,
+    weights: list[dict[str, Any]],
+    receivers: dict[str, Callable[[Offer, Receiver], Any]],
+    *,
+    epoch: int,
+    version: int = 1,
+    seconds: float = 30.0,
+    who: list[Receiver] = RECEIVERS,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Results or exceptions of every sender rank and every receiver."""
+    command = Publish(id="x", version=version, epoch=epoch, receivers=who, deadline_seconds=seconds)
+    world.offered.clear()
+    with ThreadPoolExecutor(8) as pool:
+        sends = [pool.submit(s.publish, command, w) for s, w in zip(world.senders, weights, strict=True)]
+        assert world.offered.wait(30)
+        offer = world.offers[-1]
+        takes = {r.name: pool.submit(receivers[r.name], offer, r) for r in who if r.name in receivers}
+        return [f.exception() or f.result() for f in sends], {n: f.exception() or f.result() for n, f in takes.items()}
+
+
+def taker(receiver: WeightReceiver, who: list[Receiver] = RECEIVERS) -> Callable[[Offer, Receiver], Any]:
+    def take(offer: Offer, me: Receiver) -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in receiver.receive(receive_for(offer, me, who))}
+
+    return take
+
+
+def same(got: Any, want: dict[str, torch.Tensor]) -> bool:
+    return (
+        isinstance(got, dict)
+        and set(got) == set(want)
+        and all(got[n].dtype == t.dtype and torch.equal(got[n], t) for n, t in want.items())
+    )
+
+
+def test_stages_of_two_models_reach_their_receivers_whole() -> None:
+    # Fused placement: rank 0 holds the actor's first stage and the critic's last. Rank 2 is a dp peer.
+    world = World(
+        [{"actor": (0, 0), "critic": (1, 0)}, {"actor": (1, 0), "critic": (0, 0)}, {"actor": (0, 1), "critic": (1, 1)}]
+    )
+    receivers = {r.name: taker(WeightReceiver()) for r in RECEIVERS}
+    for version, seed in ((1, 0), (2, 50)):
+        actor = [stage(seed, range(3)), stage(seed + 1, range(3, 7))]
+        critic = [stage(seed + 2, range(2)), stage(seed + 3, range(2, 4))]
+        iterated = [0, 0, 0]
+
+        def counting(rank: int, named: dict[str, torch.Tensor], iterated: list[int] = iterated) -> Iterator[Any]:
+            for item in named.items():
+                iterated[rank] += 1
+                yield item
+
+        held = [(0, actor[0], critic[1]), (1, actor[1], critic[0]), (2, actor[0], critic[1])]
+        weights = [{"actor": partial(counting, k, a), "critic": partial(counting, k, c)} for k, a, c in held]
+        sent, taken = run(world, weights, receivers, epoch=1, version=version)
+        assert sent[0]["bytes"] > 0
+        assert [s["bytes"] for s in sent] == [sent[0]["bytes"]] * 3
+        assert same(taken["rollout-0"], actor[0] | actor[1])
+        assert same(taken["rollout-1"], actor[0] | actor[1])
+        assert same(taken["scorer-0"], critic[0] | critic[1])
+        # Iterating is a collective: dp peers go through it equally often.
+        assert iterated[0] == iterated[2]
+    assert world.offers[0].segments[0].port == world.offers[1].segments[0].port, "communicators are kept"
+
+
+def test_plain_iterators_can_be_sent_too() -> None:
+    world = World([{"critic": (0, 0)}])
+    who = RECEIVERS[2:]
+    receiver = {"scorer-0": taker(WeightReceiver(), who)}
+    for version in (1, 2):
+        named = stage(version, range(4))
+        sent, taken = run(world, [{"critic": iter(named.items())}], receiver, epoch=1, version=version, who=who)
+        assert isinstance(sent[0], dict), sent[0]
+        assert same(taken["scorer-0"], named)
+
+
+@pytest.mark.parametrize("where", [0, 100, -20, -1])
+def test_a_flipped_bit_anywhere_is_noticed_before_the_tensors_are_used(
+    where: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World([{"critic": (0, 0)}])
+    who = RECEIVERS[2:]
+    receiver = WeightReceiver()
+    good, count = sending.pack_into, itertools.count()
+
+    def corrupt(buffer: torch.Tensor, *args: Any) -> None:
+        good(buffer, *args)
+        if next(count) == 1:
+            buffer[where] ^= 4
+
+    named = stage(1, range(12))
+    seen: list[str] = []
+
+    def take(offer: Offer, me: Receiver) -> None:
+        for name, _ in receiver.receive(receive_for(offer, me, who)):
+            seen.append(name)
+
+    monkeypatch.setattr(sending, "pack_into", corrupt)
+    _, taken = run(world, [{"critic": lambda: named.items()}], {"scorer-0": take}, epoch=1, who=who)
+    assert isinstance(taken["scorer-0"], TransferError)
+    assert "checksum" in str(taken["scorer-0"])
+    assert seen == world.offers[-1].segments[0].buckets[0].names
+    # The same processes recover with a new epoch.
+    monkeypatch.undo()
+    _, taken = run(world, [{"critic": lambda: named.items()}], {"scorer-0": taker(receiver, who)}, epoch=2, who=who)
+    assert same(taken["scorer-0"], named)
+
+
+def test_absent_receivers_are_named_on_every_rank_and_all_iterate_to_the_end() -> None:
+    world = World([{"actor": (0, 0)}, {"actor": (0, 1)}])
+    who = RECEIVERS[:2]
+    named = stage(1, range(3))
+    rounds = [0, 0]
+
+    def source(rank: int) -> Iterator[Any]:
+        yield from named.items()
+        rounds[rank] += 1
+
+    weights = [{"actor": lambda: source(0)}, {"actor": lambda: source(1)}]
+    first = taker(WeightReceiver(), who)
+    sent, taken = run(world, weights, {"rollout-0": first}, epoch=1, seconds=2.0, who=who)
+    assert all(isinstance(s, TransferError) and "rollout-1" in str(s) for s in sent)
+    assert "rollout-0" not in str(sent[0])
+    assert isinstance(taken["rollout-0"], TransferError)
+    assert rounds[0] == rounds[1]
+    second = taker(WeightReceiver(), who)
+    sent, taken = run(world, weights, {"rollout-0": first, "rollout-1": second}, epoch=2, who=who)
+    assert same(taken["rollout-1"], named)
+    assert isinstance(sent[1], dict)
+
+
+def test_a_receiver_that_leaves_midway_fails_the_others_and_a_new_epoch_works() -> None:
+    world = World([{"actor": (0, 0)}])
+    who = RECEIVERS[:2]
+    named = stage(1, range(40))
+    stays, leaves = WeightReceiver(), WeightReceiver()
+
+    def leave(offer: Offer, me: Receiver) -> None:
+        arriving = leaves.receive(receive_for(offer, me, who))
+        next(arriving)
+        arriving.close()  # type: ignore[attr-defined]
+
+    weights = [{"actor": lambda: named.items()}]
+    sent, _ = run(world, weights, {"rollout-0": taker(stays, who), "rollout-1": leave}, epoch=1, seconds=5.0, who=who)
+    assert isinstance(sent[0], TransferError)
+    sent, taken = run(
+        world, weights, {"rollout-0": taker(stays, who), "rollout-1": taker(leaves, who)}, epoch=2, who=who
+    )
+    assert isinstance(sent[0], dict)
+    assert same(taken["rollout-0"], named)
+    assert same(taken["rollout-1"], named)
+
+
+def test_weights_of_another_shape_than_planned_are_refused_then_planned_anew() -> None:
+    world = World([{"critic": (0, 0)}])
+    who = RECEIVERS[2:]
+    receiver = {"scorer-0": taker(WeightReceiver(), who)}
+    run(world, [{"critic": lambda: stage(1, range(3)).items()}], receiver, epoch=1, who=who)
+    other = {"model.layers.0.w": torch.ones(3)}
+    sent, _ = run(world, [{"critic": lambda: other.items()}], receiver, epoch=1, seconds=3.0, who=who)
+    assert isinstance(sent[0], TransferError)
+    assert "changed" in str(sent[0])
+    sent, taken = run(world, [{"critic": lambda: other.items()}], receiver, epoch=2, who=who)
+    assert same(taken["scorer-0"], other)
+
+
+def test_an_offer_that_cannot_be_posted_fails_all_ranks_at_once() -> None:
+    world = World([{"actor": (0, 0)}, {"actor": (1, 0)}])
+
+    def refuse(offer: Offer) -> None:
+        raise OSError("connection refused")
+
+    for sender in world.senders:
+        sender._post_offer = refuse
+    command = Publish(id="x", version=1, epoch=1, receivers=RECEIVERS[:1])
+    with ThreadPoolExecutor(2) as pool:
+        errors = [
+            pool.submit(s.publish, command, {"actor": stage(0, range(2)).items()}).exception for s in world.senders
+        ]
+        assert all("offer" in str(e(timeout=20)) for e in errors)
+
+
+def test_the_checksum_sees_moved_rows_and_any_bit() -> None:
+    data = torch.randint(0, 256, (5 * 16384 + 48,), dtype=torch.uint8)
+    before = checksum(data)
+    swapped = data.clone()
+    swapped[:16384], swapped[16384:32768] = data[16384:32768], data[:16384]
+    assert not torch.equal(checksum(swapped), before)
+    for bit in (0, 77_777, data.numel() - 1):
+        other = data.clone()
+        other[bit] ^= 128
+        assert not torch.equal(checksum(other), before)
+    assert torch.equal(checksum(data.clone()), before)
+
+
+def test_deadlines_count_down() -> None:
+    now = [0.0]
+    deadline = Deadline(5.0, lambda: now[0])
+    now[0] = 4.0
+    assert deadline.left().total_seconds() == pytest.approx(1.0)
+    now[0] = 5.5
+    with pytest.raises(TransferError, match="5 s"):
+        deadline.left()
