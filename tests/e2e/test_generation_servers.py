@@ -1,0 +1,242 @@
+"""Generation over two real vLLM servers, one of which is killed in the middle: the answers do not change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.messages import Offer, Publish, Receiver, Register
+from dovetail.api.types import RLHFJob
+from dovetail.coordinator.fleet import Fleet
+from dovetail.coordinator.generation import Generated, Generator, Settings
+from dovetail.coordinator.samples import NewSample, Sample
+from dovetail.coordinator.store import Store
+from dovetail.coordinator.weights import push_offer
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOKEN = "a-secret"
+SAMPLES, MAX_TOKENS = 24, 160
+START_SECONDS = 240.0
+JOB = {
+    "apiVersion": "dovetail.dev/v1alpha1",
+    "kind": "RLHFJob",
+    "metadata": {"name": "test"},
+    "spec": {
+        "models": {"actor": {"source": {"scratch": {}}}},
+        "data": {"maxPromptTokens": 64},
+        "generation": {"maxTokens": MAX_TOKENS, "maxConcurrent": 32, "temperature": 0.8, "topK": 100, "topP": 0.95},
+        "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
+    },
+}
+
+
+class Alone:
+    """A trainer of one rank."""
+
+    rank = 0
+    world_size = 1
+    device = torch.device("cpu")
+    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0)}  # noqa: RUF012
+
+    def broadcast_json(self, value: Any) -> Any:
+        return value
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+
+async def until(condition: Any, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+        await asyncio.sleep(0.02)
+
+
+class Run:
+    """A coordinator's registrations and fleet, and the servers it may start."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.fleet = Fleet(time.monotonic, self.log)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.job = RLHFJob.model_validate(JOB)
+        self.url = ""
+
+    def log(self, event: str, **fields: Any) -> None:
+        self.events.append((event, fields))
+
+    async def register(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.fleet.register(Register.model_validate_json(await request.read()))
+        return web.json_response({})
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        env = ProcessEnv("test", name, self.run_dir, self.url, TOKEN, "127.0.0.1", port, 0, "rollout", 0, 1)
+        with (self.run_dir / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dovetail.rollout.server"],
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env.write()},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    async def send_weights(self, model: Any, version: int) -> None:
+        """As a trainer and the coordinator do, to every instance that is stale."""
+        from dovetail.trainer.weights import WeightSender
+
+        targets = self.fleet.stale_targets(version)
+        receivers = [
+            Receiver(name=t.name, kind="rollout", models=["actor"], rank_offset=i + 1) for i, t in enumerate(targets)
+        ]
+        offers: queue.Queue[Offer] = queue.Queue()
+        sender = WeightSender(Alone(), offers.put, host="127.0.0.1")
+        command = Publish(id="p", version=version, epoch=version, receivers=receivers, deadline_seconds=60.0)
+        sending = asyncio.create_task(
+            asyncio.to_thread(sender.publish, command, {"actor": lambda: model.state_dict().items()})
+        )
+        offer = await asyncio.to_thread(offers.get, True, 60)
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            pairs = list(zip(receivers, (t.url for t in targets), strict=True))
+            assert await push_offer(session, offer, pairs, True) == {t.name: None for t in targets}
+        await sending
+        sender.close()
+        for t in targets:
+            self.fleet.weights_acked(t.name, t.incarnation, version)
+
+    async def generate(self, folder: str, progress: Any = None) -> tuple[list[Sample], Generated]:
+        """All samples of a new store; they are the same samples every time."""
+        store = Store(self.run_dir / folder)
+        prompts = [np.arange(3, 8 + i % 7) + i for i in range(SAMPLES)]
+        store.samples.begin_iteration(1, [NewSample(i, 0, p, 77 + i) for i, p in enumerate(prompts)])
+        settings = Settings(stall=60, wait=60)
+        try:
+            async with Generator(store, self.fleet, self.job.spec.generation, TOKEN, self.log, settings) as generator:
+                result = await generator.generate(1, progress=progress)
+            return store.samples.samples(1), result
+        finally:
+            store.close()
+
+
+@contextlib.asynccontextmanager
+async def running(run_dir: Path) -> AsyncIterator[Run]:
+    run = Run(run_dir)
+    app = web.Application()
+    app.router.add_post("/v1/instances", run.register)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    run.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+    try:
+        yield run
+    finally:
+        run.close()
+        await runner.cleanup()
+
+
+def actor(run_dir: Path) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+    )
+    config.save_pretrained(run_dir / "models" / "actor-config")
+    torch.manual_seed(3)
+    return LlamaForCausalLM(config).float().eval()
+
+
+def test_killing_a_server_in_the_middle_changes_no_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = actor(tmp_path)
+        (tmp_path / "job.json").write_text(RLHFJob.model_validate(JOB).model_dump_json(by_alias=True))
+        async with running(tmp_path) as run:
+            run.fleet.publish(1)
+            servers = {name: run.start(name) for name in ("rollout-0", "rollout-1")}
+
+            def up() -> bool:
+                dead = [n for n, p in servers.items() if p.poll() is not None]
+                assert not dead, (tmp_path / f"{dead[0]}.log").read_text()[-3000:]
+                return len(run.fleet.stale_targets(1)) == 2
+
+            await until(up, START_SECONDS, "two servers ready for weights")
+            assert run.fleet.eligible("rollout") == []
+            await run.send_weights(model, 1)
+            assert [i.name for i in run.fleet.eligible("rollout")] == ["rollout-0", "rollout-1"]
+
+            undisturbed, result = await run.generate("undisturbed")
+            assert (result.samples, result.retries) == (SAMPLES, 0)
+            assert [s.args["samples"] for s in result.spans] == [SAMPLES // 2] * 2
+
+            def kill(done: int, total: int, tokens: int) -> None:
+                if tokens > SAMPLES * 24 and servers["rollout-1"].poll() is None:
+                    servers["rollout-1"].send_signal(signal.SIGKILL)
+
+            disturbed, result = await run.generate("disturbed", kill)
+            assert servers["rollout-1"].wait(10) == -signal.SIGKILL
+            assert result.retries >= 1
+            assert len(disturbed) == SAMPLES
+            moved = [s for s in disturbed if s.attempt > 1]
+            assert moved
+            for a, b in zip(undisturbed, disturbed, strict=True):
+                assert a.tokens.tolist() == b.tokens.tolist()
+                assert (a.finish_reason, a.seed) == (b.finish_reason, b.seed)
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+            check_logprobs(model, disturbed[0])
+
+    asyncio.run(scenario())
+
+
+def check_logprobs(model: Any, sample: Sample) -> None:
+    """The stored log-probabilities are the model's own."""
+    ids = torch.tensor([[*sample.prompt_tokens.tolist(), *sample.tokens.tolist()]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    start = len(sample.prompt_tokens) - 1
+    expected = [float(logprobs[start + i, t]) for i, t in enumerate(sample.tokens.tolist())]
+    np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)
