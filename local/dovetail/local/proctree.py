@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,7 +27,7 @@ class Process(NamedTuple):
 
 
 def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}): {os.strerror(error)}")
 
@@ -39,6 +40,12 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Make this process the new parent of descendants whose parent dies, in place of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_name(name: str) -> None:
+    """What `ps -o comm` and `top` call this process (15 characters at most)."""
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def snapshot() -> list[Process]:

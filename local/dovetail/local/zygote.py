@@ -27,7 +27,15 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from dovetail.local.proctree import Process, adopt_orphans, descendants, die_with_parent, kill_until_gone, snapshot
+from dovetail.local.proctree import (
+    Process,
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    kill_until_gone,
+    set_name,
+    snapshot,
+)
 
 
 def _run_module(module: str) -> int:
@@ -75,6 +83,7 @@ def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
         module, env = request["module"], request["env"]
         if not fork:
             os.execve(sys.executable, [sys.executable, "-m", module], env)
+        set_name(request["name"])
         os.environ.clear()
         os.environ.update(env)
         sys.argv = [module]

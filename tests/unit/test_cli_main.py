@@ -1,0 +1,252 @@
+"""The command line: help, exit codes, and one sentence for each mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from local_fixtures import finished_run
+
+from dovetail.cli import main as module
+from dovetail.cli.main import cli
+from dovetail.cli.overrides import apply_overrides
+from dovetail.cli.run import Follower, event_line
+from dovetail.local.errors import RunError, UsageError
+from dovetail.local.supervisor import Outcome
+
+JOB = {
+    "apiVersion": "dovetail.dev/v1alpha1",
+    "kind": "RLHFJob",
+    "metadata": {"name": "small"},
+    "spec": {
+        "models": {
+            "actor": {"source": {"scratch": {"config": {"hidden_size": 64, "num_attention_heads": 2}}}},
+            "tokenizer": {"train": {"vocabSize": 300}},
+        },
+        "data": {
+            "demonstrations": [{"synthetic": {}}],
+            "preferences": [{"synthetic": {}}],
+            "prompts": [{"synthetic": {}}],
+            "maxPromptTokens": 32,
+            "maxTokens": 64,
+        },
+        "ppo": {"iterations": 2},
+        "generation": {"maxTokens": 16},
+        "groups": [
+            {"name": "train", "roles": ["trainer"], "replicas": 2},
+            {"name": "gen", "roles": ["rollout"], "replicas": 2},
+        ],
+    },
+}
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    return str(path)
+
+
+def call(*args, **more):
+    return CliRunner().invoke(cli, list(map(str, args)), **more)
+
+
+def test_help_lists_every_command():
+    result = call("--help")
+    assert result.exit_code == 0
+    listed = [line.split()[0] for line in result.output.split("Commands:")[1].splitlines() if line.strip()]
+    assert listed == ["run", "chat", "report", "validate", "plan", "explain", "version"]
+    for name in listed:
+        assert call(name, "--help").exit_code == 0
+
+
+def test_version():
+    assert call("version").output.startswith("dovetail 0.")
+
+
+def test_validate_says_what_it_found(manifest):
+    result = call("validate", manifest)
+    assert result.exit_code == 0, result.output
+    assert "is valid: small, stages sft, reward, ppo; 2 trainer ranks, 2 rollouts." in result.output
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("spec.ppo.iteration=3", "spec.ppo.iteration is not a field; did you mean iterations?"),
+        ("spec.ppo.iterations=many", "spec.ppo.iterations must be"),
+        ("spec.ppo.iterations", "write it as field=value"),
+        ("spec..x=1", "write it as field=value"),
+        ("spec.groups[7].replicas=1", "no list entry [7]"),
+        ("spec.seed.x=1", "x is not below a mapping"),
+    ],
+)
+def test_mistakes_exit_with_2_and_one_sentence(manifest, override, sentence):
+    job_with_seed = {**JOB, "spec": {**JOB["spec"], "seed": 1}}
+    with open(manifest, "w") as file:
+        yaml.safe_dump(job_with_seed, file)
+    result = call("validate", manifest, "--set", override)
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+    assert all(line.startswith("Error: ") for line in result.output.splitlines())
+
+
+def test_a_manifest_that_is_not_there(tmp_path):
+    result = call("validate", tmp_path / "none.yaml")
+    assert result.exit_code == 2
+    assert "none.yaml" in result.output
+
+
+def test_overrides_change_fields_by_their_yaml_values():
+    document = {"spec": {"groups": [{"replicas": 1}], "ppo": None}}
+    apply_overrides(
+        document, ["spec.groups[0].replicas=3", "spec.ppo.kl.coef=1e-2", "spec.stages=[sft]", "spec.plan.x=Off"]
+    )
+    assert document["spec"] == {
+        "groups": [{"replicas": 3}],
+        "ppo": {"kl": {"coef": 0.01}},
+        "stages": ["sft"],
+        "plan": {"x": "Off"},
+    }
+
+
+def test_plan_as_table_and_as_json(manifest):
+    table = call("plan", manifest)
+    assert table.exit_code == 0
+    for name in ("trainer-1", "gen-1-scorer", "critic_training"):
+        assert name in table.output
+    document = json.loads(call("plan", manifest, "--json").stdout)
+    assert [t["name"] for t in document["trainers"]] == ["trainer-0", "trainer-1"]
+
+
+def test_explain():
+    assert "iterations" in call("explain", "RLHFJob.spec.ppo").output
+    wrong = call("explain", "RLHFJob.spec.nothing")
+    assert wrong.exit_code == 2
+    assert "nothing" in wrong.output
+    assert "Traceback" not in wrong.output
+
+
+def test_report_of_a_finished_run(tmp_path):
+    run = finished_run(tmp_path / "run")
+    result = call("report", run)
+    assert result.exit_code == 0
+    assert "Reward per sample" in result.output
+    assert (run / "report.html").exists()
+
+
+def test_report_and_chat_without_a_run(tmp_path):
+    for command in ("report", "chat"):
+        result = call(command, tmp_path)
+        assert result.exit_code == 1
+        assert str(tmp_path) in result.output
+
+
+class FakeLauncher:
+    """Stands in for the real one: ends as told, and leaves what a run leaves."""
+
+    outcome = Outcome(True)
+    made: ClassVar[list] = []
+
+    def __init__(self, job, plan, run_dir, **options):
+        self.job, self.run_dir, self.options = job, run_dir, options
+        self.url, self.token, self.specs = "http://127.0.0.1:9", "", []
+        FakeLauncher.made.append(self)
+
+    def __enter__(self):
+        finished_run(self.run_dir)
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, on_step):
+        on_step()
+        return self.outcome
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr("dovetail.cli.run.Launcher", FakeLauncher)
+    FakeLauncher.made = []
+    FakeLauncher.outcome = Outcome(True)
+    return FakeLauncher
+
+
+def test_run_ends_with_table_report_and_the_next_step(manifest, fake, tmp_path):
+    result = call("run", manifest, "--run-dir", tmp_path / "r", "--seed", 5, "--set", "spec.ppo.iterations=9")
+    assert result.exit_code == 0, result.output
+    assert "Reward per sample" in result.output
+    assert f"dovetail chat {tmp_path / 'r'}" in result.output
+    assert (fake.made[0].job.spec.seed, fake.made[0].job.spec.ppo.iterations) == (5, 9)
+    assert (tmp_path / "r" / "report.html").exists()
+
+
+def test_the_run_directory_is_named_after_the_job(manifest, fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("run", manifest).exit_code == 0
+    assert str(fake.made[0].run_dir) == "runs/small"
+
+
+def test_a_failed_run_exits_with_1_and_its_reason(manifest, fake, tmp_path):
+    fake.outcome = Outcome(False, "gen-0 died (signal SIGKILL)")
+    result = call("run", manifest, "--run-dir", tmp_path / "r")
+    assert result.exit_code == 1
+    assert "the run failed: gen-0 died (signal SIGKILL)" in result.output
+
+
+def test_an_interrupted_run_exits_with_130_and_says_how_to_resume(manifest, fake, tmp_path):
+    fake.outcome = Outcome(False, "interrupted", interrupted=True)
+    result = call("run", manifest, "--run-dir", tmp_path / "r", "--seed", 5)
+    assert result.exit_code == 130
+    assert f"dovetail run {manifest} --seed 5 --run-dir {tmp_path / 'r'} --resume" in result.output
+
+
+def test_resume_and_overwrite_exclude_each_other(manifest, fake):
+    result = call("run", manifest, "--resume", "--overwrite")
+    assert result.exit_code == 2
+    assert not fake.made
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UsageError("in use"), 2), (RunError("disk full"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_errors_become_exit_codes(manifest, monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(module, "run_to_the_end", fail)
+    result = call("run", manifest)
+    assert result.exit_code == code
+    assert str(error) in result.output
+
+
+def test_manifest_paths_start_at_the_manifest(fake, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "hello"}\n')
+    job = json.loads(json.dumps(JOB))
+    job["spec"]["data"]["demonstrations"] = [{"path": "data.jsonl"}]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    assert call("run", tmp_path / "job.yaml", "--run-dir", tmp_path / "r").exit_code == 0
+    assert fake.made[0].job.spec.data.demonstrations[0].path == str(tmp_path / "data.jsonl")
+
+
+def test_events_are_followed_line_by_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    follower = Follower(path)
+    assert follower.lines() == []
+    path.write_text('{"time": 1.0, "process": "coordinator", "event": "a", "x": 1}\n{"ev')
+    assert [event_line(line) for line in follower.lines()] == ["a x=1"]
+    with path.open("a") as file:
+        file.write('ent": "b"}\n')
+    assert [event_line(line) for line in follower.lines()] == ["b"]
+    assert event_line("not json") == "not json"
+
+
+def test_the_command_line_loads_no_torch():
+    code = "import sys, dovetail.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False, timeout=60).returncode == 0

@@ -1,0 +1,250 @@
+"""What shows a run: final table, charts, report, progress, dialogue text."""
+
+import json
+import re
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from local_fixtures import SUMMARY, finished_run
+from rich.console import Console
+
+from dovetail.api.types import RLHFJobSpec, Stage
+from dovetail.local import charts
+from dovetail.local.chat import hh_prompt, until_stop
+from dovetail.local.errors import RunError
+from dovetail.local.progress import Bars, Lines, describe_metrics, position
+from dovetail.local.report import read_history, render_report, write_report
+from dovetail.local.summary import binomial_p, duration, read_summary, summary_table
+
+
+def as_text(table):
+    out = StringIO()
+    Console(file=out, width=110).print(table)
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------- table
+
+
+def test_the_table_says_what_changed_and_where_time_went():
+    text = as_text(summary_table(SUMMARY))
+    for wanted in (
+        r"SFT loss, held out\s+│\s+6\.234 │\s+1\.877",
+        r"93\.4% of 256 pairs \(p < 0\.001\)",
+        r"Reward per sample\s+│\s+0\.123 ± 0\.045 │\s+1\.987 ± 0\.067",
+        r"KL to the reference.*0\.001 ± 0\.001 │\s+2\.340 ± 0\.210",
+        r"Samples per second.*13\.37",
+        r"Wall time.*4 min 07 s",
+        r"generation\s+│\s+50\.0% │\s+50\.0 s",
+        r"other\s+│\s+2\.0% │\s+2\.0 s",
+        r"Seed.*7",
+    ):
+        assert re.search(wanted, text), wanted
+
+
+@given(st.sets(st.sampled_from(sorted(SUMMARY))))
+def test_any_part_of_the_summary_may_be_missing(missing):
+    part = {k: v for k, v in SUMMARY.items() if k not in missing}
+    as_text(summary_table(part))
+    render_report("x", part, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (60.0, "1 min 00 s"), (247.4, "4 min 07 s"), (7500, "2 h 05 min")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_binomial_p():
+    assert binomial_p(5, 10) == pytest.approx(0.623046875)
+    assert binomial_p(10, 10) == pytest.approx(2**-10)
+    assert binomial_p(0, 10) == 1.0
+    assert binomial_p(1200, 2000) < 1e-10
+
+
+def test_summary_missing_or_damaged(tmp_path):
+    with pytest.raises(RunError, match="has not finished"):
+        read_summary(tmp_path)
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(RunError, match="cannot read"):
+        read_summary(tmp_path)
+
+
+# ---------------------------------------------------------------- report
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.captions, self.external, self._in = [], [], [], False
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.external += [v for k, v in attrs if k in ("src", "href")] + ([tag] if tag == "script" else [])
+        self._in = tag == "figcaption"
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self._in:
+            self.captions.append(data)
+            self._in = False
+
+
+def test_the_report_is_one_well_formed_page_with_every_chart(tmp_path):
+    page = Page()
+    text = write_report(finished_run(tmp_path / "run")).read_text()
+    page.feed(text)
+    assert page.open == []
+    assert page.external == []
+    for caption in (
+        "SFT: loss",
+        "Reward model: loss",
+        "PPO: reward per sample, 95% interval",
+        "Timeline of iteration 29",
+    ):
+        assert caption in page.captions
+    assert any(c.startswith("PPO: KL") for c in page.captions)
+    assert "Where the time of all PPO iterations went" in page.captions
+    assert "<h1>quick-run</h1>" in text
+    assert "trainer-1" in text
+    assert "small-0-scorer" in text
+
+
+def test_a_failed_run_has_a_report_with_its_reason(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "reason": "<b>disk</b> full"}))
+    text = write_report(tmp_path).read_text()
+    assert "&lt;b&gt;disk&lt;/b&gt; full" in text
+    assert "<svg" not in text
+
+
+def test_history_keeps_the_last_line_of_a_step_and_passes_over_damage(tmp_path):
+    lines = [
+        '{"stage":"ppo","step":1,"time":1,"metrics":{"reward":1}}',
+        '{"stage":"ppo","step":1,"time":2,"metrics":{"reward":2}}',
+        "[]",
+        '{"stage":"ppo","ste',
+    ]
+    (tmp_path / "history.jsonl").write_text("\n".join(lines))
+    assert read_history(tmp_path) == {"ppo": {1: {"reward": 2}}}
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 10))
+def test_ticks_are_inside_and_evenly_spaced(low, width, wanted):
+    high = low + width
+    found = charts.ticks(low, high, wanted)
+    slack = 1e-6 * max(abs(low), abs(high), 1)
+    assert all(low - slack <= t <= high + slack for t in found)
+    assert len(found) <= wanted + 2
+
+
+def test_a_chart_leaves_out_what_is_not_a_number():
+    svg = charts.line_chart("t", "x", [charts.Series("s", [1, 2, 3], [1.0, float("nan"), float("inf")])])
+    assert "nan" not in svg
+    assert "inf" not in svg
+    assert charts.line_chart("t", "x", [charts.Series("s", [], [])]) == ""
+
+
+def test_gantt_with_many_overlapping_samples_stays_a_page():
+    bars = [charts.Bar(f"s #{k}", f"sample {k}", 0.0, 1.0 + k) for k in range(300)]
+    svg = charts.gantt("t", bars, ())
+    height = float(re.search(r'viewBox="0 0 \d+ ([\d.]+)"', svg).group(1))
+    assert height < 1000
+    assert svg.count("<i style") == 1  # one kind, one colour
+
+
+# ---------------------------------------------------------------- progress
+
+
+def status(**fields):
+    return {
+        "state": "running",
+        "stage": "ppo",
+        "iteration": 3,
+        "total_iterations": 8,
+        "phase": "training",
+        "metrics": {},
+    } | fields
+
+
+def test_position():
+    assert position({"stage": None}) is None
+    assert position(status()) == (Stage.PPO, 2, 8)
+    assert position(status(phase=None)) == (Stage.PPO, 3, 8)
+    assert position({"stage": "sft", "step": 5, "total_steps": 9}) == (Stage.SFT, 5, 9)
+
+
+def test_metrics_in_words():
+    assert describe_metrics(Stage.PPO, {"reward": 1.5, "reward_ci95": 0.25, "kl": 0.1, "other": 3}) == (
+        "reward 1.500 ± 0.250, KL 0.100"
+    )
+    assert describe_metrics(Stage.REWARD, {"accuracy": 0.75}) == "accuracy 75.0%"
+    assert describe_metrics(Stage.SFT, {"loss": None}) == ""
+
+
+def test_lines_without_a_terminal():
+    out, now = StringIO(), [0.0]
+    lines = Lines(Console(file=out, width=200), every_seconds=5.0, clock=lambda: now[0])
+    with lines:
+        for step in range(1, 11):
+            now[0] += 1.0
+            lines.update({"stage": "sft", "step": step, "total_steps": 10, "metrics": {"loss": 2.0}, "message": "m"})
+        lines.update(status(iteration=1, phase=None, metrics={"reward": 0.5}))
+        lines.update(status(iteration=1, phase=None, metrics={"reward": 0.5}))
+    assert out.getvalue().splitlines()[1:] == [
+        "m",
+        "SFT: step 1 of 10: loss 2.000",
+        "SFT: step 6 of 10: loss 2.000",
+        "SFT: step 10 of 10: loss 2.000",
+        "PPO: iteration 1 of 8: reward 0.500",
+    ]
+
+
+def test_bars_on_a_terminal():
+    spec = RLHFJobSpec.model_validate({"groups": [{"name": "a", "roles": ["trainer", "rollout"]}]})
+    out = StringIO()
+    with Bars(spec, Console(file=out, width=160, force_terminal=True, legacy_windows=False)) as bars:
+        bars.update({"state": "starting", "stage": None})
+        bars.update({"state": "running", "stage": "sft", "step": 4, "total_steps": 10, "metrics": {"loss": 1.25}})
+        bars.update(status(samples_done=5, samples_total=64, message="something [odd]"))
+        bars.tell("gen-0 died")
+        bars.update(status(state="succeeded", iteration=8, phase=None, metrics={"reward": 1.0}))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "something [odd]" in text
+    assert "gen-0 died" in text
+    last = text[text.rindex("SFT") :]
+    assert "10/10" in last
+    assert "8/8" in last
+    assert "reward 1.000" in last
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_dialogue_as_text():
+    assert hh_prompt([("user", "hi"), ("assistant", "hello"), ("user", "bye")]) == (
+        "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: bye\n\nAssistant:"
+    )
+
+
+@given(st.text("ab\nHuman:Assit ", max_size=60), st.booleans(), st.lists(st.integers(1, 5), min_size=1))
+def test_a_reply_ends_where_the_next_turn_begins_however_it_is_cut(words, turn, cuts):
+    text = words + ("\n\nHuman: next" if turn else "")
+    ends = [at for stop in ("\n\nHuman:", "\n\nAssistant:") if (at := text.find(stop)) >= 0]
+    expected = text[: min(ends)] if ends else text
+    pieces, at, k = [], 0, 0
+    while at < len(text):
+        pieces.append(text[at : at + cuts[k % len(cuts)]])
+        at += cuts[k % len(cuts)]
+        k += 1
+    assert "".join(until_stop(pieces)) == expected
