@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
+from safetensors.torch import load_file
 
-from dovetail.api.messages import CommandResult, Stop
+from dovetail.api.messages import CommandResult, Publish, Receive, Receiver, Stop
 from dovetail.api.types import RLHFJob, Stage
 from dovetail.coordinator.trainer_group import TrainerError, TrainerLost
+from dovetail.rollout.weights import WeightReceiver
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +60,38 @@ def run_curves(ranks: TrainerRanks) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def check_publish(ranks: TrainerRanks, folder: Path) -> None:
+    """What a receiver gets is what an export holds; a receiver that stays away fails the command, not the ranks."""
+    coordinator = ranks.coordinator
+
+    def publish(version: int, deadline: float) -> Publish:
+        receiver = Receiver(name="here", kind="rollout", models=["actor"], rank_offset=1)
+        return Publish(
+            id=f"publish/{version}",
+            version=version,
+            epoch=version,
+            receivers=[receiver],
+            deadline_seconds=deadline,
+        )
+
+    with pytest.raises(TrainerError, match="here"):
+        coordinator.execute(publish(1, 3.0))
+    answers: list[CommandResult] = []
+    sending = threading.Thread(target=lambda: answers.append(coordinator.execute(publish(2, 60.0))))
+    sending.start()
+    coordinator.wait_until(lambda: any(offer.version == 2 for offer in coordinator.offers))
+    offer = coordinator.offers[-1]
+    receiver = WeightReceiver()
+    got = {name: tensor.clone() for name, tensor in receiver.receive(Receive(offer=offer, rank_offset=1, world_size=2))}
+    receiver.close()
+    sending.join(60)
+    assert answers[0].metrics["bytes"] > 0
+    coordinator.execute(ranks.export("actor", folder / "published"))
+    stored = load_file(next((folder / "published").glob("*.safetensors")))
+    assert got.keys() == stored.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
+
+
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
 def test_layouts_train_alike(tmp_path: Path, pp: int, dp: int) -> None:
     """Two ranks, data-parallel or as a pipeline, give the curves that one rank gives."""
@@ -64,6 +99,7 @@ def test_layouts_train_alike(tmp_path: Path, pp: int, dp: int) -> None:
         found = run_curves(ranks)
         result = ranks.coordinator.results[-1]
         assert {span.process for span in result.spans} == {"trainer-0", "trainer-1"}
+        check_publish(ranks, tmp_path)
     stored = json.loads(GOLDEN.read_text())
     for stage, curve in stored.items():
         for name, values in curve.items():
@@ -138,7 +174,7 @@ class Driver:
     def stop(self) -> list[int]:
         """Exit codes of all ranks."""
         self.coordinator.execute(Stop(id="stop"))
-        return [self.ranks.processes[rank].wait(20) for rank in range(self.ranks.world_size)]
+        return [self.ranks.processes[rank].wait(60) for rank in range(self.ranks.world_size)]
 
 
 @pytest.fixture(scope="module", params=[(1, 2), (2, 1)], ids=["dp2", "pp2"])
@@ -165,7 +201,7 @@ def kill_when(ranks: TrainerRanks, rank: int, event: str, restart: bool = True, 
     before = count()
 
     def watch() -> None:
-        ranks.coordinator.wait_until(lambda: count() > before, 120)
+        ranks.coordinator.wait_until(lambda: count() > before, 400)
         ranks.kill(rank)
         if restart:
             ranks.start(rank)
@@ -190,7 +226,7 @@ def test_a_rank_killed_in_a_step_and_again_in_the_recovery(
         thread = kill_when(ranks, 1, "command.started", id="ppo/3/step")
         with pytest.raises(TrainerLost):
             driver.step(3)
-        thread.join(120)
+        thread.join(400)
         # The survivor joins again in the same process.
         again = kill_when(ranks, 1, "command.started", kind="load")
         third = kill_when(ranks, 0, "command.started", id="ppo/2/step")
@@ -199,8 +235,8 @@ def test_a_rank_killed_in_a_step_and_again_in_the_recovery(
         assert ranks.processes[0].poll() is None
 
         driver.reach(3)
-        again.join(120)
-        third.join(120)
+        again.join(400)
+        third.join(400)
         driver.reach(3)
         assert driver.finish() == expected
         assert driver.stop() == [0, 0]

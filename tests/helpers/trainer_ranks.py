@@ -15,6 +15,7 @@ from helpers.fake_coordinator import TOKEN, FakeCoordinator
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.api.plan import Plan
 from dovetail.api.types import Parallelism, RLHFJob, ScratchModel, Stage
 from dovetail.api.wire import pack
 
@@ -79,8 +80,8 @@ class TrainerRanks:
         self.folder, self._patience = folder, patience
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
-        parallelism = {name: layout.model_dump(by_alias=True) for name, layout in layouts.items()}
-        (folder / "plan.json").write_text(json.dumps({"parallelism": parallelism}))
+        plan = Plan(world_size=self.world_size, parallelism=layouts, batching=[], tasks=[], trainers=[], rollouts=[])
+        (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True))
         self.coordinator = FakeCoordinator(self.world_size)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 

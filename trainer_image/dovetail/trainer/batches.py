@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from dovetail.api.wire import Arrays
 from dovetail.trainer.algorithms.balance import partition
 from dovetail.trainer.errors import BadCommand
-from torch import Tensor
 
 
 def read(arrays: Arrays, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Tensor:

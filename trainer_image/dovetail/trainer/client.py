@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
+from pydantic import BaseModel, ValidationError
+
 from dovetail.api.messages import (
     Heartbeat,
     HeartbeatReply,
@@ -18,7 +20,6 @@ from dovetail.api.messages import (
     NextRequest,
     Offer,
 )
-from pydantic import BaseModel, ValidationError
 
 # The coordinator answers a long poll within 20 s.
 POLL_TIMEOUT_SECONDS = 30.0

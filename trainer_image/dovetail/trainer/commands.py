@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from dovetail.api.messages import (
     Command,
     CommandResult,

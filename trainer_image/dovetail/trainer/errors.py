@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 
 import torch.distributed as dist
+
 from dovetail.models import ModelError
 from dovetail.models.transfer import TransferError
 from dovetail.trainer.groups import PeerLost, RankFailed

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter
+
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
 from dovetail.api.types import Parallelism, RLHFJobSpec
@@ -17,7 +19,6 @@ from dovetail.trainer.errors import Superseded
 from dovetail.trainer.groups import Groups, PeerLost
 from dovetail.trainer.heartbeat import HeartbeatThread
 from dovetail.trainer.metrics import TrainerMetrics
-from pydantic import TypeAdapter
 
 COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 # How long after a generation's end a rank may still be inside it (see HeartbeatThread). While groups form, nothing is

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import uuid
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from dovetail.api.env import ProcessEnv
+from dovetail.api.plan import Plan
 from dovetail.api.types import Parallelism, RLHFJob
 from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused
 from dovetail.trainer.events import Events
-from pydantic import ValidationError
 
 PATIENCE_SECONDS = 600.0
 
@@ -41,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         env = ProcessEnv.read()
         log = Events(env.name)
         job = read_job(env.run_dir)
-        layouts = read_layouts(env.run_dir)
-        return serve(env, job, layouts, options.patience, log)
+        plan = read_plan(env.run_dir, env)
+        return serve(env, job, plan.parallelism, options.patience, log)
     except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
         log("rank.failed", message=str(error))
         return 1
@@ -52,6 +53,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     """Run the rank until it is told to stop; 0."""
     # Slow imports and settings of torch come after everything that can be wrong with the environment.
     import torch
+
     from dovetail.trainer.heartbeat import HeartbeatThread
     from dovetail.trainer.loop import Rank
     from dovetail.trainer.metrics import TrainerMetrics
@@ -85,6 +87,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
         ).run()
     finally:
         heartbeat.stop()
+    log("rank.ended")
     return 0
 
 
@@ -99,14 +102,19 @@ def read_job(run_dir: Path) -> RLHFJob:
         raise ValueError(f"{path}: {place}: {first['msg']}") from error
 
 
-def read_layouts(run_dir: Path) -> dict[str, Parallelism]:
-    """Parallelism of each trained model, from plan.json. Raises ValueError, OSError."""
+def read_plan(run_dir: Path, env: ProcessEnv) -> Plan:
+    """Raises ValueError when plan.json is not a plan for this many ranks, OSError when it is missing."""
     path = run_dir / "plan.json"
     try:
-        layouts = json.loads(path.read_text(encoding="utf-8"))["parallelism"]
-        return {name: Parallelism.model_validate(layout) for name, layout in layouts.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: not a plan with the models' parallelism: {error}") from error
+        plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if plan.world_size != env.world_size or not 0 <= env.rank < env.world_size:
+        raise ValueError(
+            f"this process is trainer rank {env.rank} of {env.world_size}, {path} has {plan.world_size} ranks"
+        )
+    return plan
 
 
 def _nccl_version() -> str | None:
@@ -118,4 +126,8 @@ def _nccl_version() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through the interpreter's end: threads of torch's backends may wait there for peers that are gone.
+    os._exit(code)

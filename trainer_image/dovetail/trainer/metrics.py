@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dovetail.api.messages import CommandResult
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from dovetail.api.messages import CommandResult
 
 # Command metrics that are shown; a bounded set, whatever a later step reports.
 SHOWN = frozenset(

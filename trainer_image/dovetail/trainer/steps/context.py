@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from dovetail.api.messages import Action
 from dovetail.api.types import RLHFJobSpec
 from dovetail.api.wire import Arrays
@@ -16,7 +18,6 @@ from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.groups import Groups, peer_errors
 from dovetail.trainer.timeline import Timeline
-from torch import Tensor
 
 Metrics = dict[str, float]
 # Second half of a command: the collective work. The first half (checks) has no collectives and changes nothing.

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from dovetail.api.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.api.wire import Arrays
 from dovetail.trainer.algorithms.advantages import AdvantageFunction, compute_advantages
@@ -15,7 +17,6 @@ from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.batches import Sequences, read
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.steps.context import Metrics, variance
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def targets(
         "kl": float(kl.double().mean()),
         "kl_coef": kl_coef,
         "response_length": float(samples.response_lengths.double().mean()),
-        "finished": float(samples.finished.double().mean()),
+        "finished_fraction": float(samples.finished.double().mean()),
         "advantage_std": variance(advantages[mask]) ** 0.5,
         "samples": float(len(samples)),
         "tokens": float(mask.sum()),

@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from dovetail.api.messages import Action, Step
 from dovetail.api.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
@@ -23,7 +25,6 @@ from dovetail.trainer.steps.experience import (
     targets,
 )
 from dovetail.trainer.steps.sft import predictions
-from torch import Tensor
 
 Stats = dict[str, Tensor]
 

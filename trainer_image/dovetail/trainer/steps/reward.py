@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from dovetail.api.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import reward_loss
 from dovetail.trainer.batches import Sequences, split
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.steps.context import Context, Metrics, Run, mean
-from torch import Tensor
 
 
 def at_last_token(values: Tensor, lengths: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from dovetail.api.messages import Evaluate, Step
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.losses import sft_loss
@@ -10,7 +12,6 @@ from dovetail.trainer.batches import Sequences, read, shifted, split
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.steps.context import Context, Metrics, Run, mean
-from torch import Tensor
 
 
 def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
