@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from aiohttp import web
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import ModelRef, Register
-from dovetail.api.types import ScratchModel
+from dovetail.api.types import API_VERSION, KIND, Dtype, ScratchModel
 from dovetail.api.wire import pack, unpack
 from dovetail.rollout import scorer
 
@@ -68,7 +69,7 @@ def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 first = await coordinator.seen.get()
                 assert (first.name, first.kind, first.group) == ("r0-scorer", "scorer", "cpu")
                 assert first.ready
@@ -103,6 +104,23 @@ def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
             await runner.cleanup()
 
     asyncio.run(run())
+
+
+def test_settings_come_from_the_job(tmp_path: Path) -> None:
+    env = ProcessEnv("job", "s", tmp_path, "http://x", "secret", "127.0.0.1", 0, 0, "v100", 0, 1)
+    assert scorer.read_settings(env) == scorer.Settings(1.0, Dtype.AUTO, on_gpu=True)
+    groups = [{"name": "v100", "roles": ["rollout"], "dtype": "float16"}]
+    job = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": "j"},
+        "spec": {"groups": groups, "generation": {"temperature": 0.7}},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert scorer.read_settings(env) == scorer.Settings(0.7, Dtype.FLOAT16, on_gpu=False)
+    (tmp_path / "job.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"job\.json"):
+        scorer.read_settings(env)
 
 
 def test_a_taken_port_and_a_missing_variable_are_one_sentence(

@@ -13,14 +13,17 @@ import socket
 import sys
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import torch
 from aiohttp import web
+from pydantic import ValidationError
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Register
+from dovetail.api.types import Dtype, RLHFJob
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
 from dovetail.rollout.scoring import MAX_TOKENS, Scorer
 
@@ -36,6 +39,32 @@ def event_log(process: str) -> Log:
         print(json.dumps(line, default=str), file=sys.stderr, flush=True)
 
     return log
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job says about this process. `temperature`: the reference's log-probabilities must share the
+    sampler's; `dtype` and `on_gpu` of its group."""
+
+    temperature: float = 1.0
+    dtype: Dtype = Dtype.AUTO
+    on_gpu: bool = True
+
+
+def read_settings(env: ProcessEnv) -> Settings:
+    """From job.json in the run directory; the defaults without one. Raises ValueError when it is not a job."""
+    path = env.run_dir / "job.json"
+    if not path.is_file():
+        return Settings()
+    try:
+        spec = RLHFJob.model_validate_json(path.read_bytes()).spec
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a valid RLHFJob: {error.errors()[0]['msg']}") from error
+    for group in spec.groups:
+        if group.name == env.group:
+            on_gpu = group.gpu.product is not None and group.gpu.per_pod > 0
+            return Settings(spec.generation.temperature, group.dtype, on_gpu)
+    return Settings(spec.generation.temperature)
 
 
 async def register_forever(
@@ -119,20 +148,24 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
 def main(argv: list[str] | None = None) -> int:
     """0 after a stop signal; 1, with one sentence on stderr, when it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scorer", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--device", help="default: cuda on GPU groups where there is one, else cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the group's; Auto: bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument(
         "--max-tokens", type=int, default=MAX_TOKENS, help="tokens per forward pass (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     if args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1")
-    dtype = DTYPES[args.dtype or ("float32" if args.device == "cpu" else "bfloat16")]
     try:
         env = ProcessEnv.read()
+        settings = read_settings(env)
+        device = args.device or ("cuda" if settings.on_gpu and torch.cuda.is_available() else "cpu")
+        automatic = "float32" if device == "cpu" else "bfloat16"
+        dtype = DTYPES[args.dtype or (automatic if settings.dtype is Dtype.AUTO else settings.dtype.value)]
         log, metrics = event_log(env.name), Metrics()
-        scorer = Scorer(args.device, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n))
-        asyncio.run(serve(env, ScorerService(scorer, log, metrics), log))
+        scorer = Scorer(device, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n))
+        service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
+        asyncio.run(serve(env, service, log))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -69,12 +69,19 @@ class Metrics:
 
 class ScorerService:
     """A `Scorer` with its two threads: forward passes and weight changes in one, weight reception in the
-    other, so that a version arrives while the last one still scores."""
+    other, so that a version arrives while the last one still scores.
+
+    `temperature`: of score requests that name none."""
 
     def __init__(
-        self, scorer: Scorer, log: Log, metrics: Metrics | None = None, receiver: Receiving | None = None
+        self,
+        scorer: Scorer,
+        log: Log,
+        metrics: Metrics | None = None,
+        receiver: Receiving | None = None,
+        temperature: float = 1.0,
     ) -> None:
-        self.scorer, self.log = scorer, log
+        self.scorer, self.log, self.temperature = scorer, log, temperature
         self.metrics = metrics or Metrics()
         self._receiver: Receiving = receiver or WeightReceiver(scorer.device)
         self._forward = ThreadPoolExecutor(1, thread_name_prefix="forward")
@@ -133,6 +140,7 @@ class ScorerService:
             "device": str(scorer.device),
             "dtype": str(scorer.dtype).removeprefix("torch."),
             "max_tokens": scorer.max_tokens,
+            "temperature": self.temperature,
         }
 
     def close(self) -> None:
@@ -200,7 +208,7 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         if not want:
             raise ValueError("say what is wanted: /v1/score?want=reference,reward,critic")
         try:
-            temperature = float(request.query.get("temperature", "1"))
+            temperature = float(request.query.get("temperature", service.temperature))
         except ValueError:
             raise ValueError(f"temperature {request.query['temperature']!r} is not a number") from None
         body = await service.score(want, await request.read(), temperature)
