@@ -1,11 +1,15 @@
-"""One trainer rank of the engine's tests: `python engine_worker.py <scenario> <rank> <world> <port> <folder>`.
+"""One trainer rank of the engine's tests: `python engine_worker.py <scenario> <rank> <world> <ports> <folder>`.
 
 A scenario is a function below; what it returns goes to <folder>/<scenario>-<world>-<rank>.pt."""
 
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from torch.nn import functional as F
 from dovetail.api.messages import Action, Load, ModelRef
 from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.trainer.engine import Engine, MicroBatch
-from dovetail.trainer.groups import Groups, PeerLost
+from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 
 VOCAB = 64
 LLAMA = {
@@ -107,8 +111,7 @@ def train(engine: Engine, steps: range, interleaved: bool = False) -> list[dict[
     log = []
     for step in steps:
         work = {
-            name: micro_batches(model.head, step, model.dp_rank, model.dp_size)
-            for name, model in engine.models.items()
+            name: micro_batches(model.head, step, model.dp_rank, model.dp_size) for name, model in engine.models.items()
         }
         count = len(work["actor"])
         actions = interleaved_actions(engine, count) if interleaved else serial_actions(engine, count)
@@ -136,70 +139,175 @@ def shards(engine: Engine) -> dict[str, torch.Tensor]:
 
 # ------------------------------------------------------------ scenarios
 
+LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(2, 2)]}
 
-def training(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
-    """Train two steps under every layout, continue from the checkpoint, load it into another layout, export."""
-    layouts = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(2, 2)]}[world]
+
+def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
+    """Train under every layout, continue from the checkpoint, load it into the other layout, train adapters."""
     out: dict[str, Any] = {}
-    for number, (pp, dp) in enumerate(layouts):
+    for pp, dp in LAYOUTS[world]:
         key = f"{pp}x{dp}"
-        groups = form(rank, world, port + number, pp, dp)
-        engine = Engine(spec(), groups)
-        engine.load(load_command())
-        log = train(engine, range(1, 3))
-        path = folder / f"checkpoint-{key}"
-        engine.save(path)
-        engine.export("actor", folder / f"actor-{key}")
-        engine.export("critic", folder / f"critic-{key}")
-        engine.export("ema", folder / f"ema-{key}")
-        read = engine.forward("actor", micro_batches("lm", 9, 0, 2), lambda logits, mb: logits.logsumexp(-1).float())
-        at_two = weights(engine)
-        log += train(engine, range(3, 5))
-        end, end_shards = weights(engine), shards(engine)
-
-        engine.load(load_command(str(path)))
-        assert engine.step == 2
-        train(engine, range(3, 5))
-        replay = shards(engine)
-        exact = all(torch.equal(end_shards[name], replay[name]) for name in end_shards)
-
-        engine.load(load_command())
-        log2 = train(engine, range(1, 5), interleaved=True)
-        fused = shards(engine)
-        schedule_free = all(torch.equal(end_shards[name], fused[name]) for name in end_shards) and log2 == log
+        groups = form(rank, world, next(ports), pp, dp)
+        out[key] = full_training(Engine(spec(), groups), folder, key)
+        if world < 4:
+            out[key]["lora"] = lora_training(groups, folder, key)
+            out[key]["disk"] = full_disk(groups, folder / f"refused-{key}")
         groups.close()
-        out[key] = {
-            "log": log,
-            "at_two": at_two,
-            "end": end,
-            "replay_exact": exact,
-            "schedule_free": schedule_free,
-            "read": [r.clone() for r in read],
-        }
-    return out
-
-
-def reshard(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
-    """Load a checkpoint of pp 2 x dp 1 as pp 1 x dp 2 and the other way round, and train on."""
-    out = {}
-    for number, (pp, dp, source) in enumerate([(1, 2, "2x1"), (2, 1, "1x2")]):
-        groups = form(rank, world, port + number, pp, dp)
+    for (pp, dp), source in zip(LAYOUTS[world], ["1x2", "2x1"], strict=False) if world == 2 else ():
+        groups = form(rank, world, next(ports), pp, dp)
         engine = Engine(spec(), groups)
         engine.load(load_command(str(folder / f"checkpoint-{source}")))
-        loaded = weights(engine)
+        out[f"{source} in {pp}x{dp}"] = {"step": engine.step, "at_two": weights(engine)}
         train(engine, range(3, 5))
-        out[source] = {"step": engine.step, "loaded": loaded, "end": weights(engine)}
+        out[f"{source} in {pp}x{dp}"]["end"] = weights(engine)
         groups.close()
     return out
 
 
-SCENARIOS = {f.__name__: f for f in (training, reshard)}
+def full_training(engine: Engine, folder: Path, key: str) -> dict[str, Any]:
+    engine.load(load_command())
+    log = train(engine, range(1, 3))
+    path = folder / f"checkpoint-{key}"
+    engine.save(path)
+    for name in ("actor", "critic", "ema"):
+        engine.export(name, folder / f"{name}-{key}")
+    batches = micro_batches("lm", 9, 0, 1)
+    read = engine.forward("actor", batches, lambda logits, _: logits.logsumexp(-1).float())
+    at_two = weights(engine)
+    log += train(engine, range(3, 5))
+    end = shards(engine)
+    out = {"log": log, "at_two": at_two, "read": [r.clone() for r in read], "end": weights(engine), "shards": end}
+
+    engine.load(load_command(str(path)))
+    assert engine.step == 2
+    train(engine, range(3, 5))
+    out["replay_is_exact"] = same(end, shards(engine))
+
+    engine.load(load_command())
+    out["schedule_is_free"] = train(engine, range(1, 5), interleaved=True) == log and same(end, shards(engine))
+    return out
+
+
+def lora_training(groups: Groups, folder: Path, key: str) -> dict[str, Any]:
+    """Adapters on the actor, trained from the exported model; dropout only for the exact replay."""
+    out: dict[str, Any] = {}
+    source = ModelRef(head="lm", path=str(folder / "actor-1x1"))
+    for dropout in (0.0, 0.3):
+        engine = Engine(spec(models={"actor": {"lora": {"rank": 4, "dropout": dropout}}}), groups)
+        engine.load(load_command(actor=source))
+        base = {n: p for n, p in engine.models["actor"].module.named_parameters() if not p.requires_grad}
+        before = {n: p.detach().clone() for n, p in base.items()}
+        out.setdefault("start", weights(engine))
+        train(engine, range(1, 2))
+        path = folder / f"lora-checkpoint-{key}"
+        engine.save(path)
+        log = train(engine, range(2, 4))
+        end = shards(engine)
+        out.setdefault("end", weights(engine))
+        out.setdefault("log", log)
+        out.setdefault("read", [r.clone() for r in engine.forward("actor", micro_batches("lm", 9, 0, 1), _logits)])
+        if dropout == 0.0:
+            engine.export("actor", folder / f"lora-{key}")
+        out["base_is_frozen"] = same(before, {n: p.detach() for n, p in base.items()})
+        engine.load(load_command(str(path), actor=source))
+        train(engine, range(2, 4))
+        out[f"replay_is_exact_{dropout}"] = same(end, shards(engine))
+    return out
+
+
+def _logits(logits: torch.Tensor, _: MicroBatch) -> torch.Tensor:
+    return logits.clone()
+
+
+def full_disk(groups: Groups, path: Path) -> dict[str, Any]:
+    """The last rank may write no file above 4 KiB: nobody keeps anything, and all know why."""
+    engine = Engine(spec(), groups)
+    engine.load(load_command())
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    out: dict[str, Any] = {}
+    for name, write in (("save", engine.save), ("export", lambda p: engine.export("actor", p))):
+        if groups.rank == groups.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            write(path)
+            out[name] = "written"
+        except RankFailed as failed:
+            out[name] = str(failed)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        groups.barrier()
+        out[f"{name}_left"] = [p.name for p in path.parent.glob(path.name + "*")]
+    return out
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(_plain(a[name]), _plain(b[name])) for name in a)
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+CASES = [("pp", "kill"), ("dp", "kill"), ("pp", "stop"), ("pp", "none")]
+
+
+def survivor(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
+    """Rank 0 in one process through all cases: each time its peer is lost in the middle of step 3, except the last."""
+    out: dict[str, Any] = {}
+    for axis, fault in CASES:
+        groups = form(rank, world, next(ports), *_layout(axis), timeout=10.0 if fault == "stop" else 60.0)
+        engine = Engine(spec(), groups)
+        engine.load(load_command(_checkpoint(folder, axis)))
+        start = time.monotonic()
+        try:
+            train(engine, range(3, 5))
+            out[f"{axis}-{fault}"] = shards(engine)
+        except PeerLost as lost:
+            out[f"{axis}-{fault}"] = (str(lost), time.monotonic() - start)
+        groups.close()
+    return out
+
+
+def victim(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
+    """Rank 1 of one case, given by the environment."""
+    axis, fault = CASES[int(os.environ["CASE"])]
+    groups = form(rank, world, list(ports)[int(os.environ["CASE"])], *_layout(axis), timeout=120.0)
+    engine = Engine(spec(), groups)
+    engine.load(load_command(_checkpoint(folder, axis)))
+    if fault != "none":
+        module, calls = engine.models["critic"].module, 0
+        inner = module.forward
+
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+            return inner(inputs)
+
+        module.forward = forward
+    train(engine, range(3, 5))
+    return {"end": shards(engine)}
+
+
+def _layout(axis: str) -> tuple[int, int]:
+    return (2, 1) if axis == "pp" else (1, 2)
+
+
+def _checkpoint(folder: Path, axis: str) -> str:
+    return str(folder / f"checkpoint-{'x'.join(map(str, _layout(axis)))}")
+
+
+SCENARIOS = {f.__name__: f for f in (training, survivor, victim)}
 
 
 def main() -> None:
-    scenario, rank, world, port, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    scenario, rank, world, ports, folder = sys.argv[1:]
     torch.set_num_threads(1)
-    result = SCENARIOS[scenario](rank, world, port, Path(folder))
+    import transformers.models.llama.modeling_llama  # noqa: F401 - before the clock of any deadline runs
+
+    numbers = iter([int(port) for port in ports.split(",")])
+    result = SCENARIOS[scenario](int(rank), int(world), numbers, Path(folder))
     torch.save(result, Path(folder) / f"{scenario}-{world}-{rank}.pt")
     sys.stdout.flush()
     os._exit(0)

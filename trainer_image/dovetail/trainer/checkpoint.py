@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
 from dovetail.models.export import write_text
 from dovetail.trainer.engine_model import EngineModel, like
 from dovetail.trainer.groups import PeerLost, RankFailed, peer_errors
 from dovetail.trainer.storage import write_together
-from torch import Tensor
 
 if TYPE_CHECKING:
     from dovetail.trainer.engine import Engine
@@ -76,7 +78,7 @@ def restore(engine: Engine, path: Path) -> int:
             )
     except PeerLost:
         raise
-    except Exception as problem:
+    except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
         error = f"{path}: the checkpoint does not fit the job's models: {_first_line(problem)}"
     engine.groups.all_succeed(error)
     for name, model in engine.models.items():
@@ -143,7 +145,8 @@ def _set_rng(engine: Engine, text: str) -> None:
 
 
 def _first_line(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
+    failures = list(getattr(problem, "failures", {}).values())
+    lines = str(failures[0][0] if failures else problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from dovetail.models.export import sync
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 
@@ -47,7 +49,7 @@ def _together(groups: Groups, path: Path, work: Callable[[], T]) -> list[T]:
         result = work()
     except PeerLost:
         raise
-    except Exception as problem:
+    except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
         error = storage_sentence(path, problem)
     groups.all_succeed(error)
     return groups.share_json(result)
@@ -73,6 +75,10 @@ def storage_sentence(path: Path, problem: BaseException) -> str:
     for cause in _causes(problem):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return f"{path} could not be written: {os.strerror(cause.errno).lower()}; free some space there"
+    if any("inline_container" in str(cause) or "PytorchStreamWriter" in str(cause) for cause in _causes(problem)):
+        # torch.save hides the system's error behind its own.
+        free = shutil.disk_usage(path.parent).free // 2**20
+        return f"{path} could not be written in full; {free} MiB are free there, make room or raise the quota"
     first = next((str(c) for c in _causes(problem) if isinstance(c, OSError)), str(problem))
     lines = first.strip().splitlines()
     return f"{path} could not be written: {lines[0] if lines else type(problem).__name__}"
