@@ -30,7 +30,7 @@ def alias(name: str, field: FieldInfo) -> str:
 def explain(path: str = KIND) -> str:
     """The page of a field such as `RLHFJob.spec.ppo`; the leading kind may be left out. Raises ExplainError."""
     steps = [step for step in re.sub(r"\[\d*\]", "", path.strip()).split(".") if step]
-    if steps and steps[0].lower() in (KIND.lower(), "rlhfjobs", "rj"):
+    if steps and steps[0].lower() in (KIND.lower(), "rlhfjobs", "rlhf"):
         steps = steps[1:]
     model: type[BaseModel] | None = RLHFJob
     field: FieldInfo | None = None

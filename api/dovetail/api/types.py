@@ -236,7 +236,10 @@ class Group(Model):
 
     name: Name = Field(description="Lower-case letters, digits and dashes; part of process and pod names.")
     roles: list[Role] = Field(
-        min_length=1, max_length=2, description="trainer, rollout, or both: the same pods take turns (colocated)."
+        min_length=1,
+        max_length=2,
+        description="trainer, rollout, or both: the same pods take turns (colocated).",
+        json_schema_extra={"x-kubernetes-list-type": "set"},
     )
     gpu: GPU = Field(default_factory=GPU, description="Accelerators; default: none, a CPU group.")
     replicas: PodCount | None = Field(default=None, description="Pods; default: minReplicas, else 1.")
@@ -329,7 +332,12 @@ class RLHFJobSpec(Model):
     reward: Supervised = Field(default_factory=Supervised, description="Reward-model training.")
     ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
     generation: Generation = Field(default_factory=Generation, description="How rollouts sample.")
-    groups: list[Group] = Field(min_length=1, max_length=32, description="The pods, by kind of hardware.")
+    groups: list[Group] = Field(
+        min_length=1,
+        max_length=32,
+        description="The pods, by kind of hardware.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions pinned in place of the planner's.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="How much failure to survive.")

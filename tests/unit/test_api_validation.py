@@ -1,0 +1,263 @@
+"""Warnings, files and defaults."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dovetail.api.types import API_VERSION, Dtype, RLHFJob, Stage
+from dovetail.api.validation import (
+    UNEXECUTED,
+    absolute_paths,
+    check,
+    check_files,
+    load_manifest,
+    parse_manifest,
+    resolve,
+    warnings,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DATA = {"demonstrations": [{"synthetic": {}}], "preferences": [{"synthetic": {}}], "prompts": [{"synthetic": {}}]}
+
+
+def job(groups=None, models=None, **spec) -> RLHFJob:
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": "RLHFJob",
+        "metadata": {"name": "job"},
+        "spec": {
+            "models": {"actor": {"source": {"scratch": {}}}, "tokenizer": {"train": {}}} | (models or {}),
+            "data": DATA,
+            "groups": groups or [{"name": "all", "roles": ["trainer", "rollout"]}],
+        }
+        | spec,
+    }
+    return parse_manifest(yaml.safe_dump(manifest))
+
+
+A100 = {"product": "NVIDIA-A100-SXM4-80GB"}
+HUB = {"actor": {"source": {"huggingFace": "a/b"}}, "tokenizer": {}}
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "hh-rlhf.yaml"])
+def test_examples_are_clean(name):
+    written = parse_manifest(EXAMPLES / name)
+    assert warnings(written.spec) == []
+    assert check_files(written.spec, EXAMPLES) == []
+    loaded = load_manifest(EXAMPLES / name)
+    assert check(loaded.spec) == []
+    assert RLHFJob.model_validate_json(loaded.model_dump_json(by_alias=True)) == loaded
+
+
+# ------------------------------------------------------------ warnings
+
+USED = {
+    "spec.suspend": {"suspend": True},
+    "spec.activeDeadlineSeconds": {"activeDeadlineSeconds": 60},
+    "spec.ttlSecondsAfterFinished": {"ttlSecondsAfterFinished": 0},
+    "spec.checkpoint.volume": {"checkpoint": {"volume": "claim"}},
+    "spec.groups[].image": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "image": "x"}]},
+    "spec.groups[].podTemplate": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "podTemplate": {"a": 1}}]},
+    "spec.models.*.source.pvc": {"models": {"actor": {"source": {"pvc": "claim/actor"}}, "tokenizer": {}}},
+    "spec.models.reference.dtype": {"models": {"reference": {"dtype": "bfloat16"}}},
+    "spec.groups[].maxReplicas": {
+        "groups": [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "maxReplicas": 4}]
+    },
+    "spec.groups[].roles": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100}]},
+    "spec.plan.placement": {"plan": {"placement": "Interleaving"}},
+    "spec.plan.interStageFusion": {"plan": {"interStageFusion": 0.2}},
+    "spec.plan.intraStageFusion": {"plan": {"intraStageFusion": "Fused"}},
+    "spec.plan.parallelism.*.tp": {
+        "plan": {"parallelism": {"actor": {"tp": 2}}},
+        "groups": [{"name": "t", "roles": ["trainer"], "replicas": 2}, {"name": "r", "roles": ["rollout"]}],
+    },
+}
+
+
+@pytest.mark.parametrize("entry", UNEXECUTED, ids=lambda entry: entry.field)
+def test_a_field_without_effect_says_so(entry):
+    spec = job(**USED[entry.field]).spec
+    found = [sentence for sentence in warnings(spec) if entry.why in sentence]
+    assert len(found) == 1, warnings(spec)
+    assert found[0].startswith("spec.")
+    assert "is not executed" in found[0]
+    assert any(entry.why in sentence for sentence in warnings(spec, cluster=True)) != entry.on_cluster
+
+
+def test_defaults_bring_no_warning():
+    assert warnings(job().spec) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"models": {"reward": {"function": "a:b"}}}, "the reward stage is dropped"),
+        ({"sft": {"optimizer": {"offload": True}}}, "spec.sft.optimizer.offload has no effect on CPUs"),
+        (
+            {"ppo": {"advantage": "grpo", "samplesPerPrompt": 4}, "models": {"critic": {"lora": {}}}},
+            "spec.models.critic has no effect: grpo uses no critic.",
+        ),
+        ({"data": {**DATA, "heldOut": 0}}, "spec.data.heldOut is 0"),
+        (
+            {
+                "groups": [
+                    {"name": "t", "roles": ["trainer"], "dtype": "bfloat16"},
+                    {"name": "r", "roles": ["rollout"]},
+                ]
+            },
+            "spec.groups[0].dtype has no effect",
+        ),
+    ],
+)
+def test_pointless_settings_say_so(changes, sentence):
+    assert any(sentence in w for w in warnings(job(**changes).spec))
+
+
+# ------------------------------------------------------------ resolve
+
+VARIANTS = [
+    {},
+    {"models": {"reward": {"function": "a:b"}}},
+    {"models": HUB, "groups": [{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100, "replicas": 2}]},
+    {"generation": {"topK": 5}},
+    {"groups": [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "minReplicas": 3}]},
+    {"groups": [{"name": "t", "roles": ["trainer"], "gpu": A100}, {"name": "r", "roles": ["rollout"]}]},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_resolving_twice_changes_nothing_and_breaks_no_rule(changes):
+    once = resolve(job(**changes).spec)
+    assert resolve(once) == once
+    assert check(once) == []
+
+
+def test_on_cpus_everything_is_float32_and_the_rollout_is_trusted():
+    spec = resolve(job().spec)
+    assert spec.groups[0].dtype is Dtype.FLOAT32
+    assert spec.groups[0].gpu.per_pod == 0
+    assert spec.models.actor.dtype is Dtype.FLOAT32
+    assert spec.ppo.old_log_probs == "Rollout"
+
+
+@pytest.mark.parametrize("generation", [{"topK": 5}, {"topP": 0.9}, {"temperature": 0.7}])
+def test_a_cut_or_bent_distribution_is_recomputed(generation):
+    assert resolve(job(generation=generation).spec).ppo.old_log_probs == "Recompute"
+
+
+def test_on_gpus_dtypes_stay_open_and_log_probs_are_recomputed():
+    spec = resolve(job(groups=[{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100}]).spec)
+    assert spec.models.actor.dtype is Dtype.AUTO
+    assert spec.groups[0].dtype is Dtype.AUTO
+    assert spec.ppo.old_log_probs == "Recompute"
+
+
+def test_a_choice_of_the_user_is_kept():
+    spec = resolve(job(ppo={"oldLogProbs": "Recompute"}, models={"critic": {"dtype": "bfloat16"}}).spec)
+    assert spec.ppo.old_log_probs == "Recompute"
+    assert spec.models.critic.dtype is Dtype.BFLOAT16
+
+
+def test_a_reward_function_drops_the_reward_stage():
+    spec = resolve(job(models={"reward": {"function": "a:b"}}).spec)
+    assert spec.stages == [Stage.SFT, Stage.PPO]
+
+
+# ------------------------------------------------------------ files
+
+
+def model_folder(path: Path, weights: str | None = "model.safetensors", config: str = '{"model_type": "llama"}') -> str:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(config)
+    if weights:
+        (path / weights).write_bytes(b"x")
+    return path.name
+
+
+def files(tmp_path, **changes):
+    return check_files(job(**changes).spec, tmp_path)
+
+
+def actor(path: str):
+    return {"actor": {"source": {"path": path}}, "tokenizer": {}}
+
+
+def test_a_good_model_folder(tmp_path):
+    assert files(tmp_path, models=actor(model_folder(tmp_path / "m"))) == []
+
+
+def test_sharded_weights_must_be_complete(tmp_path):
+    name = model_folder(tmp_path / "m", "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks model-00002-of-00002.safetensors" in files(tmp_path, models=actor(name))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda p: None, "does not exist; give a folder in Hugging Face format."),
+        (lambda p: p.write_text("x"), "is not a folder"),
+        (lambda p: p.mkdir(), "config.json is missing"),
+        (lambda p: model_folder(p, None), "holds no weights"),
+        (lambda p: model_folder(p, "pytorch_model.bin"), "holds only pickled weights"),
+        (lambda p: model_folder(p, config="{"), "cannot be read: not valid JSON"),
+        (lambda p: model_folder(p, config="{}"), "names no model_type"),
+    ],
+)
+def test_bad_model_folders(tmp_path, make, sentence):
+    make(tmp_path / "m")
+    found = files(tmp_path, models=actor("m"))
+    assert any(sentence in s for s in found), found
+    assert all(s.startswith("spec.models.actor.source.path: ") for s in found)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "sentence"),
+    [
+        (lambda d: None, "no.jsonl", "does not exist; correct the path"),
+        (lambda d: (d / "a.jsonl").touch(), "a.jsonl", "a.jsonl is empty"),
+        (lambda d: (d / "a.csv").write_text("x"), "a.csv", "a.csv is none of .jsonl, .jsonl.gz, .parquet"),
+        (lambda d: (d / "d").mkdir(), "d", "holds no data file"),
+        (lambda d: ((d / "d").mkdir(), (d / "d" / "a.jsonl").touch()), "d", "a.jsonl is empty"),
+    ],
+)
+def test_bad_data_paths(tmp_path, make, path, sentence):
+    make(tmp_path)
+    found = files(tmp_path, data={**DATA, "prompts": [{"path": path}]})
+    assert len(found) == 1
+    assert found[0].startswith("spec.data.prompts[0].path: ")
+    assert sentence in found[0]
+
+
+def test_data_that_no_stage_uses_is_not_looked_at(tmp_path):
+    changes = {"stages": ["sft"], "data": {**DATA, "prompts": [{"path": "no.jsonl"}]}}
+    assert files(tmp_path, **changes) == []
+
+
+def test_tokenizer_paths(tmp_path):
+    def found(path):
+        return files(tmp_path, models={"tokenizer": {"path": path}})
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert found("owner/name") == []
+    assert "tokenizer.json is missing" in found("empty")[0]
+    assert "is a file" in found("file")[0]
+    assert "does not exist" in found("./none")[0]
+
+
+def test_paths_become_absolute(tmp_path):
+    (tmp_path / "tok").mkdir()
+    before = job(
+        models={"actor": {"source": {"path": "m"}}, "tokenizer": {"path": "tok"}},
+        data={**DATA, "prompts": [{"path": "p.jsonl"}]},
+    )
+    spec = absolute_paths(before, tmp_path).spec
+    assert spec.models.actor.source.path == str(tmp_path / "m")
+    assert spec.data.prompts[0].path == str(tmp_path / "p.jsonl")
+    assert spec.models.tokenizer.path == str(tmp_path / "tok")
+    hub = before.model_copy(update={"spec": job(models={"tokenizer": {"path": "owner/name"}}).spec})
+    assert absolute_paths(hub, tmp_path).spec.models.tokenizer.path == "owner/name"

@@ -1,0 +1,124 @@
+"""Imports point one way: the folder table of docs/architecture.md, read by this test, holds for every import."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NO_TORCH = ("api", "planner", "coordinator")
+HEAVY = {"torch", "vllm"}
+# What reads or writes anything but its arguments.
+INPUT_OUTPUT = {
+    *("aiohttp", "asyncio", "http", "httpx", "io", "multiprocessing", "os", "pathlib", "requests", "select", "shutil"),
+    *("signal", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "time", "urllib", "yaml"),
+}
+
+
+def table() -> dict[str, tuple[Path, set[str]]]:
+    """Package name -> (folder of its source, packages it may import)."""
+    found = {}
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for row in re.findall(r"^\| `(\w+)/` \| `dovetail\.(\w+)` \|.*\| ([^|]+) \|$", text, re.MULTILINE):
+        folder, package, allowed = row
+        earlier = set(found)
+        names = earlier if "all of the above" in allowed else set(re.findall(r"\w+", allowed))
+        found[package] = (ROOT / folder / "dovetail" / package, names)
+    return found
+
+
+TABLE = table()
+
+
+def imports(path: Path) -> list[tuple[int, str, bool]]:
+    """(line, absolute module, whether only type checkers see it) of every import, wherever in the file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = ".".join(path.relative_to(path.parents[len(path.parts) - path.parts.index("dovetail") - 1]).parts[:-1])
+    hidden = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, id(node) in hidden) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = f"dovetail.{package.removeprefix('dovetail.')}".split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "dovetail" else [base]
+            found += [(node.lineno, name, id(node) in hidden) for name in names]
+    return found
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(TABLE[package][0].rglob("*.py"))
+
+
+def test_the_table_names_every_package():
+    assert set(TABLE) == {"api", "planner", "models", "trainer", "rollout", "coordinator", "local", "cli"}
+    assert TABLE["api"][1] == set()
+    assert TABLE["coordinator"][1] == {"api", "planner"}
+    for package, (folder, allowed) in TABLE.items():
+        assert folder.is_dir(), package
+        assert allowed <= set(TABLE), package
+
+
+@pytest.mark.parametrize("package", sorted(TABLE))
+def test_imports_point_one_way(package):
+    allowed = TABLE[package][1] | {package}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sources(package)
+        for line, module, _ in imports(path)
+        if module.split(".")[0] == "dovetail" and module.split(".")[1] not in allowed
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", NO_TORCH)
+def test_no_torch_and_no_vllm(package):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sources(package)
+        for line, module, types_only in imports(path)
+        if module.split(".")[0] in HEAVY and not types_only
+    ]
+    assert wrong == []
+
+
+def test_the_planner_is_pure():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sources("planner")
+        for line, module, _ in imports(path)
+        if module.split(".")[0] in INPUT_OUTPUT
+    ]
+    assert wrong == []
+
+
+def test_dovetail_is_a_namespace_package():
+    """One folder a process, installed together or apart: none may own the name."""
+    assert [str(p) for p in ROOT.glob("*/dovetail/__init__.py")] == []
+
+
+@pytest.mark.parametrize("folder", sorted(p.parent.name for p in ROOT.glob("*/dovetail") if p.is_dir()))
+def test_no_folder_hides_a_standard_library_module(folder):
+    """A folder `operator/` with an __init__.py would be found before the standard library's operator."""
+    if folder in sys.stdlib_module_names:
+        assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_relative_imports_are_seen(tmp_path):
+    path = tmp_path / "planner" / "dovetail" / "planner" / "x.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("from . import a\nfrom .b import c\nfrom ..trainer import d\nfrom dovetail import rollout\n")
+    assert [m for _, m, _ in imports(path)] == [
+        *("dovetail.planner", "dovetail.planner.b", "dovetail.trainer", "dovetail.rollout")
+    ]
