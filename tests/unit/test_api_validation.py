@@ -261,3 +261,12 @@ def test_paths_become_absolute(tmp_path):
     assert spec.models.tokenizer.path == str(tmp_path / "tok")
     hub = before.model_copy(update={"spec": job(models={"tokenizer": {"path": "owner/name"}}).spec})
     assert absolute_paths(hub, tmp_path).spec.models.tokenizer.path == "owner/name"
+
+
+def test_loading_makes_paths_start_at_the_manifest(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    path = tmp_path / "jobs" / "job.yaml"
+    written = job(models=actor("m"))
+    path.write_text(written.model_dump_json(by_alias=True, exclude_none=True))
+    assert load_manifest(path).spec.models.actor.source.path == str(tmp_path / "jobs" / "m")
+    assert load_manifest(path, tmp_path).spec.models.actor.source.path == str(tmp_path / "m")

@@ -91,7 +91,7 @@ def read_yaml(source: str | Path) -> Any:
 
 
 def _text(source: str | Path) -> tuple[str, str]:
-    if isinstance(source, str) and ("\n" in source or ":" in source or "{" in source) and not _is_file(source):
+    if isinstance(source, str) and ("\n" in source or ":" in source or "{" in source) and not is_file(source):
         return source, "the manifest"
     path = Path(source)
     try:
@@ -105,7 +105,8 @@ def _text(source: str | Path) -> tuple[str, str]:
         raise ManifestError([f"{path}: cannot read the manifest: {reason.lower()}."]) from error
 
 
-def _is_file(text: str) -> bool:
+def is_file(text: str | Path) -> bool:
+    """Whether this names an existing file; never raises, also not for text that can be no path."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):

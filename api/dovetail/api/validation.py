@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dovetail.api.files import check_files
-from dovetail.api.manifest import ManifestError, parse, read_yaml
+from dovetail.api.manifest import ManifestError, is_file, parse, read_yaml
 from dovetail.api.resolve import absolute_paths, resolve
 from dovetail.api.rules import check
 from dovetail.api.types import RLHFJob
@@ -32,9 +32,13 @@ def parse_manifest(path_or_text: str | Path) -> RLHFJob:
     return job
 
 
-def load_manifest(path_or_text: str | Path) -> RLHFJob:
-    """`parse_manifest` with every default filled in (`resolve`): what a run starts from. Raises ManifestError.
+def load_manifest(path_or_text: str | Path, base_dir: Path | None = None) -> RLHFJob:
+    """`parse_manifest` with every default filled in (`resolve`) and local paths made absolute: what a run starts from.
 
-    Ask `warnings` about the job as written (`parse_manifest`): resolving removes what some of them speak of."""
+    Relative paths start at `base_dir`, by default the manifest's folder (for text: the working directory). Ask
+    `warnings` about the job as written (`parse_manifest`): resolving removes what some of them speak of. Raises
+    ManifestError; `check_files` looks at the files themselves."""
     job = parse_manifest(path_or_text)
-    return job.model_copy(update={"spec": resolve(job.spec)})
+    if base_dir is None:
+        base_dir = Path(path_or_text).parent if is_file(path_or_text) else Path()
+    return absolute_paths(job.model_copy(update={"spec": resolve(job.spec)}), base_dir)
