@@ -26,10 +26,11 @@ from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Offer, Publish, Receiver, Register
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.fleet import Fleet
-from dovetail.coordinator.generation import Generated, Generator, Settings
+from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.samples import NewSample, Sample
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.weights import push_offer
+from dovetail.coordinator.work import Generated, Settings
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -23,6 +22,7 @@ from dovetail.coordinator.fleet import Fleet, Health, Instance
 from dovetail.coordinator.samples import Assignment, Delta, Key, Sample, State
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.stream import RequestRefused, ServerFailure, abort, stream
+from dovetail.coordinator.work import Activity, Generated, Settings, Work, request_id
 
 MODEL = "actor"
 KIND = "rollout"
@@ -32,81 +32,6 @@ FINISHED = ("stop", "length", "repetition")
 
 class GenerationError(Exception):
     """Generation cannot go on; the message says what it waits for or what a server refused."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Seconds, but `stream_interval`: tokens per event, what a dying server can make us generate again, and
-    `max_fruitless`: attempts of one sample in a row without a token.
-
-    `stall`: silence after which a request is given up, if its whole server is silent; ten times it otherwise (a server
-    may queue requests while it works on others)."""
-
-    flush: float = 0.25
-    stall: float = 60.0
-    wait: float = 600.0
-    connect: float = 5.0
-    abort: float = 5.0
-    stream_interval: int = 8
-    max_fruitless: int = 50
-
-
-@dataclass
-class Generated:
-    """What one call did. `retries`: times a sample had to go elsewhere. Spans: one per instance that worked."""
-
-    samples: int = 0
-    tokens: int = 0
-    retries: int = 0
-    seconds: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Work:
-    """One sample on its way. `stored`: how many of `tokens` are in the store."""
-
-    key: Key
-    prompt: list[int]
-    seed: int
-    tokens: list[int]
-    logprobs: list[float]
-    stored: int
-    attempt: int = 0
-    instance: str = ""
-    incarnation: str = ""
-    task: asyncio.Task[None] | None = None
-    before: int = 0
-    heard: float = 0.0
-    ending: float | None = None
-    reason: str | None = None
-    failure: str | None = None
-    refusal: str | None = None
-    fruitless: int = 0
-
-    @property
-    def request_id(self) -> str:
-        return request_id(self.key, self.attempt)
-
-    @property
-    def name(self) -> str:
-        return f"sample {self.key.sample} of prompt {self.key.prompt} in iteration {self.key.iteration}"
-
-
-def request_id(key: Key, attempt: int) -> str:
-    """Unique per attempt, so that an old request can be aborted without touching its successor."""
-    return f"dovetail-{key.iteration}-{key.prompt}-{key.sample}-{attempt}"
-
-
-@dataclass
-class _Activity:
-    """An instance's part in one call: wall-clock span and counts."""
-
-    start: float
-    end: float
-    samples: int = 0
-    tokens: int = 0
-    fresh: int = 0
 
 
 class Generator:
@@ -135,12 +60,12 @@ class Generator:
         self._session: aiohttp.ClientSession | None = None
         self._wake = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._pending: list[_Work] = []
-        self._flying: dict[_Work, None] = {}
-        self._ended: list[_Work] = []
+        self._pending: list[Work] = []
+        self._flying: dict[Work, None] = {}
+        self._ended: list[Work] = []
         self._watched = 0.0
         self._known: set[tuple[str, str]] = set()
-        self._activity: dict[str, _Activity] = {}
+        self._activity: dict[str, Activity] = {}
         # A stop string may straddle the cut: servers look only at what they generate, so that much is made again.
         self._rewind = max((len(s.encode()) - 1 for s in generation.stop), default=0)
         self._leftovers: dict[tuple[str, str], list[str]] = {}
@@ -178,7 +103,7 @@ class Generator:
         if self._flying or self._pending:
             raise RuntimeError("generate is already running")
         chosen = self._store.samples.samples(iteration, State.PENDING) if samples is None else samples
-        self._pending = [self._work(s) for s in chosen if s.state is State.PENDING]
+        self._pending = [Work.of(s) for s in chosen if s.state is State.PENDING]
         self._known.clear()
         self._activity.clear()
         total, result, started = len(self._pending), Generated(), self._clock()
@@ -299,10 +224,10 @@ class Generator:
         for work, attempt in zip(works, attempts, strict=True):
             work.attempt, work.heard = attempt, now
             self._flying[work] = None
-            self._activity.setdefault(work.instance, _Activity(wall, wall)).end = wall
+            self._activity.setdefault(work.instance, Activity(wall, wall)).end = wall
             work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
 
-    async def _run(self, work: _Work, instance: Instance) -> None:
+    async def _run(self, work: Work, instance: Instance) -> None:
         def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None) -> None:
             work.tokens += tokens
             work.logprobs += logprobs
@@ -325,7 +250,7 @@ class Generator:
             self._ended.append(work)
             self._wake.set()
 
-    def _body(self, work: _Work, instance: Instance, left: int) -> dict[str, Any]:
+    def _body(self, work: Work, instance: Instance, left: int) -> dict[str, Any]:
         sampler = instance.abilities.get("sampler", "counter")
         params = sampling_params(self._generation, work.seed, left, sampler, generated=len(work.tokens))
         params["stream_interval"] = self._settings.stream_interval
@@ -364,7 +289,7 @@ class Generator:
     def _flush(self, seconds: float) -> list[Key]:
         """Store what came in since the last flush; the samples that are finished by it."""
         deltas: list[Delta] = []
-        works: list[_Work] = []
+        works: list[Work] = []
         streams = Counter(w.instance for w in self._flying)
         for work in self._flying:
             reason = work.reason if work.reason in FINISHED else None
@@ -421,17 +346,11 @@ class Generator:
 
     # ------------------------------------------------------------ inner parts
 
-    @staticmethod
-    def _work(sample: Sample) -> _Work:
-        tokens: list[int] = sample.tokens.tolist()
-        logprobs: list[float] = sample.logprobs.tolist()
-        return _Work(sample.key, sample.prompt_tokens.tolist(), sample.seed, tokens, logprobs, len(tokens))
-
     def _loads(self, instances: Sequence[Instance]) -> dict[str, int]:
         flying = Counter(w.instance for w in self._flying)
         return {i.name: flying[i.name] for i in instances}
 
-    def _end(self, works: Sequence[_Work]) -> None:
+    def _end(self, works: Sequence[Work]) -> None:
         """Ask servers to stop requests; their samples then go elsewhere."""
         works = [w for w in works if w.ending is None and w.reason is None]
         self._store.samples.migrate([(w.key, w.attempt) for w in works])

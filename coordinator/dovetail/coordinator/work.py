@@ -1,0 +1,94 @@
+"""What a generator knows of its samples and instances while it runs, and its settings."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from dovetail.api.messages import Span
+from dovetail.coordinator.samples import Key, Sample
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Seconds, but `stream_interval`: tokens per event, what a dying server can make us generate again, and
+    `max_fruitless`: attempts of one sample in a row without a token.
+
+    `stall`: silence after which a request is given up, if its whole server is silent; ten times it otherwise (a server
+    may queue requests while it works on others)."""
+
+    flush: float = 0.25
+    stall: float = 60.0
+    wait: float = 600.0
+    connect: float = 5.0
+    abort: float = 5.0
+    stream_interval: int = 8
+    max_fruitless: int = 50
+
+
+@dataclass
+class Generated:
+    """What one call did. `retries`: times a sample had to go elsewhere. Spans: one per instance that worked."""
+
+    samples: int = 0
+    tokens: int = 0
+    retries: int = 0
+    seconds: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Work:
+    """One sample on its way. `stored`: how many of `tokens` are in the store; `before`: how many it had when its
+    current attempt began. `heard`, `ending`: when its last token came and when it was asked to end, monotonic seconds.
+    `reason`: the server's finish reason. `failure`, `refusal`: why its stream broke. `fruitless`: attempts in a row
+    without a token."""
+
+    key: Key
+    prompt: list[int]
+    seed: int
+    tokens: list[int]
+    logprobs: list[float]
+    stored: int
+    attempt: int = 0
+    instance: str = ""
+    incarnation: str = ""
+    task: asyncio.Task[None] | None = None
+    before: int = 0
+    heard: float = 0.0
+    ending: float | None = None
+    reason: str | None = None
+    failure: str | None = None
+    refusal: str | None = None
+    fruitless: int = 0
+
+    @staticmethod
+    def of(sample: Sample) -> Work:
+        """A pending sample with the tokens it has."""
+        tokens: list[int] = sample.tokens.tolist()
+        logprobs: list[float] = sample.logprobs.tolist()
+        return Work(sample.key, sample.prompt_tokens.tolist(), sample.seed, tokens, logprobs, len(tokens))
+
+    @property
+    def request_id(self) -> str:
+        return request_id(self.key, self.attempt)
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.key.sample} of prompt {self.key.prompt} in iteration {self.key.iteration}"
+
+
+def request_id(key: Key, attempt: int) -> str:
+    """Unique per attempt, so that an old request can be aborted without touching its successor."""
+    return f"dovetail-{key.iteration}-{key.prompt}-{key.sample}-{attempt}"
+
+
+@dataclass
+class Activity:
+    """An instance's part in one call: wall-clock span and counts."""
+
+    start: float
+    end: float
+    samples: int = 0
+    tokens: int = 0
+    fresh: int = 0
