@@ -35,7 +35,7 @@ def test_the_table_says_what_changed_and_where_time_went():
         r"SFT loss, held out\s+│\s+6\.234 │\s+1\.877",
         r"93\.4% of 256 pairs \(p < 0\.001\)",
         r"Reward per sample\s+│\s+0\.123 ± 0\.045 │\s+1\.987 ± 0\.067",
-        r"KL to the reference.*0\.001 ± 0\.001 │\s+2\.340 ± 0\.210",
+        r"KL to reference.*0\.001 ± 0\.001 │\s+2\.340 ± 0\.210",
         r"Samples per second.*13\.37",
         r"Wall time.*4 min 07 s",
         r"generation\s+│\s+50\.0% │\s+50\.0 s",
@@ -146,6 +146,14 @@ def test_ticks_are_inside_and_evenly_spaced(low, width, wanted):
     slack = 1e-6 * max(abs(low), abs(high), 1)
     assert all(low - slack <= t <= high + slack for t in found)
     assert len(found) <= wanted + 2
+
+
+def test_tick_labels_can_be_told_apart():
+    assert charts.labels([5.6921, 5.6922, 5.6923]) == ["5.6921", "5.6922", "5.6923"]
+    assert charts.labels([0.0, 2000.0, 4000.0]) == ["0", "2000", "4000"]
+    assert charts.labels([5.5e-8, 6e-8]) == ["5.5e-8", "6e-8"]
+    assert charts.ticks(1, 2, whole=True) == [1.0, 2.0]
+    assert charts.ticks(0, 1e6, whole=True)[1] == 200_000
 
 
 def test_a_chart_leaves_out_what_is_not_a_number():

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from html import escape
 
 # Told apart by people with any kind of colour vision (Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8860b")
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    *("#7f7f7f", "#8c6d31", "#5e3c99", "#80b1d3", "#b3de69", "#a6761d", "#e7298a", "#1b9e77", "#666699", "#c49c94"),
+)
 _WIDTH, _HEIGHT = 460, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
 
@@ -30,13 +33,16 @@ class Series:
         return [(x, y, b if math.isfinite(b) else 0.0) for x, y, b in rows if math.isfinite(x) and math.isfinite(y)]
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers within [low, high], about `wanted` of them, 1, 2, 2.5 or 5 times a power of ten apart."""
+def ticks(low: float, high: float, wanted: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers within [low, high], about `wanted` of them, 1, 2, 2.5 or 5 times a power of ten apart; integers if
+    `whole`."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, wanted)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    if whole:
+        step = float(max(1, math.ceil(step)))
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(i * step, 12) + 0.0 for i in range(first, last + 1)]
@@ -44,9 +50,24 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 def number(value: float) -> str:
     """A number with about four significant digits."""
-    if value != 0 and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
+    return _exponent(f"{value:.4g}")
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Tick labels with as many digits as it takes to tell them apart."""
+    for digits in range(3, 12):
+        found = [f"{value:.{digits}g}" for value in values]
+        if len(set(found)) == len(set(values)) or digits == 11:
+            break
+    return [_exponent(text) for text in found]
+
+
+def _exponent(text: str) -> str:
+    """'1e-05' as '1e-5', '2e+03' as '2000'."""
+    if "e" not in text:
+        return text
+    mantissa, _, power = text.partition("e")
+    return f"{float(text):.0f}" if 0 <= int(power) < 6 else f"{mantissa}e{int(power)}"
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "middle", cls: str = "tick", extra: str = "") -> str:
@@ -74,11 +95,12 @@ def line_chart(title: str, x_label: str, series: Sequence[Series]) -> str:
         return _HEIGHT - _BOTTOM - (y - y0) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = []
-    for tick in ticks(y0, y1):
+    rows = ticks(y0, y1)
+    for tick, label in zip(rows, labels(rows), strict=True):
         y = at_y(tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(_text(_LEFT - 6, y + 4, number(tick), anchor="end"))
-    for tick in ticks(x0, x1):
+        parts.append(_text(_LEFT - 6, y + 4, label, anchor="end"))
+    for tick in ticks(x0, x1, whole=all(x == round(x) for x in xs)):
         parts.append(_text(at_x(tick), _HEIGHT - _BOTTOM + 16, number(tick)))
     parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, x_label, cls="axis"))
     for index, (one, points) in enumerate(drawn):

@@ -27,7 +27,7 @@ def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
     for key, label, form in _SHOWN[stage]:
         value = metrics.get(key)
         if isinstance(value, int | float):
-            text = f"{label} {form.format(value)}"
+            text = f"{label} {form.format(round(value, 6) + 0.0)}"
             spread = metrics.get(f"{key}_ci95")
             if isinstance(spread, int | float):
                 text += f" ± {form.format(spread)}"

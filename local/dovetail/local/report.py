@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.local import charts
 from dovetail.local.charts import Bar, Series
 from dovetail.local.errors import RunError
-from dovetail.local.summary import PHASES, duration, get, read_summary, rows
+from dovetail.local.summary import PHASES, duration, get, read_summary, rows, stage_seconds
 
 _STYLE = """
 :root{color-scheme:light dark;--fg:#1b1f24;--mute:#667;--line:#8884;--card:#fff;--bg:#f4f5f7}
@@ -129,7 +129,7 @@ def _table(summary: Mapping[str, Any]) -> str:
     body = [(what, first, last) for what, first, last in rows(summary)]
     if isinstance(get(summary, "samples_per_second"), int | float):
         body.append(("Samples per second", "", f"{summary['samples_per_second']:.2f}"))
-    body += [(f"Time of stage {name}", "", duration(s)) for name, s in (get(summary, "stages") or {}).items()]
+    body += [(f"Time of stage {name}", "", duration(s)) for name, s in stage_seconds(summary)]
     lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in body)
     head = "<tr><th></th><th>before / first</th><th>after / last</th></tr>"
     return f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>"

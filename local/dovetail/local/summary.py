@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dovetail.local.errors import RunError
 
+STAGES = ("sft", "reward", "ppo")
 PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
 
 
@@ -52,7 +53,7 @@ def interval(value: Any, digits: int = 3) -> str | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("mean"), int | float):
         return None
     spread = value.get("ci95")
-    text = f"{value['mean']:.{digits}f}"
+    text = f"{round(value['mean'], digits) + 0.0:.{digits}f}"  # adding 0 turns -0.000 into 0.000
     return f"{text} ± {spread:.{digits}f}" if isinstance(spread, int | float) else text
 
 
@@ -78,11 +79,17 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             p = binomial_p(round(accuracy * pairs), int(pairs))
             text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
         found.append(("Reward model accuracy, held out", "", text))
-    for key, label in (("reward", "Reward per sample"), ("kl", "KL to the reference, nats per sample")):
+    for key, label in (("reward", "Reward per sample"), ("kl", "KL to reference, nats per sample")):
         first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
         if first or last:
             found.append((label, first or "", last or ""))
     return found
+
+
+def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(stage, seconds) in the order in which stages run."""
+    found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
+    return sorted(found.items(), key=lambda item: STAGES.index(item[0]) if item[0] in STAGES else len(STAGES))
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -99,9 +106,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("Samples per second", "", f"{rate:.2f}")
     if wall is not None:
         table.add_row("Wall time", "", duration(wall))
-    for name, seconds in (get(summary, "stages") or {}).items():
-        if isinstance(seconds, int | float):
-            table.add_row(f"  stage {name}", "", duration(seconds))
+    for name, seconds in stage_seconds(summary):
+        table.add_row(f"  stage {name}", "", duration(seconds))
     phases = {k: v for k, v in (get(summary, "phases") or {}).items() if isinstance(v, int | float)}
     total = sum(phases.values())
     if total > 0:
