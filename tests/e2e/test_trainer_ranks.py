@@ -87,7 +87,9 @@ def check_publish(ranks: TrainerRanks, folder: Path) -> None:
     sending.join(60)
     assert answers[0].metrics["bytes"] > 0
     coordinator.execute(ranks.export("actor", folder / "published"))
-    stored = load_file(next((folder / "published").glob("*.safetensors")))
+    stored: dict[str, torch.Tensor] = {}
+    for file in (folder / "published").glob("*.safetensors"):  # one of each pipeline stage
+        stored |= load_file(file)
     assert got.keys() == stored.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
 
@@ -291,6 +293,27 @@ def test_bad_commands_leave_the_ranks_usable_and_sigterm_ends_them(tmp_path: Pat
         for process in ranks.processes.values():
             process.send_signal(signal.SIGTERM)
         assert [process.wait(5) for process in ranks.processes.values()] == [-signal.SIGTERM] * 2
+
+
+def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: Path) -> None:
+    """Rank 1 fails where rank 0 goes on into a collective: both join again, and the second try is answered."""
+    (tmp_path / "trouble.py").write_text(
+        "import os\n\n\n"
+        "def advantages(experience):\n"
+        "    if os.environ['DOVETAIL_RANK'] == '1':\n"
+        "        raise RuntimeError('the disk with the table is gone')\n"
+        "    return experience.rewards\n"
+    )
+    spec = job(ppo={"advantageFunction": "trouble:advantages"})
+    with TrainerRanks(tmp_path, spec, layouts(1, 2), environment={"PYTHONPATH": str(tmp_path)}) as ranks:
+        driver = Driver(ranks)
+        driver.load()
+        with pytest.raises(TrainerLost):
+            driver.step(1)
+        driver.load()
+        with pytest.raises(TrainerError, match=r"the disk with the table is gone \(trainer rank 1\)"):
+            driver.step(1)
+        assert all(process.poll() is None for process in ranks.processes.values())
 
 
 def test_an_absent_coordinator_ends_the_rank_with_a_sentence(tmp_path: Path) -> None:

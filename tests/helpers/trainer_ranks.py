@@ -74,7 +74,15 @@ def job(**spec: Any) -> RLHFJob:
 class TrainerRanks:
     """The ranks of one job, as `python -m dovetail.trainer.main`, against a FakeCoordinator."""
 
-    def __init__(self, folder: Path, job: RLHFJob, layouts: dict[str, Parallelism], patience: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        job: RLHFJob,
+        layouts: dict[str, Parallelism],
+        patience: float = 60.0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._environment = environment or {}
         first = next(iter(layouts.values()))
         self.job, self.layouts, self.world_size = job, layouts, first.pp * first.dp * first.tp
         self.folder, self._patience = folder, patience
@@ -114,7 +122,7 @@ class TrainerRanks:
         with (self.folder / f"rank-{rank}.log").open("ab") as log:
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "dovetail.trainer.main", "--patience", str(self._patience)],
-                env={**os.environ, **env.write(), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **env.write(), "OMP_NUM_THREADS": "1", **self._environment},
                 stderr=log,
                 stdout=log,
             )
