@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,29 @@ def test_batches(prepared: tuple[Prepared, Path]) -> None:
     assert [job.steps_per_epoch(s) for s in Stage] == [8, 8, 8]  # 58 of 64 records, 6 held out
     assert sum(len(b["lengths"]) for b in job.sft_eval_batches()) == 6
     assert sum(len(b["chosen_lengths"]) for b in job.reward_eval_batches()) == 6
+
+
+def test_transformers_reads_the_folders(prepared: tuple[Prepared, Path]) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    job, run = prepared
+    config = AutoConfig.from_pretrained(str(run / "models/actor-config"))
+    assert (config.hidden_size, config.vocab_size, config.rms_norm_eps) == (32, len(job.tokenizer), 1e-6)
+    text = "The cat is small."
+    assert AutoTokenizer.from_pretrained(str(run / "tokenizer"))(text).input_ids == job.encoder.encode(text)
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    """The coordinator's image has none, and where it is installed, importing it takes seconds before a run starts."""
+    code = (
+        "import json, sys; from pathlib import Path; from dovetail.api.types import RLHFJobSpec\n"
+        "from dovetail.coordinator.prepare import prepare\n"
+        "job = prepare(RLHFJobSpec.model_validate(json.loads(sys.argv[1])), Path(sys.argv[2]), Path('.'))\n"
+        "job.sft_batch(1), job.reward_batch(1), job.prompts(1); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, spec().model_dump_json(by_alias=True), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_prompts(prepared: tuple[Prepared, Path]) -> None:
@@ -152,7 +177,16 @@ def test_a_data_set_of_one_list_is_used_whole(tmp_path: Path) -> None:
                     "tokenizer": {"train": {}},
                 }
             },
-            "spec.models.actor.source.scratch.config: llama refuses it",
+            "spec.models.actor.source.scratch.config: hidden_size must be a whole number above 0, not 'wide'",
+        ),
+        (
+            {
+                "models": {
+                    "actor": {"source": {"scratch": {"config": {"hidden_size": 30, "num_attention_heads": 4}}}},
+                    "tokenizer": {"train": {}},
+                }
+            },
+            "hidden_size 30 is not a multiple of num_attention_heads 4",
         ),
         (
             {"models": {"actor": {"source": {"scratch": {}}}, "tokenizer": {"path": "bare"}}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,37 @@ def _download(repository: str, revision: str | None, field: str, trust_remote_co
     return folder
 
 
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+}
+# Fields of all four families that must be whole numbers above 0.
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "ffn_dim",
+    "max_position_embeddings",
+)
+
+
 def scratch_config(scratch: ScratchModel, tokenizer: Any, field: str) -> dict[str, Any]:
     """config.json of a model with random weights: the manifest's fields over those that the tokenizer gives.
 
-    Raises DataError for values that the configuration class refuses or a vocabulary smaller than the tokenizer's."""
-    from transformers import AutoConfig
-
+    What it leaves out takes the family's defaults when it is loaded. (The configuration classes themselves are not
+    asked: importing one imports torch.) Raises DataError for sizes that do not fit each other or the tokenizer."""
+    where = f"{field}.source.scratch.config"
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
-    fields: dict[str, Any] = {
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[scratch.architecture]],
+        "model_type": scratch.architecture,
+        "dtype": "float32",
         "vocab_size": len(tokenizer),
         "eos_token_id": eos,
         "bos_token_id": bos,
@@ -74,22 +96,16 @@ def scratch_config(scratch: ScratchModel, tokenizer: Any, field: str) -> dict[st
         "pad_token_id": None if pad in (eos, bos) else pad,
         **scratch.config,
     }
-    if not isinstance(fields["vocab_size"], int) or fields["vocab_size"] < len(tokenizer):
-        raise DataError(
-            f"{field}.source.scratch.config: vocab_size {fields['vocab_size']} is less than the "
-            f"tokenizer's {len(tokenizer)}"
-        )
-    architectures = {
-        "llama": "LlamaForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "opt": "OPTForCausalLM",
-    }
-    try:
-        config = AutoConfig.for_model(scratch.architecture, **fields)
-        config.architectures = [architectures[scratch.architecture]]
-        result: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    except Exception as error:  # configuration classes raise many kinds; all are the user's values
-        message = " ".join(str(error).split())[:300]
-        raise DataError(f"{field}.source.scratch.config: {scratch.architecture} refuses it: {message}") from error
-    return result
+    for name in _COUNTS:
+        value = config.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise DataError(f"{where}: {name} must be a whole number above 0, not {value!r}")
+    if config["vocab_size"] < len(tokenizer):
+        raise DataError(f"{where}: vocab_size {config['vocab_size']} is less than the tokenizer's {len(tokenizer)}")
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if width and heads and config.get("head_dim") is None and width % heads:
+        raise DataError(f"{where}: hidden_size {width} is not a multiple of num_attention_heads {heads}")
+    kv_heads = config.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise DataError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    return config

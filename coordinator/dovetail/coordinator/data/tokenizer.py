@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,15 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
     """A Hugging Face tokenizer from a folder or hub name; `field` is the manifest field that names it.
 
     A missing pad token is replaced by the end token. Raises DataError when it cannot be loaded or has no end token."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
+        if _is_plain(Path(name)):
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all about the user's files
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{field}: no tokenizer can be loaded from {name}: {message}") from error
@@ -69,3 +75,16 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether tokenizer.json says everything. (AutoTokenizer would do, but imports torch where that is installed.)"""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    plain = isinstance(config, dict) and config.get("tokenizer_class") in (
+        "TokenizersBackend",
+        "PreTrainedTokenizerFast",
+    )
+    return plain and "auto_map" not in config and (folder / "tokenizer.json").is_file()
