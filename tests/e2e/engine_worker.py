@@ -1,14 +1,17 @@
-"""One trainer rank of the engine's tests: `python engine_worker.py <scenario> <rank> <world> <ports> <folder>`.
+"""The trainer ranks of the engine's tests: `python engine_worker.py <folder> <phases as JSON>`.
 
 A scenario is a function below; what it returns goes to <folder>/<scenario>-<world>-<rank>.pt."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 
+DEADLINE = 400.0
 VOCAB = 64
 LLAMA = {
     "vocab_size": VOCAB,
@@ -271,7 +275,7 @@ def survivor(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
 def victim(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
     """Rank 1 of one case, given by the environment."""
     axis, fault = CASES[int(os.environ["CASE"])]
-    groups = form(rank, world, list(ports)[int(os.environ["CASE"])], *_layout(axis), timeout=120.0)
+    groups = form(rank, world, list(ports)[int(os.environ["CASE"])], *_layout(axis), timeout=300.0)
     engine = Engine(spec(), groups)
     engine.load(load_command(_checkpoint(folder, axis)))
     if fault != "none":
@@ -301,16 +305,72 @@ def _checkpoint(folder: Path, axis: str) -> str:
 SCENARIOS = {f.__name__: f for f in (training, survivor, victim)}
 
 
-def main() -> None:
-    scenario, rank, world, ports, folder = sys.argv[1:]
-    torch.set_num_threads(1)
-    import transformers.models.llama.modeling_llama  # noqa: F401 - before the clock of any deadline runs
-
-    numbers = iter([int(port) for port in ports.split(",")])
-    result = SCENARIOS[scenario](int(rank), int(world), numbers, Path(folder))
-    torch.save(result, Path(folder) / f"{scenario}-{world}-{rank}.pt")
+def child(job: dict[str, Any], ports: list[int], folder: Path) -> None:
+    """Run one rank in this (forked) process."""
+    name = f"{job['scenario']}-{job['world']}-{job['rank']}{job.get('case', '')}"
+    log = os.open(folder / f"{name}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        os.environ["CASE"] = str(job.get("case", ""))
+        result = SCENARIOS[job["scenario"]](job["rank"], job["world"], iter(ports), folder)
+        torch.save(result, folder / f"{name}.pt")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run_together(jobs: list[dict[str, Any]], folder: Path) -> list[int]:
+    """Fork a process for each job; once every job that counts has ended (or one of them failed), kill the others.
+    Returns exit statuses, negative for signals."""
+    ports = free_ports(6)
+    pids = []
+    for job in jobs:
+        pid = os.fork()
+        if pid == 0:
+            child(job, ports, folder)
+        pids.append(pid)
+    statuses: dict[int, int] = {}
+    end = time.monotonic() + DEADLINE
+    counted = {pid for pid, job in zip(pids, jobs, strict=True) if job["scenario"] != "victim"}
+    while not counted <= set(statuses) and time.monotonic() < end and not any(statuses.get(p) for p in counted):
+        for pid in set(pids) - set(statuses):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for pid in set(pids) - set(statuses):
+        os.kill(pid, signal.SIGKILL)
+        statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [statuses[pid] for pid in pids]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def main() -> None:
+    """Arguments: folder, JSON list of phases, each a list of jobs. One import of torch serves all ranks."""
+    folder, phases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    import peft  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    results = []
+    for jobs in phases:
+        results.append(run_together(jobs, folder))
+        counted = [s for s, job in zip(results[-1], jobs, strict=True) if job["scenario"] != "victim"]
+        if any(counted):
+            break
+    (folder / "statuses.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

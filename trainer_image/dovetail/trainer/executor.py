@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from dovetail.api.messages import Action
 from dovetail.models import Stage
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
-from torch import Tensor
 
 Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
@@ -117,6 +118,7 @@ class Executor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.pipes, self.deadline, self.record, self.window, self.clock = pipes, deadline, record, window, clock
+        self.nccl = any(pipe.device.type == "cuda" for pipe in pipes.values())
         self._received: dict[tuple[str, str, int], tuple[Tensor, Any, int]] = {}
         self._saved: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._sends: list[tuple[Any, Tensor, int]] = []
@@ -220,6 +222,10 @@ class Executor:
 
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
         try:
-            work.wait(self.deadline)
+            if self.nccl:
+                # Orders the streams without blocking this thread; the group's own timeout is the deadline.
+                work.wait()
+            else:
+                work.wait(self.deadline)
         except RuntimeError as error:
             raise PeerLost(f"trainer rank {peer} was lost while {doing} it: {transport_sentence(error)}") from error

@@ -13,8 +13,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from dovetail.api.types import Parallelism
 from torch.distributed.device_mesh import DeviceMesh
+
+from dovetail.api.plan import coordinates
+from dovetail.api.types import Parallelism
 
 _FORMING_SECONDS = 60.0
 
@@ -50,7 +52,7 @@ def transport_sentence(error: BaseException) -> str:
 
 @dataclass
 class ModelGroups:
-    """One model's place in the world: rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank.
+    """One model's place in the world (`dovetail.api.plan.coordinates`).
 
     `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
     two models that share a pair of ranks can never take each other's tensors."""
@@ -142,9 +144,10 @@ class Groups:
         return self
 
     def _form_model(self, name: str, layout: Parallelism) -> ModelGroups:
-        shape = (layout.pp, layout.dp, layout.tp)
-        ranks = torch.arange(self.world_size).reshape(shape)
-        pp, dp, tp = (int(i) for i in (ranks == self.rank).nonzero()[0])
+        ranks = torch.empty(layout.pp, layout.dp, layout.tp, dtype=torch.int64)
+        for rank in range(self.world_size):
+            ranks[tuple(coordinates(rank, layout))] = rank
+        pp, dp, tp = coordinates(self.rank, layout)
         mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
         edges: dict[tuple[str, int], dist.ProcessGroup] = {}
         tied = None
@@ -203,13 +206,15 @@ class Groups:
         these groups fail, so that one rank's exit frees all. Never raises."""
         self.model.clear()
         self.control = None
-        if dist.is_initialized():
-            drop = (
-                dist.distributed_c10d._abort_process_group if self.device.type == "cuda" else dist.destroy_process_group
-            )
-            # A broken group may refuse; its sockets close with the last reference to it.
-            with suppress(Exception):
-                drop()
+        ways = [dist.destroy_process_group]
+        if self.device.type == "cuda":
+            # Destroying would wait for kernels that wait for the lost peer.
+            ways.insert(0, dist.distributed_c10d._abort_process_group)
+        for drop in ways:
+            if dist.is_initialized():
+                # A broken group may refuse; its sockets close with the last reference to it.
+                with suppress(Exception):
+                    drop()
         self._store = None
         gc.collect()
 
