@@ -1,6 +1,8 @@
 """The rules between fields again, in CEL, so that the API server refuses what `dovetail.api.rules` refuses.
 
 Only rules that a cluster user meets often and that CEL can say cheaply; the operator runs all of `rules.check`.
+The API server tries a rule also on the default of its object, before the fields inside have theirs: rules that read
+defaulted fields of an object with a default belong to `spec`, which has none.
 `function` is a reserved word in CEL, which Kubernetes escapes as `__function__`."""
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ CEL_RULES: tuple[CelRule, ...] = (
     ),
     *(
         CelRule(
-            f"spec.models.{name}",
-            "self.dtype != 'float16'",
-            "float16 cannot be trained in; use bfloat16 or float32",
+            "spec",
+            f"self.models.{name}.dtype != 'float16'",
+            f"models.{name}.dtype: float16 cannot be trained in; use bfloat16 or float32",
         )
         for name in ("actor", "critic", "reward")
     ),
-    CelRule("spec.models.actor", "has(self.source)", "models.actor.source is required"),
+    CelRule("spec", "has(self.models.actor.source)", "models.actor.source is required"),
     CelRule(
         "spec.models.reward",
         "!has(self.__function__) || (!has(self.source) && !has(self.lora))",
@@ -60,21 +62,29 @@ CEL_RULES: tuple[CelRule, ...] = (
         "models.tokenizer: give path or train, not both",
     ),
     CelRule(
-        "spec.models",
-        "!has(self.actor.source) || !has(self.actor.source.scratch) || has(self.tokenizer.path) "
-        "|| has(self.tokenizer.train)",
+        "spec",
+        "!has(self.models.actor.source) || !has(self.models.actor.source.scratch) "
+        "|| has(self.models.tokenizer.path) || has(self.models.tokenizer.train)",
         "models.tokenizer is required for an actor from scratch: give path or train",
     ),
     CelRule(
-        "spec.models",
-        "!has(self.tokenizer.train) || !has(self.actor.source) || has(self.actor.source.scratch)",
+        "spec",
+        "!has(self.models.tokenizer.train) || !has(self.models.actor.source) || has(self.models.actor.source.scratch)",
         "models.tokenizer.train makes a new vocabulary, which a pretrained actor does not know; remove it",
     ),
     *(
         _exactly_one(f"spec.data.{name}[]", ("huggingFace", "path", "synthetic"))
         for name in ("demonstrations", "preferences", "prompts")
     ),
-    CelRule("spec.data", "self.heldOut < 1.0", "data.heldOut 1 leaves nothing to train on; use less, such as 0.1"),
+    *(
+        CelRule(
+            f"spec.data.{name}[]",
+            "has(self.huggingFace) || (!has(self.subset) && self.split == 'train')",
+            "subset and split belong to huggingFace; remove them",
+        )
+        for name in ("demonstrations", "preferences", "prompts")
+    ),
+    CelRule("spec", "self.data.heldOut < 1.0", "data.heldOut 1 leaves nothing to train on; use less, such as 0.1"),
     CelRule(
         "spec",
         "!('sft' in self.stages) || size(self.data.demonstrations) > 0",
@@ -140,8 +150,8 @@ CEL_RULES: tuple[CelRule, ...] = (
         for stage in ("sft", "reward")
     ),
     CelRule(
-        "spec.generation",
-        "self.minTokens <= self.maxTokens",
+        "spec",
+        "self.generation.minTokens <= self.generation.maxTokens",
         "generation.minTokens must not be above generation.maxTokens",
     ),
     CelRule("spec.groups", "self.exists(g, 'trainer' in g.roles)", "no group has the role trainer; add it to one"),
