@@ -45,11 +45,7 @@ CREATE TABLE chunks (
     logprobs BLOB NOT NULL,
     PRIMARY KEY (iteration, prompt_index, sample_index, start)
 );
-CREATE TABLE commands (id TEXT PRIMARY KEY, command TEXT NOT NULL, status TEXT NOT NULL, result TEXT);
 CREATE TABLE kv (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE steps (stage TEXT NOT NULL, step INTEGER NOT NULL, metrics TEXT NOT NULL, PRIMARY KEY (stage, step));
-CREATE TABLE spans (id INTEGER PRIMARY KEY, iteration INTEGER, span TEXT NOT NULL);
-CREATE INDEX spans_by_iteration ON spans (iteration);
 """
 
 

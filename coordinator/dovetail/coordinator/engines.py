@@ -355,7 +355,7 @@ class Engines:
             with self._timeline.phase("checkpoint"):
                 await self.session.save()
                 self._files.forget_through(iteration)
-                self._store.forget_before(iteration)
+                self._store.samples.forget_before(iteration)
         return self._close_iteration(experience, result)
 
     def _close_iteration(self, experience: Experience, result: CommandResult) -> dict[str, float]:

@@ -148,6 +148,7 @@ class ExperienceMaker:
             self._scorers,
             lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
             INFERENCE_SECONDS,
+            lambda scorer: engines.fleet.succeeded(scorer.name),
             lambda span: engines.timeline.add([span]),
         )
         rewards: Sequence[float | None] = [s.score for s in scores]

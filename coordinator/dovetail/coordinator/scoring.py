@@ -94,7 +94,8 @@ async def score(
     scorers: Callable[[], Sequence[Scorer]],
     on_failure: Callable[[Scorer, str], None],
     deadline_seconds: float,
-    on_span: Callable[[Span], None] | None = None,
+    on_success: Callable[[Scorer], None] = lambda _: None,
+    on_span: Callable[[Span], None] = lambda _: None,
 ) -> list[Scores]:
     """Scores of every sample, in order.
 
@@ -125,16 +126,16 @@ async def score(
             for i, scores in zip(chunk, answer, strict=True):
                 results[i] = scores
             waiting -= 1
-            if on_span is not None:
-                on_span(
-                    Span(
-                        name="inference",
-                        process=scorer.name,
-                        start=started,
-                        end=time.time(),
-                        args={"n": len(chunk)},
-                    )
+            on_success(scorer)
+            on_span(
+                Span(
+                    name="inference",
+                    process=scorer.name,
+                    start=started,
+                    end=time.time(),
+                    args={"n": len(chunk)},
                 )
+            )
         if waiting == 0:
             finished.set()
 

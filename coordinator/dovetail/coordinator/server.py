@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel, ValidationError
+
 from dovetail.api.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
 from dovetail.api.wire import CONTENT_TYPE
 from dovetail.coordinator.trainer_group import StaleGeneration, TrainerGroup
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic import BaseModel, ValidationError
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)

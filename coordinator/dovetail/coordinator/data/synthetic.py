@@ -23,10 +23,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     "horse": ("is big", "is fast", "can run", "can jump", "likes grass", "likes walks"),
     "bread": ("is soft", "is brown", "is good", "needs wheat", "needs heat", "goes with milk"),
     "tea": ("is hot", "is green", "is good", "needs water", "needs heat", "goes with cake"),
-    "lamp": ("is hot", "is light", "has a switch", "can glow", "needs power", "helps at night"),
     "car": ("is big", "is fast", "is loud", "has wheels", "can turn", "needs power"),
     "river": ("is long", "is cold", "has fish", "can turn", "can rise", "needs rain"),
-    "tree": ("is big", "is green", "has leaves", "can grow", "needs rain", "needs light"),
 }
 TOPICS = tuple(FACTS)
 COUNTS = {1: "one thing", 2: "two things", 3: "three things", 5: "five things"}
@@ -127,7 +125,7 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
         kind = rng.random()
         if not slip and unsaid:
             fact = unsaid.pop()
-            sentence = f"{'It' if i and rng.random() < 0.7 else f'The {topic}'} {fact}."
+            sentence = f"{'It' if i and rng.random() < 0.5 else f'The {topic}'} {fact}."
         elif kind < 0.35 or not said:
             other = rng.choice(TOPICS)
             sentence = f"The {other} {rng.choice(FACTS[other])}."
@@ -159,7 +157,7 @@ def demonstration(index: int, seed: int | str) -> tuple[str, str]:
     return text, _reply(rng, topic, asked, _care(rng))
 
 
-def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.2) -> Pair:
+def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.3) -> Pair:
     """The index-th pair of replies, whose qualities differ by at least `margin`; a share of `noise` is mislabelled."""
     rng = _rng("preference", seed, index)
     text, topic, asked = _prompt(rng)

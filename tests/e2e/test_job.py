@@ -1,0 +1,102 @@
+"""Whole jobs: one left in peace, one whose every process is killed, one interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.jobs import Fault, Injector, events, history, run_job, sample_rows, summary, tiny_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job that nobody disturbs, which keeps all its samples."""
+    run_dir = tmp_path_factory.mktemp("peaceful")
+    outcome, told = run_job(tiny_job(checkpoint={"everySteps": 100}), run_dir)
+    assert outcome.succeeded, outcome.reason
+    assert told == []
+    return run_dir
+
+
+def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
+    facts = summary(peaceful)
+    assert facts["sft"]["loss_after"] < facts["sft"]["loss_before"]
+    assert 0.0 <= facts["reward_model"]["accuracy"] <= 1.0
+    for name in ("reward_first", "reward_last", "kl_last"):
+        assert set(facts["ppo"][name]) == {"mean", "ci95"}
+    assert set(facts["phases"]) >= {"generation", "inference", "training", "weights"}
+    assert facts["samples_per_second"] > 0
+    assert sorted(history(peaceful, "ppo")) == [1, 2, 3, 4]
+
+
+def test_the_first_policy_is_the_reference(peaceful: Path) -> None:
+    """vLLM, scorer and trainer agree on the log-probabilities of the same weights in float32."""
+    first = history(peaceful, "ppo")[1]
+    assert abs(first["kl"]) < 1e-4
+
+
+def test_every_process_and_phase_is_on_the_timeline(peaceful: Path) -> None:
+    trace = json.loads((peaceful / "traces" / "iteration-0002.json").read_text())
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert {"coordinator", "trainer-0", "trainer-1", "rollouts-0", "rollouts-0-scorer"} <= names
+
+
+def test_the_trained_actor_loads_in_transformers(peaceful: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(peaceful / "models" / "actor")
+    tokenizer = AutoTokenizer.from_pretrained(peaceful / "models" / "actor")
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def in_stage(stage: str, step: int) -> Any:
+    return lambda s: s["stage"] == stage and s["step"] >= step
+
+
+def in_phase(phase: str, iteration: int) -> Any:
+    return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
+
+
+def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: Path) -> None:
+    """SIGKILL in every stage: the run goes on by itself, each prompt is answered once, and it learns the same."""
+    faults = [
+        Fault("trainer-1", in_stage("sft", 4)),
+        Fault("coordinator", in_stage("sft", 10)),
+        Fault("trainer-0", in_stage("reward", 5)),
+        Fault("rollouts-0", in_phase("generation", 1)),
+        Fault("rollouts-1-scorer", in_phase("generation", 2)),
+        Fault("coordinator", in_phase("generation", 2)),
+        Fault("trainer-1", in_phase("training", 2)),
+        Fault("trainer-0", lambda s: bool(s["iteration"] >= 2 and s["stage"] == "ppo")),
+        Fault("rollouts-1", in_phase("generation", 3), child=True),
+    ]
+    injector = Injector(faults)
+    outcome, told = run_job(tiny_job(checkpoint={"everySteps": 100}), tmp_path, injector)
+    assert outcome.succeeded, (outcome.reason, told)
+    assert [f.process for f in faults if not f.done] == []
+
+    rows = sample_rows(tmp_path)
+    assert [row[:3] for row in rows] == [(i, p, 0) for i in range(1, 5) for p in range(16)]
+    assert {row[3] for row in rows} == {"trained"}
+    # Sampling is keyed by position and replays are exact: the same tokens as in the undisturbed run, to the last one.
+    assert [row[4] for row in rows] == [row[4] for row in sample_rows(peaceful)]
+    assert summary(tmp_path)["ppo"]["reward_last"]["mean"] == pytest.approx(
+        summary(peaceful)["ppo"]["reward_last"]["mean"], abs=1e-3
+    )
+
+
+def test_interrupt_then_resume(tmp_path: Path) -> None:
+    job = tiny_job()
+    outcome, _ = run_job(
+        job, tmp_path, Injector([], interrupt_when=lambda s: s["stage"] == "ppo" and s["iteration"] >= 2)
+    )
+    assert outcome.interrupted
+    outcome, _ = run_job(job, tmp_path, resume=True)
+    assert outcome.succeeded, outcome.reason
+    assert sorted(history(tmp_path, "ppo")) == [1, 2, 3, 4]
+    finished = [e["stage"] for e in events(tmp_path, "stage.finished")]
+    assert finished.count("sft") == 1, "SFT was run again"

@@ -1,0 +1,153 @@
+"""Whole tiny jobs with real vLLM servers, scorers and trainer ranks, and a hand that kills them on cue."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from dovetail.api.types import RLHFJob
+from dovetail.local.launcher import Launcher
+from dovetail.local.supervisor import Outcome
+from dovetail.planner.simple import make_plan
+
+MANIFEST = """
+apiVersion: dovetail.dev/v1alpha1
+kind: RLHFJob
+metadata: {name: tiny}
+spec:
+  seed: 3
+  models:
+    actor:
+      source:
+        scratch:
+          architecture: llama
+          config: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,
+                   num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}
+    tokenizer: {train: {vocabSize: 300}}
+  data:
+    demonstrations: [{synthetic: {size: 200}}]
+    preferences: [{synthetic: {size: 200}}]
+    prompts: [{synthetic: {size: 200}}]
+    maxPromptTokens: 48
+    maxTokens: 96
+  sft: {steps: 16, batchSize: 8, microBatchSize: 4, optimizer: {learningRate: 3.0e-3}}
+  reward: {steps: 16, batchSize: 8, microBatchSize: 4, optimizer: {learningRate: 1.0e-3}}
+  ppo:
+    iterations: 4
+    globalBatchSize: 16
+    miniBatchSize: 8
+    microBatchSize: 4
+    actorOptimizer: {learningRate: 1.0e-4}
+    criticOptimizer: {learningRate: 1.0e-4}
+  generation: {maxTokens: 48}
+  groups:
+    - {name: trainers, roles: [trainer], replicas: 2}
+    - {name: rollouts, roles: [rollout], replicas: 2}
+  checkpoint: {everySteps: 2, keep: 2}
+  failurePolicy: {maxRestarts: 20, peerTimeoutSeconds: 60}
+"""
+
+
+def tiny_job(**spec: Any) -> RLHFJob:
+    """The manifest above; keyword arguments update mappings of the spec one level deep and replace the rest."""
+    document = yaml.safe_load(MANIFEST)
+    for name, value in spec.items():
+        old = document["spec"].get(name)
+        document["spec"][name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    return RLHFJob.model_validate(document)
+
+
+@dataclass
+class Fault:
+    """SIGKILL `process` (or, with `child`, the process it started) once `when(status)` holds for the first time."""
+
+    process: str
+    when: Callable[[dict[str, Any]], bool]
+    child: bool = False
+    done: bool = False
+
+
+@dataclass
+class Injector:
+    """Called by the launcher a few times a second; applies each fault once, in order of the list."""
+
+    faults: list[Fault]
+    killed: list[str] = field(default_factory=list)
+    interrupt_when: Callable[[dict[str, Any]], bool] | None = None
+
+    def __call__(self, launcher: Launcher) -> None:
+        status = read_status(launcher)
+        if status is None:
+            return
+        if self.interrupt_when is not None and self.interrupt_when(status):
+            self.interrupt_when = None
+            os.kill(os.getpid(), signal.SIGINT)
+        for fault in self.faults:
+            pid = launcher.pids.get(fault.process)
+            if fault.done or pid is None or not fault.when(status):
+                continue
+            if fault.child:
+                children = psutil.Process(pid).children()
+                if not children:
+                    continue
+                pid = children[0].pid
+            os.kill(pid, signal.SIGKILL)
+            fault.done = True
+            self.killed.append(fault.process)
+
+
+def read_status(launcher: Launcher) -> dict[str, Any] | None:
+    """GET /v1/status, or None while the coordinator is away."""
+    request = urllib.request.Request(f"{launcher.url}/v1/status", headers={"Authorization": f"Bearer {launcher.token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=2) as response:
+            return dict(json.load(response))
+    except (OSError, ValueError):
+        return None
+
+
+def run_job(
+    job: RLHFJob, run_dir: Path, injector: Injector | None = None, *, resume: bool = False
+) -> tuple[Outcome, list[str]]:
+    """Run to the end; the outcome and what the launcher told. Fails the test if a process outlives the launcher."""
+    told: list[str] = []
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    with Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append) as launcher:
+        outcome = launcher.run(lambda: injector(launcher) if injector is not None else None)
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], f"still running: {left}"
+    return outcome, told
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+def history(run_dir: Path, stage: str) -> dict[int, dict[str, float]]:
+    """Metrics by step, the last entry of a step winning."""
+    rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+    return {row["step"]: row["metrics"] for row in rows if row["stage"] == stage}
+
+
+def sample_rows(run_dir: Path) -> list[tuple[int, int, int, str, int]]:
+    """(iteration, prompt, sample, state, response tokens) of every sample still in the store."""
+    with sqlite3.connect(run_dir / "store.sqlite") as db:
+        rows = db.execute(
+            "SELECT iteration, prompt_index, sample_index, state, length(response)/4 FROM samples ORDER BY 1, 2, 3"
+        )
+        return [tuple(row) for row in rows]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
