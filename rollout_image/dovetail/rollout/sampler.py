@@ -76,30 +76,51 @@ def mask_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Ten
     logits (N, V) float32, already divided by the temperature; top_k (N,) int64, V: off; top_p (N,) float32, 1: off.
     The nucleus is the smallest set of most likely tokens, of those left by top-k, that holds probability >= top_p;
     ties at a boundary stay in. At least one token always stays."""
-    rows, vocab = logits.shape
-    width = min(vocab, max(_TOP, int(top_k[top_k < vocab].max()) if bool((top_k < vocab).any()) else 0))
-    todo = torch.arange(rows)
+    threshold = torch.full((logits.shape[0],), -torch.inf, dtype=logits.dtype)
+    nucleus = top_p < 1.0
+    counted = ~nucleus & (top_k < logits.shape[1])
+    if rows := counted.nonzero()[:, 0].tolist():
+        k = top_k[rows]
+        values = _rows(logits, rows).topk(int(k.max()), dim=-1).values
+        threshold[rows] = values.gather(1, k[:, None] - 1)[:, 0]
+    if rows := nucleus.nonzero()[:, 0].tolist():
+        threshold[rows] = _nucleus_threshold(_rows(logits, rows), top_k[rows], top_p[rows])
+    logits.masked_fill_(logits < threshold[:, None], -torch.inf)
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return logits if len(rows) == logits.shape[0] else logits[rows]
+
+
+def _nucleus_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least likely logit that stays, (N,); looks at more and more of the largest logits until they suffice."""
+    count, vocab = logits.shape
+    threshold = torch.empty(count, dtype=logits.dtype)
+    everything = logits.logsumexp(-1)
+    todo = torch.arange(count)
+    width = min(vocab, _TOP)
     while len(todo):
-        chosen = logits if len(todo) == rows else logits[todo]
+        # Sorting beats selecting once a good part of the row is wanted.
+        chosen = logits if len(todo) == count else logits[todo]
+        if width * 4 > vocab:
+            width = vocab
+            values = chosen.sort(-1, descending=True).values
+        else:
+            values = chosen.topk(width, dim=-1).values
         k, p = top_k[todo], top_p[todo]
-        values = chosen.topk(width, dim=-1).values
-        ranks = torch.arange(width)
-        inside = ranks < k[:, None]
-        # Top-k only cuts within `width` (it is at least as large); without it all of the row counts.
-        total = torch.where(k < vocab, values.masked_fill(~inside, -torch.inf).logsumexp(-1), chosen.logsumexp(-1))
-        mass = (values - total[:, None]).exp().masked_fill(~inside, 0.0)
-        before = mass.cumsum(-1) - mass
-        keep = inside & ((before < p[:, None]) | (p[:, None] >= 1.0))
+        inside = torch.arange(width) < k[:, None]
+        total = torch.where(k < vocab, values.masked_fill(~inside, -torch.inf).logsumexp(-1), everything[todo])
+        mass = (values - total[:, None]).exp_()
+        before = mass.cumsum(-1).sub_(mass)
+        keep = inside & (before < p[:, None])
         keep[:, 0] = True
-        enough = (width == vocab) | ~keep[:, -1] | (k <= width)
-        unlimited = (k >= vocab) & (p >= 1.0)
-        threshold = values.masked_fill(~keep, torch.inf).amin(-1)
-        threshold = torch.where(unlimited, -torch.inf, threshold)
-        done = enough | unlimited
-        finished = todo[done]
-        logits[finished] = logits[finished].masked_fill(logits[finished] < threshold[done][:, None], -torch.inf)
+        # Known once the cut lies inside what was looked at, and so does all that `total` had to count.
+        done = ((k <= width) | (k >= vocab)) & (~keep[:, -1] | (k <= width) | (width == vocab))
+        last = keep.sum(-1) - 1
+        threshold[todo[done]] = values.gather(1, last[:, None])[:, 0][done]
         todo = todo[~done]
-        width = vocab
+        width = min(vocab, width * 8)
+    return threshold
 
 
 class _Row:

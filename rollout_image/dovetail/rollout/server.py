@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.env import ProcessEnv
+from dovetail.api.scratch import cpu_head_error, head_size
 from dovetail.api.types import Dtype, Group, RLHFJob
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
@@ -30,21 +30,19 @@ MAX_KV_SHARE = 0.25
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM. Returns 0, or 1 with a sentence on stderr; further vLLM arguments may be given."""
+    """Serve until SIGTERM. Returns 0, or with a sentence on stderr 2 for a configuration that no restart mends and 1
+    for anything else; further vLLM arguments may be given."""
     try:
         env = ProcessEnv.read()
         job = RLHFJob.model_validate_json((env.run_dir / "job.json").read_text())
         group = _group(job, env.group)
         config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
         on_cpu = group.gpu.product is None or group.gpu.per_pod == 0
-        if on_cpu and (size := head_size(config)) not in CPU_HEAD_SIZES:
-            raise ValueError(
-                f"the actor's attention heads have {size} dimensions (hidden_size / num_attention_heads); vLLM on CPUs "
-                f"takes {', '.join(map(str, CPU_HEAD_SIZES))}"
-            )
+        if on_cpu and (problem := cpu_head_error(config)):
+            raise ValueError(problem)
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     os.environ.update(environment(on_cpu, os.environ))
     arguments = vllm_arguments(env, job, group, config, on_cpu)
     return serve([*arguments, *(argv or [])], env, on_cpu)
@@ -146,13 +144,6 @@ def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
     return min(wanted, int(positions)) if positions else wanted
 
 
-def head_size(config: Mapping[str, Any]) -> int:
-    """Dimensions of one attention head."""
-    return int(
-        config.get("head_dim") or int(config.get("hidden_size", 64)) // int(config.get("num_attention_heads", 1))
-    )
-
-
 def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, item_bytes: int = 4) -> int:
     """Bytes of KV cache for `concurrent` sequences of `length` tokens, at most a quarter of the machine's memory but
     always enough for two sequences."""
@@ -160,7 +151,7 @@ def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, item
     kv_heads = int(config.get("num_key_value_heads") or heads)
     layers = int(config.get("num_hidden_layers", 1))
     blocks = -(-length // KV_BLOCK_TOKENS)
-    sequence = blocks * KV_BLOCK_TOKENS * layers * kv_heads * head_size(config) * 2 * item_bytes
+    sequence = blocks * KV_BLOCK_TOKENS * layers * kv_heads * (head_size(config) or 64) * 2 * item_bytes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # One block more: vLLM keeps one for itself.
     wanted = concurrent * sequence + sequence // blocks
