@@ -194,6 +194,11 @@ RULES = [
         {"models.actor.source.scratch.config.max_position_embeddings": 600},
         "spec.data.maxTokens is 1024, but the actor has max_position_embeddings 600",
     ),
+    (
+        {"models.actor.source.scratch.config.head_dim": 16},
+        "spec.models.actor.source.scratch.config: the actor's attention heads have 16 dimensions (hidden_size / "
+        "num_attention_heads); vLLM on CPUs takes 32, 64, 80,",
+    ),
 ]
 
 

@@ -131,16 +131,21 @@ def test_a_config_that_is_still_being_written_is_waited_for(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
-    [({"group": "nowhere"}, "'nowhere'"), ({"run_dir": Path("/nonexistent")}, "job.json")],
+    ("change", "word", "code"),
+    [({"group": "nowhere"}, "'nowhere'", 2), ({"run_dir": Path("/nonexistent")}, "job.json", 1)],
 )
-def test_a_start_that_cannot_work_is_one_sentence_and_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Any, word: str
+def test_a_start_that_cannot_work_is_one_sentence_and_an_exit_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Any,
+    word: str,
+    code: int,
 ) -> None:
     (tmp_path / "job.json").write_text(job().model_dump_json(by_alias=True))
     for key, text in env(**({"run_dir": tmp_path} | change)).write().items():
         monkeypatch.setenv(key, text)
-    assert server.main([]) == 1
+    assert server.main([]) == code
     err = capsys.readouterr().err
     assert word in err
     assert err.count("\n") == 1
@@ -155,7 +160,7 @@ def test_heads_that_vllm_cannot_run_on_cpus_are_refused_before_it_starts(
     (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64}))
     for key, text in env(tmp_path).write().items():
         monkeypatch.setenv(key, text)
-    assert server.main([]) == 1
+    assert server.main([]) == 2
     assert "heads have 16 dimensions" in capsys.readouterr().err
 
 

@@ -134,5 +134,5 @@ def test_a_taken_port_and_a_missing_variable_are_one_sentence(
         assert scorer.main(["--device", "cpu"]) == 1
     assert "address already in use" in capsys.readouterr().err
     monkeypatch.delenv("DOVETAIL_TOKEN")
-    assert scorer.main([]) == 1
+    assert scorer.main([]) == 2
     assert "DOVETAIL_TOKEN" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.api.batching import batch_rules, pinned_layouts
 from dovetail.api.plan import trained_models, trainer_world, world_size
-from dovetail.api.scratch import architecture_layers, scratch_errors
+from dovetail.api.scratch import architecture_layers, cpu_head_error, scratch_errors
 from dovetail.api.types import DataSource, Dtype, Group, ModelSource, RLHFJobSpec, Role, Stage, TrainedModel
 
 # Set by the launcher or fixed by the contract between the processes.
@@ -274,6 +274,15 @@ def _parallelism(spec: RLHFJobSpec) -> Iterator[str]:
             yield f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it."
 
 
+def _heads(spec: RLHFJobSpec) -> Iterator[str]:
+    source = spec.models.actor.source
+    on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
+    if on_cpu and Stage.PPO in spec.stages and source is not None and source.scratch is not None:
+        problem = cpu_head_error(source.scratch.config)
+        if problem:
+            yield f"spec.models.actor.source.scratch.config: {problem}."
+
+
 def _lengths(spec: RLHFJobSpec) -> Iterator[str]:
     source = spec.models.actor.source
     positions = source.scratch.config.get("max_position_embeddings") if source and source.scratch else None
@@ -314,5 +323,6 @@ _RULES: tuple[Callable[[RLHFJobSpec], Iterator[str]], ...] = (
     _batches,
     _groups,
     _parallelism,
+    _heads,
     _lengths,
 )

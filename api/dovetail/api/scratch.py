@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from dovetail.api.types import ScratchModel
+
+# What vLLM's attention on CPUs takes, dimensions of one head.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 # Hugging Face's defaults, for configurations that leave the number of layers out.
 _DEFAULT_LAYERS = {"llama": 32, "qwen2": 32, "qwen3": 32, "opt": 12}
@@ -24,6 +28,25 @@ def architecture_layers(model: ScratchModel) -> int | None:
     """Number of layers, or None where the configuration's value is no number."""
     layers = model.config.get("num_hidden_layers", _DEFAULT_LAYERS[model.architecture])
     return layers if _is_count(layers) else None
+
+
+def head_size(config: Mapping[str, Any]) -> int | None:
+    """Dimensions of one attention head of a Hugging Face configuration; None where it does not say."""
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return int(hidden) // int(heads) if hidden and heads else None
+
+
+def cpu_head_error(config: Mapping[str, Any]) -> str | None:
+    """A sentence if vLLM cannot run the model's attention on CPUs."""
+    size = head_size(config)
+    if size is None or size in CPU_HEAD_SIZES:
+        return None
+    return (
+        f"the actor's attention heads have {size} dimensions (hidden_size / num_attention_heads); vLLM on CPUs takes "
+        f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+    )
 
 
 def scratch_errors(field: str, model: ScratchModel) -> Iterator[str]:

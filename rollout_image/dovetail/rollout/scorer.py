@@ -146,7 +146,7 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a stop signal; 1, with one sentence on stderr, when it cannot start."""
+    """0 after a stop signal; with one sentence on stderr, 2 for a wrong configuration and 1 when it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scorer", description=__doc__)
     parser.add_argument("--device", help="default: cuda on GPU groups where there is one, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the group's; Auto: bfloat16 on GPUs, float32 on CPUs")
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         asyncio.run(serve(env, service, log))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         return serve(env, job, plan.parallelism, options.patience, log)
     except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
         log("rank.failed", message=str(error))
-        return 1
+        # 2: starting again would not help.
+        return 2 if isinstance(error, ValueError | Refused) else 1
 
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
