@@ -143,6 +143,21 @@ def test_a_command_that_takes_too_long_ends_the_generation() -> None:
     run(scenario())
 
 
+def test_a_command_whose_reply_was_lost_is_sent_again() -> None:
+    async def scenario() -> None:
+        group = make_group(1)
+        await form(group, "a")
+        running = asyncio.create_task(group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 10))
+        lost = await group.next(NextRequest(generation=1))
+        again = await group.next(NextRequest(generation=1))
+        assert lost.command == again.command
+        poll = asyncio.create_task(group.next(NextRequest(generation=1, result=CommandResult(id="x", ok=True))))
+        assert (await running).ok
+        poll.cancel()
+
+    run(scenario())
+
+
 class Records:
     def __init__(self) -> None:
         self.values: dict[str, object] = {}

@@ -278,6 +278,8 @@ class Engines:
             self._fact("reward_model.pairs", after["pairs"])
 
     async def _supervised(self, stage: SupervisedStage) -> None:
+        if self._store.get(f"{stage.stage.value}/done"):
+            return
         self._status.update(state="running", stage=stage.stage.value, step=0, total_steps=stage.steps, phase="training")
         await run_supervised(stage, self.session, self._store, Hooks(self._on_step, self._fact))
         self.log("stage.finished", stage=stage.stage.value)

@@ -39,12 +39,10 @@ class Hooks:
 
 
 async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: Records, hooks: Hooks) -> None:
-    """Run the stage from wherever its records say it is; a finished stage returns at once.
+    """Run the stage from wherever its records say it is.
 
     Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""
     name = stage.stage.value
-    if records.get(f"{name}/done"):
-        return
     done = records.get(f"{name}/step")
     session.begin(
         StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step),

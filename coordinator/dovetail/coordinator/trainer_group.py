@@ -112,6 +112,9 @@ class TrainerGroup:
         self._position = Position(request.stage, request.step)
         if request.result is not None:
             self._take_result(request.result)
+        if self._running is not None:
+            # An idle rank 0 has not got the command, even if it was sent: that reply was lost on its way.
+            self._running.sent = False
         self._notify()
         deadline = self.clock() + POLL_SECONDS
         while True:

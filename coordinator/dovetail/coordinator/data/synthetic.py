@@ -126,10 +126,10 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
         if not slip and unsaid:
             fact = unsaid.pop()
             sentence = f"{'It' if i and rng.random() < 0.5 else f'The {topic}'} {fact}."
-        elif kind < 0.35 or not said:
+        elif kind < 0.2:
             other = rng.choice(TOPICS)
             sentence = f"The {other} {rng.choice(FACTS[other])}."
-        elif kind < 0.7:
+        elif kind < 0.5 and said:
             sentence = rng.choice(said)
         else:
             sentence = rng.choice(_VAGUE)
