@@ -154,6 +154,7 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
         groups = form(rank, world, next(ports), pp, dp)
         out[key] = full_training(Engine(spec(), groups), folder, key)
         if world < 4:
+            out[key]["bfloat16"] = mixed_training(groups, folder / f"bfloat16-{key}")
             out[key]["lora"] = lora_training(groups, folder, key)
             out[key]["disk"] = full_disk(groups, folder / f"refused-{key}")
         groups.close()
@@ -190,6 +191,16 @@ def full_training(engine: Engine, folder: Path, key: str) -> dict[str, Any]:
     engine.load(load_command())
     out["schedule_is_free"] = train(engine, range(1, 5), interleaved=True) == log and same(end, shards(engine))
     return out
+
+
+def mixed_training(groups: Groups, path: Path) -> dict[str, Any]:
+    """bfloat16 kernels over float32 master weights."""
+    dtype = {"dtype": "bfloat16"}
+    engine = Engine(spec(models={"actor": dtype, "critic": dtype}), groups)
+    engine.load(load_command())
+    log = train(engine, range(1, 4))
+    engine.export("actor", path)
+    return {"log": log, "dtypes": {str(p.dtype) for p in shards(engine).values()}}
 
 
 def lora_training(groups: Groups, folder: Path, key: str) -> dict[str, Any]:
@@ -241,6 +252,7 @@ def full_disk(groups: Groups, path: Path) -> dict[str, Any]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         groups.barrier()
         out[f"{name}_left"] = [p.name for p in path.parent.glob(path.name + "*")]
+        groups.barrier()  # nobody starts the next write while another still looks
     return out
 
 

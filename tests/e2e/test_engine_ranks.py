@@ -151,6 +151,17 @@ def test_adapters_train_alone_and_export_merged(results: Results, folder: Path, 
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, "1x1"), (2, "2x1"), (2, "1x2")])
+def test_bfloat16_keeps_float32_masters(results: Results, folder: Path, world: int, layout: str) -> None:
+    mixed = results[world][0][layout]["bfloat16"]
+    assert mixed["dtypes"] == {"torch.float32"}
+    for low, full in zip(mixed["log"], results[1][0]["1x1"]["log"], strict=False):
+        for model in ("actor", "critic"):
+            assert low["stats"][model]["loss"] == pytest.approx(full["stats"][model]["loss"], rel=0.03)
+    config = json.loads((folder / f"bfloat16-{layout}" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "1x1"), (2, "2x1"), (2, "1x2")])
 def test_failed_writes_leave_nothing(results: Results, world: int, layout: str) -> None:
     for rank in results[world]:
         disk = rank[layout]["disk"]
