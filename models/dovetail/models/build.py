@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from dovetail.api.messages import ModelRef
 from dovetail.models.config import ModelError, load_config
 from dovetail.models.source import Folder, Seed, Source
 from dovetail.models.stage import VALUE_HEAD, Stage
-from torch import Tensor, nn
 
 
 def build_stage(

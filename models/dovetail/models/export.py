@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dovetail.models.stage import Head
 from torch import Tensor
+
+from dovetail.models.stage import Head
 
 _ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
 _TOKENIZER_FILES = (

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+
 from dovetail.models.config import ModelError
 from dovetail.models.stage import VALUE_HEAD, Stage
-from torch import Tensor, nn
 
 
 class Source(Protocol):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from dovetail.models.config import ModelError, is_tied, without_dropout
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dovetail.models.config import ModelError, is_tied, without_dropout
 
 Head = Literal["lm", "value"]
 VALUE_HEAD = "score"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from dovetail.api.messages import Action, Load
 from dovetail.api.types import Optimizer, RLHFJobSpec
 from dovetail.api.types import Stage as StageName
@@ -23,7 +25,6 @@ from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.optim import local
 from dovetail.trainer.parallel import reshard, set_last_backward
-from torch import Tensor
 
 __all__ = ["Engine", "EngineModel", "MicroBatch"]
 

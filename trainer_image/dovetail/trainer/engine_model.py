@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
+
 from dovetail.api.messages import ModelRef
 from dovetail.api.types import Optimizer, TrainedModel
 from dovetail.models import Stage, load_config
@@ -17,7 +19,6 @@ from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local
 from dovetail.trainer.parallel import compute_dtype, shard
-from torch import Tensor, nn
 
 
 @dataclass

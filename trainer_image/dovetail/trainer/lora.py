@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from dovetail.api.types import LoRA
 from dovetail.models import ModelError, Stage
 from dovetail.models.build import local_rows
 from dovetail.models.source import generator
 from dovetail.models.stage import VALUE_HEAD
-from torch import Tensor, nn
 
 _BASE = ".base_layer."
 _ADAPTER = "default"

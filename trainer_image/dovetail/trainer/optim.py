@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 
 import torch
-from dovetail.api.types import Optimizer
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
+
+from dovetail.api.types import Optimizer
 
 
 def learning_rate(step: int, total_steps: int, config: Optimizer) -> float:

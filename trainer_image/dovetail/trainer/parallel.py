@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from dovetail.api.types import Dtype
 from dovetail.models import ModelError, Stage
 from dovetail.trainer.groups import ModelGroups
