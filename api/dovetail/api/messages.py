@@ -187,6 +187,9 @@ class HeartbeatReply(Message):
     generation: int | None = Field(
         default=None, description="The current one; a rank that sees a newer one leaves its collectives."
     )
+    cancelled: str | None = Field(
+        default=None, description="Id of a publish to give up: a receiver that it waits for has failed."
+    )
 
 
 # ---------------------------------------------------------------- weight transfer

@@ -353,7 +353,7 @@ class Engines:
         with self._timeline.phase("weights"):
             self._status.update(phase="weights")
             await self._sync.publish(iteration)
-        if iteration % self.spec.checkpoint.every_steps == 0 or iteration == self.spec.ppo.iterations:
+        if iteration % self.spec.checkpoint.every_steps == 0:
             with self._timeline.phase("checkpoint"):
                 await self.session.save()
                 self._files.forget_through(iteration)

@@ -100,7 +100,11 @@ class Publisher:
             if expected.done():
                 urls = {t.name: t.url for t in targets}
                 errors = await push_offer(
-                    self._session, expected.result(), [(r, urls[r.name]) for r in receivers], epoch_is_new
+                    self._session,
+                    expected.result(),
+                    [(r, urls[r.name]) for r in receivers],
+                    epoch_is_new,
+                    on_error=lambda _name, _error: self._trainers.cancel(command.id),
                 )
             result = await sending
         except TrainerError as error:

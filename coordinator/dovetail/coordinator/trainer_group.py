@@ -76,6 +76,7 @@ class TrainerGroup:
     _running: _Running | None = None
     _position: Position | None = None
     _last_result: CommandResult | None = None
+    _cancelled: str | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ------------------------------------------------------------ called by the HTTP server
@@ -103,7 +104,7 @@ class TrainerGroup:
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         """Tells a rank the current generation, so that it leaves the collectives of an older one."""
         self._seen[beat.rank] = self.clock()
-        return HeartbeatReply(generation=self.generation)
+        return HeartbeatReply(generation=self.generation, cancelled=self._cancelled)
 
     async def next(self, request: NextRequest) -> NextReply:
         """Long poll of rank 0. Raises StaleGeneration."""
@@ -196,6 +197,10 @@ class TrainerGroup:
             if self._running is running:
                 self._running = None
         return self._checked(result)
+
+    def cancel(self, command_id: str) -> None:
+        """Tell the ranks, with their next heartbeats, to give up a publish that waits for a failed receiver."""
+        self._cancelled = command_id
 
     # ------------------------------------------------------------ inner parts
 

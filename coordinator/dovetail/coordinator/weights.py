@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -41,12 +41,14 @@ async def push_offer(
     epoch_is_new: bool,
     *,
     pause_mode: Literal["abort", "wait", "keep"] = "abort",
+    on_error: Callable[[str, str], None] = lambda name, error: None,
 ) -> dict[str, str | None]:
     """Let all receivers (with their base URLs) take `offer` at the same time; `session` carries the job's token.
 
     Returns for each name None if it now holds the whole version, else what went wrong. A rollout that fails before
     its weights were touched goes on with the old ones; one that fails later stays paused and refuses to generate
-    until a later offer gets through. `pause_mode` says what happens to requests in flight (vLLM's /pause)."""
+    until a later offer gets through. `pause_mode` says what happens to requests in flight (vLLM's /pause).
+    `on_error(name, what)` is called as soon as one fails, while others may still wait for it."""
     everyone = [receiver for receiver, _ in receivers]
 
     async def one(receiver: Receiver, url: str) -> str | None:
@@ -60,6 +62,7 @@ async def push_offer(
             else:
                 await _update_rollout(session, base, receive, epoch_is_new, pause_mode)
         except (ReceiverError, ValueError) as error:
+            on_error(receiver.name, str(error))
             return str(error)
         return None
 

@@ -47,7 +47,7 @@ class CommandRunner:
     """Belongs to one generation. Every rank calls `execute` with the same commands in the same order.
 
     `failed` outlives generations: commands that failed on this rank in a way that broke the groups, with the reason,
-    so that a second try is answered instead of repeated."""
+    so that a second try is answered instead of repeated. `cancelled(id)` is asked while a publish waits."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class CommandRunner:
         process: str,
         failed: dict[str, str],
         log: Callable[..., None],
+        cancelled: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._groups, self._client, self._failed, self._log = groups, client, failed, log
         self._spec = spec
@@ -64,7 +65,8 @@ class CommandRunner:
         self.engine = Engine(spec, groups, self.timeline.record)
         self._context = Context(spec, groups, self.engine, self._fetch, self.timeline)
         sender_groups: Any = groups
-        self._sender = WeightSender(sender_groups, self._post_offer)
+        self._running = ""
+        self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
         self._dirty = False
 
     @property
@@ -85,6 +87,7 @@ class CommandRunner:
     def execute(self, command: Command) -> CommandResult:
         """The result, complete on rank 0 (elsewhere without spans). Raises PeerLost: join again."""
         started = time.time()
+        self._running = command.id
         run: Run | None = None
         error: str | None = None
         try:

@@ -38,6 +38,7 @@ class HeartbeatThread:
         self._generation: int | None = None
         self._grace = 0.0
         self._superseded_at: float | None = None
+        self._cancelled: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -62,6 +63,11 @@ class HeartbeatThread:
         with self._lock:
             return self._superseded_at is not None
 
+    def cancelled(self, command_id: str) -> bool:
+        """Whether the coordinator gave the command up, or the whole generation is over."""
+        with self._lock:
+            return self._superseded_at is not None or self._cancelled == command_id
+
     def beat(self) -> None:
         """One heartbeat and what follows from its answer."""
         with self._lock:
@@ -71,6 +77,8 @@ class HeartbeatThread:
         )
         now = self._clock()
         with self._lock:
+            if reply is not None:
+                self._cancelled = reply.cancelled
             if generation is None or self._generation != generation:
                 return
             newer = reply is not None and reply.generation is not None and reply.generation > generation

@@ -97,7 +97,9 @@ class Rank:
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS)
         self.metrics.generation.set(generation)
         self.log("groups.formed", generation=generation)
-        runner = CommandRunner(self.spec, groups, self.client, self.env.name, self._failed, self.log)
+        runner = CommandRunner(
+            self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled
+        )
         try:
             return self._serve(generation, groups, runner)
         finally:
