@@ -33,18 +33,18 @@ from dovetail.coordinator.commands import ModelSources, supervised_step
 from dovetail.coordinator.experience import Experience, ExperienceFiles
 from dovetail.coordinator.experience_maker import ExperienceMaker, RewardFunction
 from dovetail.coordinator.fleet import Fleet, Timeouts
-from dovetail.coordinator.kl import KLController
-from dovetail.coordinator.ppo import StepFacts, has_critic, iteration_metrics, optimizer_steps, other_seconds, ppo_step
-from dovetail.coordinator.prepare import Prepared, PromptRecord, prepare
+from dovetail.coordinator.ppo import has_critic
+from dovetail.coordinator.ppo_stage import PPOStage
+from dovetail.coordinator.prepare import Prepared, prepare
 from dovetail.coordinator.publishing import Publisher
+from dovetail.coordinator.results import Results
 from dovetail.coordinator.server import make_app
 from dovetail.coordinator.store import Store
-from dovetail.coordinator.summary import build, mean_ci95, write_json
 from dovetail.coordinator.supervised import Hooks, SupervisedStage, run_supervised
 from dovetail.coordinator.telemetry import History, Metrics, Status
 from dovetail.coordinator.timeline import Timeline
 from dovetail.coordinator.trainer_group import TrainerGroup
-from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.trainer_session import TrainerSession
 from dovetail.coordinator.weight_sync import WeightSync
 
 START_SECONDS = 900.0
@@ -74,21 +74,21 @@ class Engines:
         self.log = log
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
-        self._status = Status()
-        self._store = Store(settings.run_dir)
-        self._history = History(settings.run_dir)
-        self._timeline = Timeline(settings.run_dir)
-        self._files = ExperienceFiles(settings.run_dir)
+        self.progress = Status()
+        self.store = Store(settings.run_dir)
+        self.history = History(settings.run_dir)
+        self.timeline = Timeline(settings.run_dir)
+        self.files = ExperienceFiles(settings.run_dir)
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._prepared: Prepared | None = None
         self._held_out: dict[Stage, list[Arrays]] = {}
-        self._started = time.time()
+        self.results = Results(self.store, settings.run_dir, spec.seed, time.time)
         self.trainers = TrainerGroup(
             world_size=plan.world_size,
-            generation=int(self._store.get("trainers/generation") or 1),
-            formed=bool(self._store.get("trainers/formed")),
+            generation=int(self.store.get("trainers/generation") or 1),
+            formed=bool(self.store.get("trainers/formed")),
             peer_timeout=float(spec.failure_policy.peer_timeout_seconds),
             clock=time.monotonic,
             record_generation=self._record_generation,
@@ -96,7 +96,7 @@ class Engines:
             log=log,
         )
         self.session = TrainerSession(
-            self.trainers, self._store, settings.run_dir, spec.checkpoint.keep, START_SECONDS, log
+            self.trainers, self.store, settings.run_dir, spec.checkpoint.keep, START_SECONDS, log
         )
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self.fleet = Fleet(
@@ -118,13 +118,13 @@ class Engines:
             await web.TCPSite(self._runner, self.settings.host, self.settings.port, reuse_address=True).start()
         except OSError as error:
             raise OSError(f"port {self.settings.port} on {self.settings.host} is taken: {error.strerror}") from error
-        self._status.update(state="running", message="preparing data and tokenizer")
+        self.progress.update(state="running", message="preparing data and tokenizer")
         self._prepared = await asyncio.to_thread(prepare, self.spec, self.settings.run_dir, self.settings.base_dir)
         self.sources = ModelSources(
             self.spec, self.settings.run_dir, self._prepared.model_ref, self.settings.reward_function is None
         )
         self._maker = ExperienceMaker(self, self.settings.reward_function)
-        self._sync = WeightSync(
+        self.sync = WeightSync(
             self.fleet,
             self._publisher,
             self.session,
@@ -133,6 +133,7 @@ class Engines:
             self.log,
             WEIGHTS_SECONDS,
         )
+        self._ppo = PPOStage(self, self._maker)
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
         self.log("coordinator.ready", host=self.settings.host, port=self.settings.port)
         return self
@@ -144,13 +145,14 @@ class Engines:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._prepared is not None:
+            await self._ppo.close()
             await self._maker.close()
         if self._session is not None:
             await self._session.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        self._history.close()
-        self._store.close()
+        self.history.close()
+        self.store.close()
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the job's loop; if one of the background tasks fails, so does the loop, with that error."""
@@ -173,11 +175,12 @@ class Engines:
                 ready = {i.name for i in self.fleet.eligible(kind)}
                 for instance in self.fleet.instances(kind):
                     self.metrics.instance_ready.labels(instance.name, kind).set(instance.name in ready)
+            self.results.note_time()
             await asyncio.sleep(1.0)
 
     async def _hold(self) -> None:
         """Whoever comes late, or comes back, is brought up to date while the stages go on."""
-        await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
+        await asyncio.gather(self.session.hold(), self.sync.hold(), self._maker.hold())
 
     # ------------------------------------------------------------ called by the HTTP server
 
@@ -189,7 +192,7 @@ class Engines:
 
     def status(self) -> dict[str, Any]:
         instances = {i.name: {"kind": i.kind, "state": i.health.value} for i in self.fleet.instances()}
-        return self._status.document(instances)
+        return self.progress.document(instances)
 
     async def batch(self, key: str) -> bytes:
         """Raises KeyError for an unknown key."""
@@ -201,7 +204,7 @@ class Engines:
             "reward-eval": lambda i: self._eval_batches(Stage.REWARD)[i],
         }
         if stage == "ppo":
-            return self._files.read(int(number))
+            return self.files.read(int(number))
         if stage not in makers:
             raise KeyError(key)
         return pack(makers[stage](int(number)))
@@ -227,18 +230,6 @@ class Engines:
             raise RuntimeError("use the engines as an async context manager")
         return self._session
 
-    @property
-    def store(self) -> Store:
-        return self._store
-
-    @property
-    def timeline(self) -> Timeline:
-        return self._timeline
-
-    @property
-    def progress(self) -> Status:
-        return self._status
-
     # ------------------------------------------------------------ SFT and reward model
 
     async def run_sft(self) -> None:
@@ -255,9 +246,9 @@ class Engines:
         )
         await self._supervised(stage)
         for when in ("before", "after"):
-            metrics = self._store.get(f"sft/{when}")
+            metrics = self.store.get(f"sft/{when}")
             if metrics:
-                self._fact(f"sft.loss_{when}", metrics["loss"])
+                self.results.fact(f"sft.loss_{when}", metrics["loss"])
 
     async def run_reward(self) -> None:
         """Training of the reward model, to models/reward. Facts: reward_model.accuracy, .pairs."""
@@ -272,23 +263,25 @@ class Engines:
             checkpoint_every=self.spec.checkpoint.every_steps,
         )
         await self._supervised(stage)
-        after = self._store.get("reward/after")
+        after = self.store.get("reward/after")
         if after:
-            self._fact("reward_model.accuracy", after["accuracy"])
-            self._fact("reward_model.pairs", after["pairs"])
+            self.results.fact("reward_model.accuracy", after["accuracy"])
+            self.results.fact("reward_model.pairs", after["pairs"])
 
     async def _supervised(self, stage: SupervisedStage) -> None:
-        if self._store.get(f"{stage.stage.value}/done"):
+        if self.store.get(f"{stage.stage.value}/done"):
             return
-        self._status.update(state="running", stage=stage.stage.value, step=0, total_steps=stage.steps, phase="training")
-        await run_supervised(stage, self.session, self._store, Hooks(self._on_step, self._fact))
+        self.progress.update(
+            state="running", stage=stage.stage.value, step=0, total_steps=stage.steps, phase="training"
+        )
+        await run_supervised(stage, self.session, self.store, Hooks(self._on_step, self.results.fact))
         self.log("stage.finished", stage=stage.stage.value)
 
     def _on_step(self, stage: Stage, step: int, total: int, result: CommandResult) -> None:
-        self._history.add(stage, step, result.metrics)
+        self.history.add(stage, step, result.metrics)
         self.metrics.stage_step.labels(stage.value).set(step)
         self.metrics.steps.labels(stage.value).inc()
-        self._status.update(step=step, total_steps=total, metrics=result.metrics, message="")
+        self.progress.update(step=step, total_steps=total, metrics=result.metrics, message="")
 
     # ------------------------------------------------------------ PPO
 
@@ -299,151 +292,41 @@ class Engines:
 
     async def begin_ppo(self) -> None:
         """Load actor and critic and bring their weights to the rollouts and scorers."""
-        progress = self._store.get("ppo/progress") or {"step": 0, "kl_coef": self.spec.ppo.kl.coef}
-        self._kl = KLController.from_config(self.spec.ppo.kl, progress["kl_coef"])
-        models = {"actor": self.sources.actor_for_ppo()}
-        if has_critic(self.spec):
-            models["critic"] = self.sources.critic()
-        self.session.begin(
-            StagePlan(Stage.PPO, models, optimizer_steps(self.spec), self._ppo_step), int(progress["step"])
-        )
-        self._status.update(
-            state="running",
-            stage="ppo",
-            iteration=self.iteration,
-            total_iterations=self.spec.ppo.iterations,
-            phase="weights",
-            message="waiting for rollouts to take the first weights",
-        )
-        await self._sync.publish(self.iteration)
-        self._timeline.begin()
+        await self._ppo.begin()
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
         """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
 
         What the store already holds of the iteration (after a crash) is not done again."""
-        iteration = self.iteration + 1
-        self._status.update(iteration=iteration, message="")
-        prepared = self.prepared
-        if prompts is None:
-            records = prepared.prompts(iteration)
-        else:
-            records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
-        return await self._maker.make(iteration, records)
+        return await self._ppo.generate_experience(prompts)
 
     async def train(self, experience: Experience) -> dict[str, float]:
         """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
-        iteration = experience.iteration
-        if iteration != self.iteration + 1:
-            raise ValueError(f"experience of iteration {iteration} given, {self.iteration + 1} expected")
-        if self._store.get(f"ppo/{iteration}/facts") is None:
-            facts = StepFacts(
-                self._kl.coef, iteration > self.spec.ppo.critic_warmup_iterations or not has_critic(self.spec)
-            )
-            self._files.write(iteration, experience.arrays)
-            self._store.put(f"ppo/{iteration}/facts", facts.as_json())
-        self._maker.in_batch(iteration)
-        with self._timeline.phase("training"):
-            self._status.update(phase="training")
-            result = await self.session.run_step()
-            self._timeline.add(result.spans)
-            self._kl.update(float(experience.kl.mean()), len(experience.responses))
-            self._store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
-            self._maker.trained(iteration)
-        with self._timeline.phase("weights"):
-            self._status.update(phase="weights")
-            await self._sync.publish(iteration)
-        if iteration % self.spec.checkpoint.every_steps == 0:
-            with self._timeline.phase("checkpoint"):
-                await self.session.save()
-                self._files.forget_through(iteration)
-                self._store.samples.forget_before(iteration)
-        return self._close_iteration(experience, result)
-
-    def _close_iteration(self, experience: Experience, result: CommandResult) -> dict[str, float]:
-        timeline, iteration = self._timeline, experience.iteration
-        wall = time.time() - timeline.started
-        phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
-        metrics = iteration_metrics(experience, result.metrics, phases, wall)
-        self._history.add(Stage.PPO, iteration, metrics)
-        totals = self._store.get("ppo/totals") or {"samples": 0, "seconds": 0.0, "phases": {}}
-        totals["samples"] += len(experience.responses)
-        totals["seconds"] += wall
-        for name, seconds in phases.items():
-            totals["phases"][name] = totals["phases"].get(name, 0.0) + seconds
-            self.metrics.phase_seconds.labels(name).inc(seconds)
-        self._store.put("ppo/totals", totals)
-        for when in ["first"] * (iteration == 1) + ["last"]:
-            self._fact(f"ppo.reward_{when}", mean_ci95(experience.scores.tolist()))
-            self._fact(f"ppo.kl_{when}", mean_ci95(experience.kl.tolist()))
-        self.metrics.reward.set(metrics["reward"])
-        self.metrics.kl.set(metrics["kl"])
-        self.metrics.rate.set(metrics["samples_per_second"])
-        self.metrics.iteration_seconds.observe(wall)
-        self.metrics.weight_version.set(iteration)
-        self.metrics.stage_step.labels("ppo").set(iteration)
-        self.metrics.steps.labels("ppo").inc()
-        self._status.update(iteration=iteration, metrics=metrics, phase=None)
-        self.log("iteration.finished", iteration=iteration, **{k: round(v, 5) for k, v in metrics.items()})
-        timeline.write(iteration)
-        timeline.begin()
-        return metrics
-
-    def _ppo_step(self, iteration: int) -> Any:
-        facts = self._store.get(f"ppo/{iteration}/facts")
-        return ppo_step(self.spec, self.plan, iteration, StepFacts(**facts))
+        return await self._ppo.train(experience)
 
     # ------------------------------------------------------------ end
 
     async def finish(self) -> dict[str, Any]:
         """Export the trained models and write summary.json; returns its content."""
-        self._status.update(phase="export", message="exporting models")
-        folder = self.settings.run_dir / "models"
         if Stage.PPO in self.spec.stages:
-            await self.session.export("actor", folder / "actor")
-            if self.spec.ppo.ema is not None:
-                await self.session.export("ema", folder / "actor-ema")
-            if has_critic(self.spec):
-                await self.session.export("critic", folder / "critic")
-        document = self.write_summary("succeeded")
-        self._status.update(state="succeeded", phase=None, message="")
+            await self._ppo.finish()
+        document = self.results.write("succeeded")
+        self.progress.update(state="succeeded", phase=None, message="")
         self.log("job.succeeded")
-        return document
-
-    def write_summary(self, state: str, reason: str | None = None) -> dict[str, Any]:
-        """summary.json from the facts so far."""
-        facts = {key.removeprefix("fact/"): value for key, value in self._store.items("fact").items()}
-        totals = self._store.get("ppo/totals")
-        spent = float(self._store.get("job/seconds") or 0.0) + time.time() - self._started
-        document = build(facts)
-        document |= {"state": state, "seed": self.spec.seed, "wall_seconds": spent}
-        if reason is not None:
-            document["reason"] = reason
-        if totals:
-            document["samples_per_second"] = totals["samples"] / totals["seconds"]
-            document["phases"] = totals["phases"]
-        write_json(self.settings.run_dir / "summary.json", document)
         return document
 
     def fail(self, reason: str) -> None:
         """Record that the job failed, and why."""
-        self._status.update(state="failed", message=reason)
-        self.write_summary("failed", reason)
+        self.progress.update(state="failed", message=reason)
+        self.results.write("failed", reason)
         self.log("job.failed", reason=reason)
-
-    def note_time(self) -> None:
-        """Add this process's life to the job's wall time; call once, when it ends before the job does."""
-        self._store.put("job/seconds", float(self._store.get("job/seconds") or 0.0) + time.time() - self._started)
 
     # ------------------------------------------------------------ records
 
-    def _fact(self, name: str, value: object) -> None:
-        self._store.put(f"fact/{name}", value)
-
     def _record_generation(self, generation: int) -> None:
-        self._store.put_all({"trainers/generation": generation, "trainers/formed": self.trainers.formed})
+        self.store.put_all({"trainers/generation": generation, "trainers/formed": self.trainers.formed})
         if self.trainers.formed:
             self.metrics.generations.inc()
 
     def _record_result(self, result: CommandResult) -> None:
-        self._store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans"}))
+        self.store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans"}))

@@ -10,7 +10,8 @@ import numpy as np
 from dovetail.api.messages import Action, Step
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJobSpec, Stage
-from dovetail.coordinator.experience import Experience, kl_per_sample
+from dovetail.api.wire import Arrays
+from dovetail.coordinator.experience import kl_per_sample
 from dovetail.coordinator.summary import mean_ci95
 from dovetail.planner.schedules import serial_1f1b
 
@@ -61,26 +62,26 @@ def ppo_step(spec: RLHFJobSpec, plan: Plan, iteration: int, facts: StepFacts) ->
 
 
 def iteration_metrics(
-    experience: Experience, trained: Mapping[str, float], phases: Mapping[str, float], wall_seconds: float
+    arrays: Arrays, trained: Mapping[str, float], phases: Mapping[str, float], wall_seconds: float | None
 ) -> dict[str, float]:
-    """One row of history.jsonl: rewards, KL, lengths, the trainers' own metrics, and where the time went."""
-    scores = experience.scores.tolist()
-    kls = kl_per_sample(experience.arrays).tolist()
-    reward, kl = mean_ci95(scores), mean_ci95(kls)
-    finished = experience.arrays["finished"].astype(np.float64)
-    metrics = {f"{name}": float(value) for name, value in trained.items()}
-    metrics |= {
+    """One row of history.jsonl: rewards, KL, lengths, the trainers' own metrics, and (with `wall_seconds`) where the
+    time went."""
+    scores = arrays["scores"].tolist()
+    reward, kl = mean_ci95(scores), mean_ci95(kl_per_sample(arrays).tolist())
+    lengths = arrays["response_lengths"].astype(np.float64)
+    metrics = {
+        **trained,
         "reward": reward["mean"],
         "reward_ci95": reward["ci95"],
         "kl": kl["mean"],
         "kl_ci95": kl["ci95"],
-        "response_length": float(np.mean(experience.response_lengths)),
-        "response_length_max": float(np.max(experience.response_lengths)),
-        "finished_fraction": float(np.mean(finished)),
-        "samples_per_second": len(scores) / wall_seconds,
-        "iteration_seconds": wall_seconds,
+        "response_length": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "finished_fraction": float(arrays["finished"].astype(np.float64).mean()),
     }
-    metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
+    if wall_seconds is not None:
+        metrics |= {"samples_per_second": len(scores) / wall_seconds, "iteration_seconds": wall_seconds}
+        metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
     return metrics
 
 

@@ -11,8 +11,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dovetail.api.types import Stage
 
-PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
-
 
 class Metrics:
     """Base units; labels bounded by the plan (stage, phase, instance names)."""

@@ -108,7 +108,7 @@ class TrainerSession:
                 try:
                     position = await self._group.wait_position(self._join_timeout)
                     if position == Position(plan.stage, step):
-                        result = self._stored_result(command.id)
+                        result = self.result_of(command.id)
                     else:
                         await self._bring(plan, self._step)
                         result = await self._group.execute(command, STEP_TIMEOUT_SECONDS)
@@ -151,7 +151,8 @@ class TrainerSession:
     def _id(self, what: str) -> str:
         return f"{self._need_plan().stage.value}/{self._step}/{what}/{time.time_ns()}"
 
-    def _stored_result(self, command_id: str) -> CommandResult:
+    def result_of(self, command_id: str) -> CommandResult:
+        """A command's stored result; one without metrics if the coordinator died before it could store it."""
         record = self._records.get(f"result/{command_id}")
         if record is None:
             return CommandResult(id=command_id, ok=True)

@@ -1,0 +1,179 @@
+"""The PPO stage: one iteration is generation, inference, training, weights; a checkpoint now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dovetail.api.messages import CommandResult, Span, Step
+from dovetail.api.types import Stage
+from dovetail.api.wire import Arrays, unpack
+from dovetail.coordinator.experience import Experience, kl_per_sample
+from dovetail.coordinator.experience_maker import ExperienceMaker
+from dovetail.coordinator.kl import KLController
+from dovetail.coordinator.ppo import StepFacts, has_critic, iteration_metrics, optimizer_steps, other_seconds, ppo_step
+from dovetail.coordinator.prepare import PromptRecord
+from dovetail.coordinator.summary import mean_ci95
+from dovetail.coordinator.trainer_session import StagePlan
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.engines import Engines
+
+
+class PPOStage:
+    """Everything of it that must survive the coordinator is in the store: ppo/progress (last step and KL coefficient),
+    ppo/<iteration>/facts (what the step needs to be replayed), ppo/totals."""
+
+    def __init__(self, engines: Engines, maker: ExperienceMaker) -> None:
+        self._engines = engines
+        self._spec = engines.spec
+        self._maker = maker
+        self._saving: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Let go of a checkpoint under way."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+
+    async def begin(self) -> None:
+        """Load actor and critic and bring their weights to the rollouts and scorers."""
+        progress = self._engines.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
+        self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
+        models = {"actor": self._engines.sources.actor_for_ppo()}
+        if has_critic(self._spec):
+            models["critic"] = self._engines.sources.critic()
+        self._engines.session.begin(
+            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step), int(progress["step"])
+        )
+        self._engines.progress.update(
+            state="running",
+            stage="ppo",
+            iteration=self._engines.iteration,
+            total_iterations=self._spec.ppo.iterations,
+            phase="weights",
+            message="waiting for rollouts to take the first weights",
+        )
+        self._record_interrupted(self._engines.iteration)
+        await self._engines.sync.publish(self._engines.iteration)
+        self._engines.timeline.begin()
+
+    async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+        """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
+
+        What the store already holds of the iteration (after a crash) is not done again."""
+        iteration = self._engines.iteration + 1
+        self._engines.progress.update(iteration=iteration, message="")
+        prepared = self._engines.prepared
+        if prompts is None:
+            records = prepared.prompts(iteration)
+        else:
+            records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
+        return await self._maker.make(iteration, records)
+
+    async def train(self, experience: Experience) -> dict[str, float]:
+        """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
+        iteration = experience.iteration
+        if iteration != self._engines.iteration + 1:
+            raise ValueError(f"experience of iteration {iteration} given, {self._engines.iteration + 1} expected")
+        if self._engines.store.get(f"ppo/{iteration}/facts") is None:
+            warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
+            facts = StepFacts(self._kl.coef, train_actor=warm)
+            self._engines.files.write(iteration, experience.arrays)
+            self._engines.store.put(f"ppo/{iteration}/facts", facts.as_json())
+        self._maker.in_batch(iteration)
+        with self._engines.timeline.phase("training"):
+            self._engines.progress.update(phase="training")
+            await self._saved()
+            result = await self._engines.session.run_step()
+            self._engines.timeline.add(result.spans)
+            self._kl.update(float(experience.kl.mean()), len(experience.responses))
+            self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
+            self._maker.trained(iteration)
+        with self._engines.timeline.phase("weights"):
+            self._engines.progress.update(phase="weights")
+            await self._engines.sync.publish(iteration)
+        if iteration % self._spec.checkpoint.every_steps == 0:
+            # The trainers have nothing to do while the next iteration's samples are generated.
+            self._saving = asyncio.create_task(self._checkpoint(iteration))
+        return self._close(iteration, experience.arrays, result)
+
+    async def _checkpoint(self, iteration: int) -> None:
+        started = time.time()
+        await self._engines.session.save()
+        self._engines.files.forget_through(iteration)
+        self._engines.store.samples.forget_before(iteration)
+        span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=time.time())
+        self._engines.timeline.add([span])
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint under way, if any; its error is raised here."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
+        """Account for a finished iteration and begin the next."""
+        engines, timeline = self._engines, self._engines.timeline
+        wall = time.time() - timeline.started
+        phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
+        engines.results.add_iteration(len(arrays["scores"]), wall, phases)
+        metrics = self._record(iteration, arrays, result, phases, wall)
+        gauges = engines.metrics
+        for name, seconds in phases.items():
+            gauges.phase_seconds.labels(name).inc(seconds)
+        gauges.iteration_seconds.observe(wall)
+        gauges.rate.set(metrics["samples_per_second"])
+        timeline.write(iteration)
+        timeline.begin()
+        return metrics
+
+    def _record(
+        self,
+        iteration: int,
+        arrays: Arrays,
+        result: CommandResult,
+        phases: Mapping[str, float],
+        wall_seconds: float | None,
+    ) -> dict[str, float]:
+        """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
+        engines = self._engines
+        metrics = iteration_metrics(arrays, result.metrics, phases, wall_seconds)
+        engines.history.add(Stage.PPO, iteration, metrics)
+        for when in ["first"] * (iteration == 1) + ["last"]:
+            engines.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
+            engines.results.fact(f"ppo.kl_{when}", mean_ci95(kl_per_sample(arrays).tolist()))
+        gauges = engines.metrics
+        gauges.reward.set(metrics["reward"])
+        gauges.kl.set(metrics["kl"])
+        gauges.weight_version.set(iteration)
+        gauges.stage_step.labels("ppo").set(iteration)
+        gauges.steps.labels("ppo").inc()
+        engines.progress.update(iteration=iteration, metrics=metrics, phase=None)
+        engines.log("iteration.finished", iteration=iteration, **{k: round(v, 5) for k, v in metrics.items()})
+        engines.store.put("ppo/recorded", iteration)
+        return metrics
+
+    def _record_interrupted(self, iteration: int) -> None:
+        """A coordinator that died between the step and its records: make them now."""
+        if iteration == 0 or (self._engines.store.get("ppo/recorded") or 0) >= iteration:
+            return
+        result = self._engines.session.result_of(f"ppo/{iteration}/step")
+        self._record(iteration, unpack(self._engines.files.read(iteration)), result, {}, None)
+
+    def _ppo_step(self, iteration: int) -> Step:
+        facts = self._engines.store.get(f"ppo/{iteration}/facts")
+        return ppo_step(self._spec, self._engines.plan, iteration, StepFacts(**facts))
+
+    async def finish(self) -> None:
+        """Export the trained models."""
+        await self._saved()
+        self._engines.progress.update(phase="export", message="exporting models")
+        folder = self._engines.settings.run_dir / "models"
+        await self._engines.session.export("actor", folder / "actor")
+        if self._spec.ppo.ema is not None:
+            await self._engines.session.export("ema", folder / "actor-ema")
+        if has_critic(self._spec):
+            await self._engines.session.export("critic", folder / "critic")
