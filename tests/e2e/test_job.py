@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from helpers.jobs import Fault, Injector, events, history, run_job, sample_rows, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -117,7 +117,7 @@ def read_status(launcher: Launcher) -> dict[str, Any] | None:
 
 
 def run_job(
-    job: RLHFJob, run_dir: Path, injector: Injector | None = None, *, resume: bool = False
+    job: RLHFJob, run_dir: Path, injector: Callable[[Launcher], None] | None = None, *, resume: bool = False
 ) -> tuple[Outcome, list[str]]:
     """Run to the end; the outcome and what the launcher told. Fails the test if a process outlives the launcher."""
     told: list[str] = []

@@ -1,0 +1,120 @@
+"""Whole jobs off the beaten track: other layouts, algorithms and models, and a loop of one's own."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.coordinator.data.synthetic import quality
+from dovetail.coordinator.experience import Experience
+from dovetail.local.launcher import Launcher
+from dovetail.local.pipeline import Pipeline
+from helpers.jobs import history, read_status, run_job, summary, tiny_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PIPELINE = {"parallelism": {"actor": {"pp": 2, "dp": 1}, "critic": {"pp": 1, "dp": 2}}}
+
+
+def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
+    """Actor in two pipeline stages with LoRA, demonstrations mixed in and an averaged copy; critic data-parallel;
+    truncated sampling, so that the policy ratio's denominator is recomputed by the trainer."""
+    base = tiny_job()
+    source = base.spec.models.actor.source
+    assert source is not None
+    job = tiny_job(
+        models={"actor": {"source": source.model_dump(by_alias=True, exclude_none=True), "lora": {"rank": 4}}},
+        ppo={"iterations": 2, "ptxCoef": 0.5, "ema": 0.9, "epochs": 2},
+        generation={"temperature": 0.8, "topP": 0.9, "topK": 40},
+        plan=PIPELINE,
+    )
+    seen: dict[str, str] = {}
+
+    def look(launcher: Launcher) -> None:
+        status = read_status(launcher)
+        if status is not None and status["stage"] == "ppo" and status["iteration"] >= 2 and not seen:
+            with urllib.request.urlopen(f"{launcher.url}/metrics", timeout=5) as response:
+                seen["metrics"] = response.read().decode()
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(f"{launcher.url}/v1/status", timeout=5)
+
+    outcome, _ = run_job(job, tmp_path, look)
+    assert outcome.succeeded, outcome.reason
+    rows = history(tmp_path, "ppo")
+    assert sorted(rows) == [1, 2]
+    assert rows[2]["ptx_loss"] > 0
+    # The first mini-batch of an iteration has ratio 1 by construction; later ones move.
+    assert rows[1]["ratio"] == pytest.approx(1.0, abs=0.2)
+    assert summary(tmp_path)["ppo"]["kl_first"]["mean"] != 0
+    for name in ("actor", "actor-ema", "critic"):
+        assert (tmp_path / "models" / name / "config.json").exists()
+    assert 'dovetail_stage_step{stage="ppo"}' in seen["metrics"]
+    assert "dovetail_weight_version" in seen["metrics"]
+
+
+def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
+    """No reward model, no critic: groups of four answers, an adaptive KL coefficient, Qwen2."""
+    job = tiny_job(
+        stages=["sft", "ppo"],
+        models={
+            "actor": {
+                "source": {
+                    "scratch": {
+                        "architecture": "qwen2",
+                        "config": {
+                            "hidden_size": 64,
+                            "intermediate_size": 128,
+                            "num_hidden_layers": 2,
+                            "num_attention_heads": 2,
+                            "num_key_value_heads": 1,
+                            "max_position_embeddings": 128,
+                        },
+                    }
+                }
+            },
+            "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
+        },
+        ppo={"iterations": 2, "advantage": "grpo", "samplesPerPrompt": 4, "kl": {"coef": 0.1, "target": 1.0}},
+    )
+    outcome, _ = run_job(job, tmp_path)
+    assert outcome.succeeded, outcome.reason
+    assert sorted(history(tmp_path, "ppo")) == [1, 2]
+    assert not (tmp_path / "models" / "critic").exists()
+    assert "reward_model" not in summary(tmp_path)
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """The Python API with one's own prompts, reward and advantages."""
+    calls: list[int] = []
+
+    def reward(prompts: list[str], responses: list[str], **fields: object) -> list[float]:
+        calls.append(len(responses))
+        return [quality(p, r) for p, r in zip(prompts, responses, strict=True)]
+
+    def advantages(experience: Experience) -> tuple[np.ndarray, np.ndarray]:
+        centred = experience.scores - experience.scores.mean()
+        table = np.repeat(centred[:, None], experience.arrays["rollout_logprobs"].shape[1], axis=1)
+        return table.astype(np.float32), table.astype(np.float32)
+
+    job = tiny_job(sft={"steps": 4})
+    with Pipeline(job, tmp_path, reward_function=reward, advantage_function=advantages) as pipeline:
+        pipeline.run_sft()
+        pipeline.begin_ppo()
+        with pytest.raises(ValueError, match="1 prompts given, 16 expected"):
+            pipeline.generate_experience(["Human: hi\n\nAssistant:"])
+        mine = [f"Human: what is a cat number {i}?\n\nAssistant:" for i in range(16)]
+        experience = pipeline.generate_experience(mine)
+        assert experience.prompts == mine
+        assert len(experience.responses) == 16
+        metrics = pipeline.train(experience)
+        assert metrics["reward"] == pytest.approx(float(experience.scores.mean()))
+        assert pipeline.iteration == 1
+        document = pipeline.finish()
+    assert calls == [16]
+    assert json.loads((tmp_path / "summary.json").read_text()) == document
+    assert (tmp_path / "models" / "actor" / "config.json").exists()
