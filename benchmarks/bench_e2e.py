@@ -35,7 +35,7 @@ PHASES = ("generation", "inference", "training", "weights", "other")
 RUN_SECONDS = 3600.0
 # Whole batches as mini-batches, so that TRL's random order does not matter, and a rate at which ratios leave 1 and
 # clipping starts.
-LOSS_STEPS, LOSS_RATE = 4, 1e-4
+LOSS_STEPS, LOSS_RATE = 3, 1e-4
 Rows = list[dict[str, float]]
 
 

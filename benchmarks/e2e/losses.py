@@ -79,8 +79,8 @@ def agree(folder: Folder, settings: Settings, dump: Path) -> list[Agreement]:
         compare("returns", torch.where(longer, batch["returns"], 0.0), made.returns),
         compare("advantages", batch["advantages"], advantages),
     ]
-    policy = train(job, folder, batch, mask, advantages, made.returns, "policy_loss", settings.epochs)
-    value = train(job, folder, batch, longer, advantages, made.returns, "value_loss", settings.epochs)
+    policy = train(job, folder, batch, mask, advantages, made.returns, "actor", settings.epochs)
+    value = train(job, folder, batch, longer, advantages, made.returns, "critic", settings.epochs)
     return [
         *results,
         compare("policy loss, each step", batch["policy_losses"], policy),
@@ -95,19 +95,22 @@ def train(
     mask: Tensor,
     advantages: Tensor,
     returns: Tensor,
-    loss: str,
+    model: str,
     steps: int,
 ) -> Tensor:
-    """`loss` at each of our trainer's optimizer steps on the whole batch, (steps,)."""
+    """The loss of `model` at each of our trainer's optimizer steps on the whole batch, (steps,)."""
     models = {
         "actor": ModelRef(head="lm", path=str(folder.actor), tokenizer=str(folder.actor), seed=0),
         "critic": ModelRef(head="value", path=str(folder.critic), tokenizer=str(folder.critic), seed=0),
     }
+    if model == "actor":
+        del models["critic"]
+    loss = "policy_loss" if model == "actor" else "value_loss"
     rows = len(mask)
     sizes = dict.fromkeys(("global_batch_size", "mini_batch_size", "micro_batch_size"), rows)
     spec = job.spec.model_copy(update={"ppo": job.spec.ppo.model_copy(update={"epochs": 1, **sizes})})
     source = _Batches(pack(arrays(batch, mask, advantages, returns)))
-    actions = [Action(model=m, micro_batch=0, kind=k) for m in ("actor", "critic") for k in ("F", "B")]  # type: ignore[arg-type]
+    actions = [Action(model=model, micro_batch=0, kind="F"), Action(model=model, micro_batch=0, kind="B")]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -116,10 +119,17 @@ def train(
     runner = CommandRunner(spec, groups, source, "trainer-0", {}, lambda *_, **__: None)  # type: ignore[arg-type]
     try:
         _metrics(runner, Load(id="load", stage=Stage.PPO, models=models, total_steps=steps))
-        found = [
-            _metrics(runner, Step(id=f"ppo/{k}/step", stage=Stage.PPO, step=k, batch="ppo", actions=[actions]))[loss]
-            for k in range(1, steps + 1)
-        ]
+        found = []
+        for k in range(1, steps + 1):
+            step = Step(
+                id=f"ppo/{k}/step",
+                stage=Stage.PPO,
+                step=k,
+                batch="ppo",
+                actions=[actions],
+                train_actor=model == "actor",
+            )
+            found.append(_metrics(runner, step)[loss])
     finally:
         groups.close()
         runner.close()
