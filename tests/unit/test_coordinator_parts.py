@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dovetail.api.wire import pack, unpack
 from dovetail.coordinator.experience import Experience, ExperienceFiles, kl_per_sample
 from dovetail.coordinator.publishing import Target, receivers_of
-from dovetail.coordinator.scoring import Finished, Scorer, chunks, pad, score
+from dovetail.coordinator.scoring import Finished, Scorer, chunks, score
 from dovetail.coordinator.summary import build, mean_ci95, write_json
 
 
@@ -28,13 +28,6 @@ def test_chunks_hold_every_sample_once_and_stay_within_the_token_limit(lengths: 
     assert sorted(i for chunk in result for i in chunk) == list(range(len(lengths)))
     for chunk in result:
         assert len(chunk) == 1 or len(chunk) * max(lengths[i] for i in chunk) <= 600
-
-
-def test_padding_puts_the_response_right_behind_the_prompt() -> None:
-    arrays = pad([Finished(np.array([1, 2], np.int32), np.array([3], np.int32)), finished(4, 2)])
-    assert arrays["tokens"].tolist() == [[1, 2, 3, 0, 0, 0], [7, 7, 7, 7, 8, 8]]
-    assert arrays["prompt_lengths"].tolist() == [2, 4]
-    assert arrays["response_lengths"].tolist() == [1, 2]
 
 
 def finished(prompt: int, response: int) -> Finished:

@@ -62,7 +62,7 @@ class Experience:
 
 def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
     """Scored samples as the arrays of docs/architecture.md, "Batches", ppo; `groups` are the prompts' positions."""
-    arrays = ppo_batch([s.prompt_tokens.tolist() for s in samples], [s.tokens.tolist() for s in samples], pad)
+    arrays = ppo_batch([s.prompt_tokens for s in samples], [s.tokens for s in samples], pad)
     longest = max(len(s.tokens) for s in samples)
 
     def per_token(rows: Sequence[FloatArray]) -> FloatArray:

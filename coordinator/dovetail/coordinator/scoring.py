@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.messages import ModelRef, Span
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
+from dovetail.coordinator.data.tokenize import ppo_batch
 
 MAX_CHUNK_TOKENS = 16_384
 CHUNKS_PER_SCORER = 3
@@ -60,19 +61,6 @@ def chunks(lengths: Sequence[int], parts: int, max_tokens: int = MAX_CHUNK_TOKEN
         else:
             result.append([i])
     return result
-
-
-def pad(samples: Sequence[Finished]) -> dict[str, NDArray[np.generic]]:
-    """Right-padded arrays as in docs/architecture.md: tokens (N,T), prompt_lengths (N,), response_lengths (N,)."""
-    tokens = np.zeros((len(samples), max(len(s) for s in samples)), np.int32)
-    for row, sample in zip(tokens, samples, strict=True):
-        row[: len(sample.prompt)] = sample.prompt
-        row[len(sample.prompt) : len(sample)] = sample.response
-    return {
-        "tokens": tokens,
-        "prompt_lengths": np.array([len(s.prompt) for s in samples], np.int32),
-        "response_lengths": np.array([len(s.response) for s in samples], np.int32),
-    }
 
 
 async def load_models(
@@ -175,7 +163,7 @@ async def _score_chunk(
     async with session.post(
         f"{scorer.url}/v1/score",
         params={"want": ",".join(want)},
-        data=pack(pad(samples)),
+        data=pack(ppo_batch([s.prompt for s in samples], [s.response for s in samples], 0)),
         headers={"Content-Type": CONTENT_TYPE},
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=10),
     ) as response:

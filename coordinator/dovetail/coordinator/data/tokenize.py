@@ -64,7 +64,10 @@ class Encoder:
         return self.continued(record.prompt, record.chosen), self.continued(record.prompt, record.rejected)
 
 
-def right_pad(rows: Sequence[Sequence[int]], pad: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+Row = Sequence[int] | NDArray[np.int32]
+
+
+def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(tokens (N,T) int32, lengths (N,) int32), T the longest row."""
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.full((len(rows), int(lengths.max(initial=1))), pad, np.int32)
@@ -94,9 +97,9 @@ def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
     }
 
 
-def ppo_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad: int) -> Arrays:
+def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arrays:
     """`tokens` (N,T) int32, prompt then response; `prompt_lengths`, `response_lengths` (N,) int32."""
-    tokens, _ = right_pad([[*p, *r] for p, r in zip(prompts, responses, strict=True)], pad)
+    tokens, _ = right_pad([np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], pad)
     return {
         "tokens": tokens,
         "prompt_lengths": np.array([len(p) for p in prompts], np.int32),
