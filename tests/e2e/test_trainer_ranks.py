@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 from safetensors.torch import load_file
 
 from dovetail.api.messages import CommandResult, Publish, Receive, Receiver, Stop
 from dovetail.api.types import RLHFJob, Stage
 from dovetail.coordinator.trainer_group import TrainerError, TrainerLost
 from dovetail.rollout.weights import WeightReceiver
+from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
 pytestmark = pytest.mark.slow
 

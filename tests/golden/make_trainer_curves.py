@@ -55,11 +55,10 @@ def curve_batch(stage: str, step: int) -> bytes:
 
 def curves() -> dict[str, dict[str, list[float]]]:
     """Per stage and metric, its value at each step, and of the evaluations after the last one."""
-    from helpers.local_trainer import LocalTrainer
-    from helpers.trainer_ranks import load_command
-
     from dovetail.api.messages import Evaluate
     from dovetail.api.types import Stage
+    from helpers.local_trainer import LocalTrainer
+    from helpers.trainer_ranks import load_command
 
     found: dict[str, dict[str, list[float]]] = {}
     with LocalTrainer(curve_job()) as trainer:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.trainer_ranks import layouts
-
 from dovetail.api.messages import Action, Command, CommandResult, Step
 from dovetail.api.types import RLHFJob, Stage
 from dovetail.trainer.client import Refused
 from dovetail.trainer.commands import CommandRunner
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.loop import free_port
+from helpers.trainer_ranks import layouts
 
 
 class _Batches:

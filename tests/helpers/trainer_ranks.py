@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers.fake_coordinator import TOKEN, FakeCoordinator
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.api.plan import Plan
 from dovetail.api.types import Parallelism, RLHFJob, ScratchModel, Stage
 from dovetail.api.wire import pack
+from helpers.fake_coordinator import TOKEN, FakeCoordinator
 
 VOCABULARY = 64
 TINY = ScratchModel(

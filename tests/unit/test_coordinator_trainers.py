@@ -268,7 +268,9 @@ def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> N
 
 def test_a_trainer_that_never_joins_is_named(tmp_path: Path) -> None:
     async def scenario() -> None:
-        session = TrainerSession(make_group(2), Records(), tmp_path, keep=2, join_timeout=0.05, log=lambda *_, **__: None)
+        session = TrainerSession(
+            make_group(2), Records(), tmp_path, keep=2, join_timeout=0.05, log=lambda *_, **__: None
+        )
         session.begin(plan(), 0)
         with pytest.raises(TimeoutError, match=r"trainer ranks \[0, 1\] did not join within"):
             await session.run_step()

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 
 from dovetail.api.types import Generation
 from dovetail.coordinator.fleet import Fleet, Timeouts
@@ -19,6 +18,7 @@ from dovetail.coordinator.generation import GenerationError, Generator
 from dovetail.coordinator.samples import NewSample, Sample, State
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.work import Generated, Settings
+from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 
 FAST = Settings(flush=0.02, stall=0.5, wait=20.0, connect=2.0, abort=0.5, stream_interval=4)
 MAX_TOKENS = 40

@@ -7,10 +7,11 @@ import random
 import tempfile
 from pathlib import Path
 
-from helpers.fake_vllm import FakeVllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import Job, play
+
+from helpers.fake_vllm import FakeVllm
 
 FAULTS = ("unavailable", "empty abort", "error event", "garbage", "deaf", "stall")
 

@@ -94,11 +94,12 @@ def test_no_torch_and_no_vllm(package):
 
 
 def test_the_planner_is_pure():
+    store = TABLE["planner"][0] / "schedules" / "store.py"  # the folder of known answers, and nothing else
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
         for path in sources("planner")
         for line, module, _ in imports(path)
-        if module.split(".")[0] in INPUT_OUTPUT
+        if module.split(".")[0] in INPUT_OUTPUT and path != store
     ]
     assert wrong == []
 

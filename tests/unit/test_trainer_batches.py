@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.trainer_ranks import job, ppo_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from dovetail.trainer.steps.experience import (
     targets,
 )
 from dovetail.trainer.steps.sft import predictions
+from helpers.trainer_ranks import job, ppo_batch
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.local_trainer import LocalTrainer
-from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
 
 from dovetail.api.messages import Export, Save
 from dovetail.api.types import Stage
@@ -17,6 +15,8 @@ from dovetail.api.wire import pack, unpack
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.errors import is_peer_loss, sentence
 from dovetail.trainer.groups import PeerLost, RankFailed
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
 
 
 @pytest.fixture
