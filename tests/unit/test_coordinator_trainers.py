@@ -1,4 +1,4 @@
-"""The coordinator's end of the trainers: generations, commands, and replay after a loss, with ranks played by the test."""
+"""The coordinator's end of the trainers: generations, commands, replay after a loss; the test plays the ranks."""
 
 from __future__ import annotations
 
