@@ -18,6 +18,7 @@ from dovetail.api.types import RLHFJob
 from dovetail.cli.overrides import apply_overrides
 from dovetail.cli.run import INTERRUPTED
 from dovetail.cli.run import run_job as run_to_the_end
+from dovetail.cli.schedule import schedule
 from dovetail.local.errors import RunError, UsageError
 
 
@@ -233,6 +234,9 @@ def plan(manifest: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         click.echo(made.model_dump_json(by_alias=True, indent=2))
     else:
         Console().print(plan_tables(made))
+
+
+cli.add_command(schedule)
 
 
 @cli.command()

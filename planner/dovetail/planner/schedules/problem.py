@@ -1,0 +1,220 @@
+"""The problem: two models trained at once on the same pipeline ranks (RLHFuse section 5.2).
+
+`ranks` N pipeline ranks hold, of each model, `pipelines` K copies of `stages` pp stages: N = K1 * pp1 = K2 * pp2, the
+fusion factors K being coprime. Copy k's stages are on the ranks [k * pp, (k + 1) * pp). K1 * M1 = K2 * M2 since both
+models train on the same sequences. Times, latency and activation sizes are in any unit, the same throughout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class ProblemError(ValueError):
+    """A schedule that cannot exist; the message names the numbers and the fix."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """One model's pipelines. Arrays broadcast to (pipelines, stages, micro-batches of all mini-batches).
+
+    `forward`, `backward`: time of one micro-batch in one stage. `input_gradient`: the part of `backward` that the
+    previous stage waits for, where the backward is split (default half). `activation`: memory one micro-batch holds in
+    a stage from its forward's start to its backward's end. `optimizer_step`: time between two mini-batches."""
+
+    name: str
+    stages: int
+    micro_batches: int  # of one pipeline and mini-batch
+    forward: float | Floats
+    backward: float | Floats
+    activation: float | Floats = 1.0
+    pipelines: int = 1
+    input_gradient: float | Floats | None = None
+    optimizer_step: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Two models on the same ranks; the first is the actor. Raises ProblemError if the numbers do not fit together.
+
+    `communication`: time from the end of a pass to the start of the next stage's, without occupying either rank.
+    `memory_limit`: of activations, per rank."""
+
+    models: tuple[Model, Model]
+    communication: float = 0.0
+    mini_batches: int = 1
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def ranks(self) -> int:
+        return self.models[0].stages * self.models[0].pipelines
+
+    def array(self, model: int, field: str) -> Floats:
+        """A model's times or sizes as (ranks, micro-batches): rank r holds stage r % stages of pipeline r // stages."""
+        m = self.models[model]
+        value: Any = getattr(m, field)
+        if field == "input_gradient" and value is None:
+            value = np.asarray(m.backward, dtype=np.float64) / 2
+        shape = (m.pipelines, m.stages, m.micro_batches * self.mini_batches)
+        return np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), shape)).reshape(self.ranks, -1)
+
+    @property
+    def least_memory(self) -> float:
+        """What every schedule needs: the largest single micro-batch, which is all a rank holds where micro-batches
+        pass one after the other."""
+        return float(max(self.array(m, "activation").max() for m in (0, 1)))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything that determines the answer."""
+        parts: list[Any] = [self.communication, self.mini_batches, self.memory_limit]
+        for index, m in enumerate(self.models):
+            parts += [m.name, m.stages, m.pipelines, m.micro_batches, m.optimizer_step]
+            for field in ("forward", "backward", "input_gradient", "activation"):
+                parts.append(hashlib.sha256(self.array(index, field).tobytes()).hexdigest())
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def fused_problem(
+    actor_stages: int,
+    critic_stages: int,
+    micro_batches: int,
+    actor_forward: float,
+    critic_forward: float,
+    *,
+    actor_backward: float | None = None,
+    critic_backward: float | None = None,
+    actor_activation: float = 1.0,
+    critic_activation: float | None = None,
+    communication: float = 0.0,
+    mini_batches: int = 1,
+    memory_limit: float | None = None,
+) -> Problem:
+    """A problem of uniform stages in the terms of RLHFuse's Table 3.
+
+    Forward times and activations are those of a stage where both models have max(actor_stages, critic_stages) stages; a
+    model with half as many has stages twice as long and twice as large. `micro_batches` is the actor's per pipeline;
+    the critic's follows from K1 * M1 = K2 * M2. Backward defaults to twice forward, the critic's activation to the
+    actor's in proportion to the forward times."""
+    for name, value in (
+        ("actor stages", actor_stages),
+        ("critic stages", critic_stages),
+        ("micro-batches", micro_batches),
+    ):
+        if value < 1:
+            raise ProblemError(f"{name} is {value}; it must be at least 1")
+    ranks = max(actor_stages, critic_stages)
+    for name, stages in (("actor", actor_stages), ("critic", critic_stages)):
+        if ranks % stages:
+            other = "critic" if name == "actor" else "actor"
+            raise ProblemError(
+                f"the {name}'s {stages} pipeline stages do not divide the {other}'s {ranks}; "
+                f"use {_nearest_divisor(ranks, stages)} or another divisor of {ranks}"
+            )
+    k1, k2 = ranks // actor_stages, ranks // critic_stages
+    if k1 * micro_batches % k2:
+        raise ProblemError(
+            f"the actor's {micro_batches} micro-batches cannot be divided among the critic's {k2} pipelines of "
+            f"{critic_stages} stages; use a multiple of {k2 // math.gcd(k1, k2)}"
+        )
+    if critic_activation is None:
+        critic_activation = actor_activation * (critic_forward / actor_forward if actor_forward else 1.0)
+
+    def model(name: str, stages: int, k: int, count: int, f: float, b: float | None, a: float) -> Model:
+        return Model(name, stages, count, f * k, (2 * f if b is None else b) * k, a * k, k)
+
+    return Problem(
+        (
+            model("actor", actor_stages, k1, micro_batches, actor_forward, actor_backward, actor_activation),
+            model(
+                "critic",
+                critic_stages,
+                k2,
+                k1 * micro_batches // k2,
+                critic_forward,
+                critic_backward,
+                critic_activation,
+            ),
+        ),
+        communication,
+        mini_batches,
+        memory_limit,
+    )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def _check(problem: Problem) -> None:
+    first, second = problem.models
+    for m in problem.models:
+        counts = {"stages": m.stages, "pipelines": m.pipelines, "micro-batches": m.micro_batches}
+        for what, count in counts.items():
+            if count < 1:
+                raise ProblemError(f"{m.name} has {count} {what}; it needs at least 1")
+    if first.name == second.name:
+        raise ProblemError(f"both models are called {first.name}; give them different names")
+    if problem.mini_batches < 1:
+        raise ProblemError(f"mini-batches is {problem.mini_batches}; it must be at least 1")
+    if first.stages * first.pipelines != second.stages * second.pipelines:
+        raise ProblemError(
+            f"{first.name}'s {first.pipelines} pipelines of {first.stages} stages and {second.name}'s "
+            f"{second.pipelines} of {second.stages} do not occupy the same ranks ({first.stages * first.pipelines} and "
+            f"{second.stages * second.pipelines})"
+        )
+    if not (math.isfinite(problem.communication) and problem.communication >= 0):
+        raise ProblemError(f"communication is {problem.communication}; it must be 0 or more")
+    for index, m in enumerate(problem.models):
+        _check_values(problem, index, m)
+    limit = problem.memory_limit
+    if limit is not None and not limit >= problem.least_memory * (1 - 1e-9):
+        raise ProblemError(
+            f"a memory limit of {limit:g} is below what any schedule needs: one micro-batch's activations alone take "
+            f"{problem.least_memory:g} on a rank, which is the least limit possible"
+        )
+
+
+def _check_values(problem: Problem, index: int, m: Model) -> None:
+    for field, lowest in (("forward", "above 0"), ("backward", "above 0"), ("activation", "0 or more")):
+        try:
+            values = problem.array(index, field)
+        except ValueError as error:
+            shape = (m.pipelines, m.stages, m.micro_batches * problem.mini_batches)
+            raise ProblemError(f"{m.name}'s {field} times do not broadcast to {shape}: {error}") from None
+        bad = ~np.isfinite(values) | (values < 0 if field == "activation" else values <= 0)
+        if bad.any():
+            raise ProblemError(f"{m.name}'s {field} is {values[bad][0]:g}; it must be {lowest}")
+    halves, whole = problem.array(index, "input_gradient"), problem.array(index, "backward")
+    if not ((halves > 0) & (halves < whole)).all():
+        raise ProblemError(f"{m.name}'s input_gradient must be above 0 and below its backward time")
+    if not m.optimizer_step >= 0:
+        raise ProblemError(f"{m.name}'s optimizer_step is {m.optimizer_step}; it must be 0 or more")
+
+
+def serial_memory(problem: Problem) -> float:
+    """Peak activation memory of a rank under serial 1F1B: the first stage holds min(M, pp) micro-batches."""
+    peak = 0.0
+    for index, m in enumerate(problem.models):
+        sizes = problem.array(index, "activation")
+        for rank in range(problem.ranks):
+            alive = min(m.micro_batches, m.stages - rank % m.stages)
+            peak = max(peak, float(np.convolve(sizes[rank], np.ones(alive), "valid").max()))
+    return peak
+
+
+def from_times(times: Sequence[Sequence[float]]) -> Floats:
+    """Per-stage, per-micro-batch times as an array for `Model`."""
+    return np.asarray(times, dtype=np.float64)[None]

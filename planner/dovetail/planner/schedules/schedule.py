@@ -1,0 +1,107 @@
+"""A schedule: words, their times and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail.planner.schedules.instance import KINDS, Instance, Ints, lower_bound
+from dovetail.planner.schedules.problem import Floats
+from dovetail.planner.schedules.timing import run_words, word_peak
+
+
+class Pass(NamedTuple):
+    """One forward (F), backward (B), input gradient (I) or weight gradient (W) on a rank."""
+
+    rank: int
+    model: str
+    pipeline: int
+    stage: int
+    micro_batch: int  # through all mini-batches
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Words (N, length) with their evaluation. `how`: what found it."""
+
+    family: str
+    instance: Instance
+    words: Ints
+    finish: Floats  # (2, 3, N, Q)
+    makespan: float
+    peaks: Floats  # (N,)
+    how: str = "rule"
+    seed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return float(self.peaks.max())
+
+    @property
+    def bound(self) -> float:
+        """The family's lower bound on the makespan."""
+        return lower_bound(self.instance)
+
+    @property
+    def at_bound(self) -> bool:
+        return self.makespan <= self.bound * (1 + 1e-9)
+
+    def passes(self) -> Iterator[Pass]:
+        """Every rank's passes in their order."""
+        i, names = self.instance, [m.name for m in self.instance.problem.models]
+        for rank in range(i.ranks):
+            count = [0] * (2 * KINDS)
+            for code in map(int, self.words[rank]):
+                m, kind, q = code // KINDS, code % KINDS, count[code]
+                count[code] += 1
+                end = float(self.finish[m, kind, rank, q])
+                pipeline, stage = rank // int(i.stages[m]), int(i.position[m, rank])
+                letter = ("FIW" if i.split else "FB")[kind]
+                start = end - float(i.duration[m, kind, rank, q])
+                yield Pass(rank, names[m], pipeline, stage, q, letter, start, end)
+
+
+class DeadlockError(ValueError):
+    """Words that never finish."""
+
+
+def evaluate(instance: Instance, words: Ints, family: str = "", how: str = "rule") -> Schedule:
+    """Times and memory of words; raises DeadlockError where they cannot run to their end."""
+    finish = np.zeros_like(instance.duration)
+    makespan = run_words(words, words.shape[1], *timing_arguments(instance), finish)
+    if makespan < 0:
+        raise DeadlockError("the words deadlock")
+    peaks = [word_peak(words[x], words.shape[1], x, instance.activation, instance.split) for x in range(instance.ranks)]
+    return Schedule(family, instance, words, finish, float(makespan), np.array(peaks), how)
+
+
+def timing_arguments(i: Instance) -> tuple[object, ...]:
+    """What `run_words` and `anneal` take between the words and their own arguments."""
+    return (i.duration, i.before, i.after, i.total, i.group, i.wait, i.step, float(i.problem.communication), i.split)
+
+
+def mirror(instance: Instance) -> Instance:
+    """The instance run backwards in time: forwards and backwards change places. Only where backwards are
+    whole and barriers look alike from both ends."""
+    duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
+    for m in (0, 1):
+        n = int(instance.total[m])
+        duration[m, 0, :, :n] = instance.duration[m, 1, :, :n][:, ::-1]
+        duration[m, 1, :, :n] = instance.duration[m, 0, :, :n][:, ::-1]
+        activation[m, :, :n] = instance.activation[m, :, :n][:, ::-1]
+    return replace(instance, duration=duration, activation=activation)
+
+
+_SWAPPED = np.array([1, 0, 2, 4, 3, 5])
+
+
+def unmirror(words: Ints) -> Ints:
+    """The words of the mirrored instance's schedule, for the instance itself."""
+    return np.ascontiguousarray(_SWAPPED[words[:, ::-1]])
