@@ -11,7 +11,7 @@ UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e clean
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -63,6 +63,12 @@ bench-weights: install ## Weight transfer against a raw broadcast
 
 bench-e2e: install ## PPO iterations against TRL
 	$(BIN)/python benchmarks/bench_e2e.py
+
+bench-table3: install ## Fused pipeline schedules against RLHFuse's Table 3
+	$(BIN)/python benchmarks/bench_table3.py
+
+bench-families: install ## Every family of pipeline schedules
+	$(BIN)/python benchmarks/bench_families.py
 
 clean: ## Remove caches and build outputs (not .venv, not runs/)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,6 +1,6 @@
 """RLHFuse's Table 3 again: the fused family's speed-up and memory beside the paper's, then random problems.
 
-One schedule a row is exported to the folder OUT (default bench-table3) as 00.json ... 11.json. SECONDS_TABLE: time
+One schedule a row is exported to the folder OUT (default build/table3) as 00.json ... 11.json. SECONDS_TABLE: time
 for the search of the whole table (108; compiling the kernels counts too), PROBLEMS: number of random problems (100),
 SECONDS_EACH: their time (2), SEED (0), WORKERS: threads (all cores)."""
 
@@ -69,7 +69,7 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def main() -> None:
-    out = Path(os.environ.get("OUT", "bench-table3"))
+    out = Path(os.environ.get("OUT", "build/table3"))
     out.mkdir(parents=True, exist_ok=True)
     budget = float(os.environ.get("SECONDS_TABLE", "108"))
     seed, workers = int(os.environ.get("SEED", "0")), int(os.environ.get("WORKERS", str(os.cpu_count() or 1)))

@@ -57,8 +57,10 @@ def fixed_words(instance: Instance, family: Family) -> Ints:
         if family.name in ("serial", "overlapped"):
             parts = [_one_f_one_b(instance, rank, m) for _ in range(instance.problem.mini_batches) for m in (0, 1)]
             orders.append(parts)
-        elif family.name in ("stitched", "stitched-rolled"):
-            orders.append([_stitched(instance, rank)])
+        elif family.name == "stitched":
+            orders.append([_stitched(instance, rank, 1)] * instance.problem.mini_batches)
+        elif family.name == "stitched-rolled":
+            orders.append([_stitched(instance, rank, instance.problem.mini_batches)])
         else:
             raise ProblemError(f"schedules of the family {family.name} are searched for, not built by rule")
     return np.array([[code for part in parts for code in part] for parts in orders], dtype=np.int64)
@@ -72,20 +74,24 @@ def _one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
     return [f] * ahead + [b, f] * (count - ahead) + [b] * ahead
 
 
-def _stitched(instance: Instance, rank: int) -> list[int]:
+def _stitched(instance: Instance, rank: int, mini_batches: int) -> list[int]:
     """One 1F1B over the micro-batches of actor and critic in turn: where one model's forwards end, the next model's
     fill its cool-down (PUZZLE section 4.2, figure 5b). With stages of unequal number the rank keeps as many in
     flight as the model whose forwards are due needs."""
-    order = [m for _ in range(instance.problem.mini_batches) for m in (0, 1) for _ in range(int(instance.group[m]))]
+    group = instance.group
+    order = [m for _ in range(mini_batches) for m in (0, 1) for _ in range(int(group[m]))]
     room = [int(instance.stages[m] - instance.position[m, rank]) for m in (0, 1)]
     word: list[int] = []
-    ahead = 0
-    started = 0
+    forwards, backwards = [0, 0], [0, 0]
     for m in order:
-        while started < len(order) and ahead < max(1, room[order[started]]):
-            word.append(KINDS * order[started] + F)
-            started += 1
-            ahead += 1
+        while sum(forwards) < len(order):
+            due = order[sum(forwards)]
+            # A model's next mini-batch waits for its optimizer step, so for its own backwards.
+            stepped = backwards[due] >= forwards[due] // group[due] * group[due]
+            if sum(forwards) - sum(backwards) >= max(1, room[due]) or not stepped:
+                break
+            word.append(KINDS * due + F)
+            forwards[due] += 1
         word.append(KINDS * m + B)
-        ahead -= 1
+        backwards[m] += 1
     return word

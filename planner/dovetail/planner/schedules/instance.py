@@ -131,7 +131,7 @@ def lower_bound(instance: Instance) -> float:
     On each rank: the earliest arrival of any task, all tasks of both models, the least that remains after the last; and
     the same of one model's tasks alone. Mini-batches are separated by optimizer steps: of the same model where
     schedules are rolled, else of both."""
-    p, n = instance.problem, instance.problem.mini_batches
+    n = instance.problem.mini_batches
     alone = np.zeros((2, n))
     both = np.zeros(n)
     rank_arrival, rank_work = np.full(instance.ranks, np.inf), np.zeros(instance.ranks)
@@ -159,8 +159,8 @@ def lower_bound(instance: Instance) -> float:
     if instance.coupling is Coupling.SERIAL:
         return float(alone.sum() + instance.step.sum() * (n - 1))
     if instance.coupling is Coupling.MINI_BATCH:
-        return max(float(both.sum() + steps.max()), chains)
-    del p
+        return max(float(both.sum() + steps.min()), chains)
+
     return max(float((rank_arrival + rank_work + rank_tail).max()), chains)
 
 

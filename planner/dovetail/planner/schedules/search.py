@@ -76,8 +76,10 @@ class _Search:
             self.best = found
         return found
 
-    def attempt(self, limit: float, target: float, rule_rounds: int, anneal_rounds: int) -> Schedule | None:
-        """The fastest schedule within `limit`, stopping at `target`; None where none was found."""
+    def attempt(
+        self, limit: float, target: float, rule_rounds: int, anneal_rounds: int, part: float = 1.0
+    ) -> Schedule | None:
+        """The fastest schedule within `limit`, stopping at `target`, or None. `part`: of a round's work."""
         top: list[Schedule] = []
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
             top.append(self.best)
@@ -86,18 +88,18 @@ class _Search:
                 break
             self.rounds += 1
             if number < rule_rounds or not top:
-                results = self._rules(limit, target)
+                results = self._rules(limit, target, part)
             else:
-                results = self._anneal(top, limit, target, number - rule_rounds)
+                results = self._anneal(top, limit, target, part * 2 ** min(number - rule_rounds, 3))
             top = sorted([*top, *results], key=_key)[:TASKS]
             self.report("rules" if number < rule_rounds else "annealing")
             if top and top[0].makespan <= target * (1 + 1e-9):
                 return top[0]
         return top[0] if top else None
 
-    def _rules(self, limit: float, target: float) -> list[Schedule]:
-        tries = max(8, int(self.effort.scale * 1.5e7 / self.size)) if COMPILED else 20
-        tries = min(tries, 20000)
+    def _rules(self, limit: float, target: float, part: float) -> list[Schedule]:
+        tries = min(20000, 1.5e7 / self.size) * self.effort.scale * part if COMPILED else 20
+        tries = max(8, int(tries))
         stop = np.zeros(TASKS, np.int64)
 
         def task(number: int) -> tuple[float, Ints]:
@@ -114,8 +116,10 @@ class _Search:
         found = self._first(self.pool.map(task, range(TASKS)), target)
         return [self.keep(words, "rules") for words in found]
 
-    def _anneal(self, starts: list[Schedule], limit: float, target: float, number: int) -> list[Schedule]:
-        moves = max(500, int(self.effort.scale * 150_000 * 2 ** min(number, 3))) if COMPILED else 200
+    def _anneal(self, starts: list[Schedule], limit: float, target: float, part: float) -> list[Schedule]:
+        # A move's cost grows with the schedule.
+        moves = min(150_000, 6e7 / self.size) * self.effort.scale * part if COMPILED else 200
+        moves = max(500 if COMPILED else 200, int(moves))
         stop = np.zeros(TASKS, np.int64)
         i = self.instance
         quantum = self.unit / 5
@@ -173,21 +177,23 @@ class _Search:
                 yield words
 
     def _less_memory(self, serial: float) -> None:
-        """Halve the interval between what failed and what was reached, first by rules alone, then by annealing too."""
+        """Down to serial 1F1B's memory: halve the interval between what failed and what was reached.
+
+        What can be found is often found at once and what can not takes a whole round, so rounds begin small."""
         assert self.best is not None
         target = self.best.makespan
-        for rule_rounds, anneal_rounds in ((1, 0), (2, 2), (2, 5)):
-            failed = self.instance.problem.least_memory * (1 - 1e-6)
-            trial = min(serial * 1.0045, self.best.peak * (1 - 1e-6))
-            while self.left() > 0 and self.best.peak > failed * 1.01:
-                found = self.attempt(trial, target, rule_rounds, anneal_rounds)
+        goal = serial * 1.0045  # 1.00 in two decimals
+        for part, rule_rounds, anneal_rounds in _LADDER:
+            failed = 0.0
+            while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
+                trial = goal if not failed else (failed + self.best.peak) / 2
+                found = self.attempt(trial, target, rule_rounds, anneal_rounds, part)
                 if found is None or found.makespan > target * (1 + 1e-9):
                     failed = trial
-                # Below serial memory in small steps: far below it little is possible.
-                trial = self.best.peak * 0.97 if failed < serial * 0.99 else (failed + self.best.peak) / 2
-                trial = min(trial, self.best.peak * (1 - 1e-6))
-                if trial <= failed:
-                    break
+
+
+# Part of a round's work, rounds of rules, rounds of annealing.
+_LADDER = ((1 / 16, 1, 0), (1 / 4, 1, 0), (1.0, 1, 0), (1.0, 1, 3), (1.0, 2, 5))
 
 
 def _key(schedule: Schedule) -> tuple[float, float]:

@@ -1,0 +1,80 @@
+"""`dovetail schedule`."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from dovetail.cli.main import cli
+
+SMALL = [
+    *("schedule", "--actor-stages", "4", "--critic-stages", "2", "--micro-batches", "4"),
+    *("--actor-forward", "5", "--critic-forward", "2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def call(*arguments):
+    return CliRunner().invoke(cli, [*SMALL, "--seconds", "1", *arguments])
+
+
+def test_a_table_a_timeline_a_document_and_a_picture(tmp_path):
+    result = call("-o", str(tmp_path / "s.json"), "--svg", str(tmp_path / "s.svg"), "--family", "fused")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"fused \*\s", result.output)
+    assert re.search(r"no bubbles\s", result.output)
+    assert len(re.findall(r"^rank \d", result.output, re.MULTILINE)) == 4
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert written["ranks"] == len(written["actions"]) == 4
+    # K1 M1 = K2 M2: two critic pipelines of two stages, each twice as long, with half the micro-batches.
+    assert written["models"][1]["pipelines"] == written["models"][1]["stages"] == 2
+    assert (written["models"][1]["micro_batches"], written["models"][1]["forward"]) == (2, 4)
+    assert written["models"][1]["backward"] == 8
+    assert {a["kind"] for mine in written["actions"] for a in mine} == {"F", "B"}
+    picture = (tmp_path / "s.svg").read_text()
+    assert picture.startswith("<svg ")
+    assert picture.count("<title>") == 4 * (2 * 4 + 2 * 2)
+
+
+def test_auto_shows_every_family_and_what_the_others_lose():
+    result = call("--seconds", "2")
+    assert result.exit_code == 0, result.output
+    for family in ("serial", "overlapped", "zero-bubble", "stitched", "shared", "fused", "fused-split"):
+        assert re.search(rf"^ {family}[ *]", result.output, re.MULTILINE), family
+    assert result.output.count("%") >= 5
+    assert "-rolled" not in result.output, "one mini-batch has no border to roll over"
+
+
+def test_the_same_call_again_gives_the_same_schedule(tmp_path):
+    for name in ("a", "b"):
+        assert call("--family", "fused", "-o", str(tmp_path / name)).exit_code == 0
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    assert list((tmp_path / "cache" / "dovetail" / "schedules").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--micro-batches", "5"], "actor's 5 micro-batches cannot be divided among the critic's 2 pipelines"),
+        (["--critic-stages", "3"], "critic's 3 pipeline stages do not divide the actor's 4"),
+        (["--memory", "0.5"], "memory limit of 0.5 is below what any schedule needs"),
+        (["--memory", "0.5"], "take 1 on a rank, which is the least limit possible"),
+        (["--family", "serial", "--memory", "3"], "serial needs 4 of activation memory, the limit is 3"),
+    ],
+)
+def test_bad_numbers_get_one_sentence(more, sentence):
+    result = call(*more)
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path):
+    result = call("--family", "stitched", "-o", str(tmp_path / "absent" / "s.json"))
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output
