@@ -16,7 +16,7 @@ from dovetail.planner.schedules.problem import Model, Problem, ProblemError, fus
 from dovetail.planner.schedules.schedule import DeadlockError, evaluate
 from dovetail.planner.schedules.search import Effort, find
 
-QUICK = Effort(scale=0.02, workers=1, memory=False)
+QUICK = Effort(scale=0.003, workers=1, memory=False)
 
 
 @st.composite

@@ -84,7 +84,8 @@ class _Search:
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
             top.append(self.best)
         for number in range(rule_rounds + anneal_rounds):
-            if (number or self.best is not None) and self.left() <= 0:
+            # One round always, so that there is an answer better than a rule's.
+            if self.rounds and self.left() <= 0:
                 break
             self.rounds += 1
             if number < rule_rounds or not top:
@@ -158,15 +159,15 @@ class _Search:
         cap = UNLIMITED if limit is None else limit
         for start in self._starts(cap):
             self.keep(start, "rule")
-        # A target just below the bound would never be met; at the bound the kernels stop.
-        found = self.attempt(cap, self.bound, 3, 0)
-        serial = serial_memory(self.instance.problem)
-        if found is None or not found.at_bound:
-            found = self.attempt(cap, self.bound, 1, 6)
+        found: Schedule | None = None
+        for part, rule_rounds, anneal_rounds in ((1 / 16, 1, 0), (1 / 4, 1, 0), (1.0, 1, 0), (1.0, 1, 6)):
+            found = self.attempt(cap, self.bound, rule_rounds, anneal_rounds, part) or found
+            if found is not None and found.at_bound:
+                break
         if found is None:
             return None
         if self.effort.memory:
-            self._less_memory(serial)
+            self._less_memory(serial_memory(self.instance.problem))
         return self.best
 
     def _starts(self, cap: float) -> Iterable[Ints]:
