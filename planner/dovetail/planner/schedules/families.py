@@ -27,7 +27,7 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("serial", "1F1B, one model after the other", Coupling.SERIAL, fixed=True),
-        Family("overlapped", "1F1B, no barrier between models", Coupling.MINI_BATCH, fixed=True),
+        Family("overlapped", "1F1B, reversed critic, no barrier", Coupling.MINI_BATCH, reverse=True, fixed=True),
         Family("zero-bubble", "ZB1P, one model after the other", Coupling.SERIAL, split=True),
         Family("stitched", "time-sharing, same direction (PUZZLE)", Coupling.MINI_BATCH, fixed=True),
         Family("stitched-rolled", "stitched over mini-batch borders", Coupling.ROLLED, fixed=True),
