@@ -113,9 +113,6 @@ class ExperienceFiles:
             os.fsync(file.fileno())
         temporary.rename(self._path(iteration))
 
-    def has(self, iteration: int) -> bool:
-        return self._path(iteration).exists()
-
     def read(self, iteration: int) -> bytes:
         """Raises KeyError when the iteration has not been stored, or was forgotten after a checkpoint."""
         try:

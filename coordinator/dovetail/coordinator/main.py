@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import os
 import signal
 import sys
@@ -24,10 +23,13 @@ from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.experience_maker import RewardFunction
 from dovetail.coordinator.generation import GenerationError
 from dovetail.coordinator.store import StoreError
+from dovetail.coordinator.summary import write_json
 from dovetail.coordinator.trainer_group import TrainerError
 
-# Failures that starting again would only repeat.
-EXPECTED = (DataError, StoreError, TrainerError, GenerationError, TimeoutError, OSError, ValueError)
+# Errors whose message is a sentence for the user, and those whose traceback helps too: starting again would only
+# repeat either.
+EXPLAINED = (DataError, StoreError, TrainerError, GenerationError)
+EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
 
 
 def load_reward_function(spec: str) -> RewardFunction:
@@ -68,7 +70,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
             try:
                 await engines.guard(run_job(engines))
             except EXPECTED as error:
-                if not isinstance(error, TrainerError | DataError | GenerationError | StoreError):
+                if not isinstance(error, EXPLAINED):
                     traceback.print_exc()
                 engines.fail(str(error) or type(error).__name__)
                 return 1
@@ -88,8 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     except EXPECTED as error:
         reason = str(error) or type(error).__name__
         log("job.failed", reason=reason)
-        path = env.run_dir / "summary.json"
-        path.write_text(json.dumps({"state": "failed", "reason": reason}) + "\n", encoding="utf-8")
+        write_json(env.run_dir / "summary.json", {"state": "failed", "reason": reason})
         return 1
     finally:
         log.close()

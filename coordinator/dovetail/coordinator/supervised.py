@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.api.messages import CommandResult, ModelRef, Span, Step
+from dovetail.api.messages import CommandResult, ModelRef, Step
 from dovetail.api.types import Stage
 from dovetail.coordinator.trainer_session import Records, StagePlan, TrainerSession
 
@@ -35,7 +35,6 @@ class Hooks:
 
     on_step: Callable[[Stage, int, int, CommandResult], None]
     on_fact: Callable[[str, float], None]
-    on_spans: Callable[[Iterable[Span]], None] = field(default=lambda _: None)
 
 
 async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: Records, hooks: Hooks) -> None:
@@ -54,7 +53,6 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     while session.step < stage.steps:
         result = await session.run_step()
         records.put(f"{name}/step", session.step)
-        hooks.on_spans(result.spans)
         hooks.on_step(stage.stage, session.step, stage.steps, result)
         if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
             await session.save()
