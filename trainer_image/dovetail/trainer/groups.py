@@ -254,13 +254,6 @@ class Groups:
         shared: list[Any] = self.broadcast_json(self.gather_json(value))
         return shared
 
-    def all_agree(self, digest: str) -> None:
-        """Raise `RuntimeError` on every rank, naming the ranks whose digest differs from rank 0's."""
-        digests = self.share_json(digest)
-        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if odd:
-            raise RuntimeError(f"trainer ranks {odd} hold another schedule than rank 0; all must run the same plan")
-
     def all_succeed(self, error: str | None) -> None:
         """A barrier that fails on every rank if any rank brings an error: raises `RankFailed` with the first one."""
         for rank, other in enumerate(self.share_json(error)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,8 +212,3 @@ def serial_memory(problem: Problem) -> float:
             alive = min(m.micro_batches, m.stages - rank % m.stages)
             peak = max(peak, float(np.convolve(sizes[rank], np.ones(alive), "valid").max()))
     return peak
-
-
-def from_times(times: Sequence[Sequence[float]]) -> Floats:
-    """Per-stage, per-micro-batch times as an array for `Model`."""
-    return np.asarray(times, dtype=np.float64)[None]
