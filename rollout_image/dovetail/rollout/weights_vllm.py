@@ -53,6 +53,13 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._receiver.connect(Receive.model_validate(init_info.receive))
 
     def start_weight_update(self) -> None:
+        # A session that broke off leaves fused modules with some of their tensors (q without k and v), which vLLM
+        # would count as part of this one and so take a module for complete too early.
+        for module in self.model.modules():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: DovetailUpdateInfo) -> None:
