@@ -174,7 +174,9 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 def healthy(server: Server) -> bool:
     if not server.process.is_alive():
-        raise AssertionError(f"{server.name} ended: {server.log.read_text()[-3000:]}")
+        log = server.log.read_text()
+        cause = log.find("Traceback")
+        raise AssertionError(f"{server.name} ended: {log[cause : cause + 6000] if cause >= 0 else log[-6000:]}")
     with contextlib.suppress(OSError), urllib.request.urlopen(server.url + "/health", timeout=2) as reply:
         return bool(reply.status == 200)
     return False

@@ -257,20 +257,6 @@ def test_a_users_function_replaces_the_advantage() -> None:
     torch.testing.assert_close(passed.advantages, centred)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_module_at_all:f", "PYTHONPATH"),
-        ("math:no_such_function", "no_such_function"),
-        ("math:pi", "not callable"),
-        ("math", "module:callable"),
-    ],
-)
-def test_a_function_that_cannot_be_found_is_named(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        adv.load_function(name)
-
-
 def test_bad_input_is_refused() -> None:
     batch = batch_of()
     with pytest.raises(ValueError, match="values"):

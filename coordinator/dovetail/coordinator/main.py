@@ -6,13 +6,12 @@ stop; started again, it goes on from its store."""
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 
+from dovetail.api.callables import load_callable
 from dovetail.api.env import ProcessEnv
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
@@ -20,7 +19,6 @@ from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
-from dovetail.coordinator.experience_maker import RewardFunction
 from dovetail.coordinator.generation import GenerationError
 from dovetail.coordinator.store import StoreError
 from dovetail.coordinator.summary import write_json
@@ -30,21 +28,6 @@ from dovetail.coordinator.trainer_group import TrainerError
 # repeat either.
 EXPLAINED = (DataError, StoreError, TrainerError, GenerationError)
 EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
-
-
-def load_reward_function(spec: str) -> RewardFunction:
-    """`module:callable`, also from the current directory. Raises ValueError with one sentence."""
-    module_name, _, name = spec.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"spec.models.reward.function: cannot import {spec}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"spec.models.reward.function: {spec} is not callable")
-    loaded: RewardFunction = function
-    return loaded
 
 
 async def _run(env: ProcessEnv, log: EventLog) -> int:
@@ -57,7 +40,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
         host=env.host,
         port=env.port,
         base_dir=Path.cwd(),
-        reward_function=load_reward_function(function) if function else None,
+        reward_function=load_callable(function, "spec.models.reward.function") if function else None,
     )
     engines = Engines(job.spec, plan, settings, log)
     task = asyncio.current_task()

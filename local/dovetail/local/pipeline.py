@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.api.callables import load_callable
 from dovetail.api.types import RLHFJob
 from dovetail.api.validation import load_manifest
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.experience import Experience
 from dovetail.coordinator.experience_maker import RewardFunction
-from dovetail.coordinator.main import load_reward_function
 from dovetail.local.errors import RunError
 from dovetail.local.launcher import Launcher
 from dovetail.local.processes import COORDINATOR, HOST
@@ -62,7 +62,9 @@ class Pipeline:
         self.plan = make_plan(job.spec)
         self.run_dir = Path(run_dir).resolve()
         named = job.spec.models.reward.function
-        self._reward_function = reward_function or (load_reward_function(named) if named else None)
+        self._reward_function = reward_function or (
+            load_callable(named, "spec.models.reward.function") if named else None
+        )
         self._advantage_function = advantage_function
         self._launcher = Launcher(
             job, self.plan, self.run_dir, resume=resume, overwrite=overwrite, exclude={COORDINATOR}

@@ -5,13 +5,13 @@ holes (tool output, say) and right padding follow one rule. Results are 0 outsid
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dovetail.api.callables import load_callable
 from dovetail.api.types import PPO
 from dovetail.trainer.algorithms.kl import kl_estimate
 
@@ -279,22 +279,6 @@ class Advantages:
 AdvantageFunction = Callable[[Experience], Tensor | tuple[Tensor, Tensor | None]]
 
 
-def load_function(name: str) -> Callable[..., object]:
-    """The callable named "module:callable"; raises ValueError, saying what is missing."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"{name!r} must have the form module:callable")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module_name!r} of {name!r}: {error}; is it on PYTHONPATH?") from error
-    except AttributeError as error:
-        raise ValueError(f"module {module_name!r} has no {attribute!r}, wanted by {name!r}") from error
-    if not callable(function):
-        raise ValueError(f"{name!r} is not callable")
-    return function  # type: ignore[no-any-return]
-
-
 def _custom(function: Callable[..., object], experience: Experience) -> tuple[Tensor, Tensor | None]:
     result = function(experience)
     advantages, returns = result if isinstance(result, tuple) else (result, None)
@@ -341,7 +325,7 @@ def compute_advantages(
             rewards = whiten(rewards, keep, shift_mean=False)
         chosen: Callable[..., object] | None = function
         if chosen is None and config.advantage_function is not None:
-            chosen = load_function(config.advantage_function)
+            chosen = load_callable(config.advantage_function, "spec.ppo.advantageFunction")
         returns: Tensor | None = None
         if chosen is not None:
             experience = Experience(rewards, values, keep, final, groups, finished, kl, config)

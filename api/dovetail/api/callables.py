@@ -1,0 +1,31 @@
+"""Functions that a manifest names as `module:callable`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def load_callable(name: str, field: str) -> Callable[..., Any]:
+    """The function that the manifest's `field` names, looked for in the current directory too.
+
+    Raises ValueError with one sentence that names the field and what is missing."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"{field}: {name!r} must have the form module:callable")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ValueError(
+            f"{field}: cannot import {module_name!r} of {name!r}: {error}; is it on PYTHONPATH?"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"{field}: module {module_name!r} has no {attribute!r}, wanted by {name!r}") from error
+    if not callable(function):
+        raise ValueError(f"{field}: {name!r} is not callable")
+    return function  # type: ignore[no-any-return]
