@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,7 +18,6 @@ import pytest
 import torch
 from aiohttp import web
 
-from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Offer, Publish, Receiver, Register
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.fleet import Fleet
@@ -31,11 +26,12 @@ from dovetail.coordinator.samples import NewSample, Sample
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.weights import push_offer
 from dovetail.coordinator.work import Generated, Settings
+from helpers.vllm_servers import TOKEN, Server, tiny_llama
+from helpers.weight_trainer import Alone, actor_of
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TOKEN = "a-secret"
 SAMPLES, MAX_TOKENS = 24, 160
 START_SECONDS = 240.0
 JOB = {
@@ -49,21 +45,6 @@ JOB = {
         "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
     },
 }
-
-
-class Alone:
-    """A trainer of one rank."""
-
-    rank = 0
-    world_size = 1
-    device = torch.device("cpu")
-    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0)}  # noqa: RUF012
-
-    def broadcast_json(self, value: Any) -> Any:
-        return value
-
-    def gather_json(self, value: Any) -> list[Any]:
-        return [value]
 
 
 async def until(condition: Any, seconds: float, what: str) -> None:
@@ -80,7 +61,7 @@ class Run:
         self.run_dir = run_dir
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.fleet = Fleet(time.monotonic, self.log)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.servers: list[Server] = []
         self.job = RLHFJob.model_validate(JOB)
         self.url = ""
 
@@ -93,26 +74,12 @@ class Run:
         return web.json_response({})
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        env = ProcessEnv("test", name, self.run_dir, self.url, TOKEN, "127.0.0.1", port, 0, "rollout", 0, 1)
-        with (self.run_dir / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "dovetail.rollout.server"],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env.write()},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.processes.append(process)
-        return process
+        self.servers.append(Server.start(name, self.run_dir, self.url))
+        return self.servers[-1].process
 
     def close(self) -> None:
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for server in self.servers:
+            server.close()
 
     async def send_weights(self, model: Any, version: int) -> None:
         """As a trainer and the coordinator do, to every instance that is stale."""
@@ -170,26 +137,9 @@ async def running(run_dir: Path) -> AsyncIterator[Run]:
 
 
 def actor(run_dir: Path) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
+    config = tiny_llama(intermediate_size=256, initializer_range=0.2)
     config.save_pretrained(run_dir / "models" / "actor-config")
-    torch.manual_seed(3)
-    return LlamaForCausalLM(config).float().eval()
+    return actor_of(config, 3)
 
 
 def test_killing_a_server_in_the_middle_changes_no_answer(tmp_path: Path) -> None:

@@ -2,108 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import http.server
 import itertools
 import json
 import multiprocessing
 import os
-import queue
 import signal
-import socket
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.messages import Offer, Publish, Receiver
+from dovetail.api.messages import Offer, Publish
 from dovetail.api.sampling import sampling_params
 from dovetail.api.types import Generation, RLHFJob
-from dovetail.coordinator.weights import push_offer
+from helpers.vllm_servers import GREEDY, TOKEN, Server, tiny_llama, wait_for
+from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, publish_command, push
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TOKEN = "a-secret"
-EPOCHS = itertools.count(1)
-
-
-# ---------------------------------------------------------------- starting and talking to servers
-
-
-@dataclass
-class Server:
-    name: str
-    url: str
-    port: int
-    process: Any
-    log: Path
-
-    def call(self, path: str, body: Any = None, token: str = TOKEN, method: str | None = None) -> tuple[int, Any]:
-        request = urllib.request.Request(
-            self.url + path,
-            data=json.dumps(body).encode() if body is not None else None,
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            method=method,
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return reply.status, json.loads(reply.read() or b"null")
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def generate(self, prompt: list[int], **params: Any) -> tuple[list[int], list[float], str]:
-        status, reply = self.call(
-            "/inference/v1/generate", {"model": "actor", "token_ids": prompt, "sampling_params": params}
-        )
-        assert status == 200, reply
-        choice = reply["choices"][0]
-        return choice["token_ids"], [c["logprob"] for c in choice["logprobs"]["content"]], choice["finish_reason"]
-
-    def stream(self, prompt: list[int], stop_after: int, **params: Any) -> tuple[list[int], list[float]]:
-        """The tokens that came before and after asking, at `stop_after`, to abort."""
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        body = {"model": "actor", "token_ids": prompt, "sampling_params": params, "stream": True, "request_id": "r1"}
-        request = urllib.request.Request(
-            self.url + "/inference/v1/generate",
-            data=json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
-        )
-        aborted = False
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            for line in reply:
-                if not line.startswith(b"data: {"):
-                    continue
-                for choice in json.loads(line[6:])["choices"]:
-                    tokens += choice.get("token_ids") or []
-                    logprobs += [c["logprob"] for c in (choice.get("logprobs") or {}).get("content", [])]
-                if len(tokens) >= stop_after and not aborted:
-                    aborted = True
-                    assert self.call("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-r1"]})[0] == 200
-        return tokens, logprobs
-
-    def weight_version(self) -> int | None:
-        status, info = self.call("/dovetail/info")
-        assert status == 200
-        return info["weight_version"]
-
 
 class Coordinator:
-    """Takes registrations; listens from the start, serves once the servers are forked."""
+    """Takes registrations."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[dict[str, Any]]] = {}
@@ -122,64 +51,7 @@ class Coordinator:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def start(self) -> None:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def serve(env: dict[str, str], log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(env)
-    from dovetail.rollout.server import main
-
-    raise SystemExit(main([]))
-
-
-def start(name: str, run_dir: Path, coordinator: str) -> Server:
-    port = free_port()
-    env = ProcessEnv(
-        job="test",
-        name=name,
-        run_dir=run_dir,
-        coordinator=coordinator,
-        token=TOKEN,
-        host="127.0.0.1",
-        port=port,
-        metrics_port=0,
-        group="rollout",
-        rank=0,
-        world_size=1,
-    )
-    log = run_dir / f"{name}.log"
-    process = multiprocessing.get_context("fork").Process(target=serve, args=(env.write(), str(log)))
-    process.start()
-    return Server(name, f"http://127.0.0.1:{port}", port, process, log)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"{what}: not within {seconds} s")
-        time.sleep(0.05)
-
-
-def healthy(server: Server) -> bool:
-    if not server.process.is_alive():
-        log = server.log.read_text()
-        cause = log.find("Traceback")
-        raise AssertionError(f"{server.name} ended: {log[cause : cause + 6000] if cause >= 0 else log[-6000:]}")
-    with contextlib.suppress(OSError), urllib.request.urlopen(server.url + "/health", timeout=2) as reply:
-        return bool(reply.status == 200)
-    return False
 
 
 @dataclass
@@ -188,32 +60,12 @@ class World:
     coordinator: Coordinator
     servers: list[Server]
     config: Any
-    extra: list[Server] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    from dovetail.rollout.preload import preload
-
-    preload()
-    from transformers import LlamaConfig
-
     run_dir = tmp_path_factory.mktemp("run")
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        initializer_range=0.05,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
+    config = tiny_llama()
     config.save_pretrained(run_dir / "models" / "actor-config")
     job = {
         "apiVersion": "dovetail.dev/v1alpha1",
@@ -228,96 +80,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     }
     (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
     coordinator = Coordinator()
-    before = threading.active_count()
-    assert before == 1 or all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
-    servers = [start(f"rollout-{i}", run_dir, coordinator.url) for i in range(2)]
-    made = World(run_dir, coordinator, servers, config)
+    servers = [Server.start(f"rollout-{i}", run_dir, coordinator.url) for i in range(2)]
     try:
-        coordinator.start()
         for server in servers:
-            wait_for(lambda server=server: healthy(server), 180, f"{server.name} to be healthy")
-        yield made
+            wait_for(server.healthy, 240, f"{server.name} to be healthy")
+        yield World(run_dir, coordinator, servers, config)
     finally:
-        for server in [*servers, *made.extra]:
-            if server.process.is_alive():
-                server.process.terminate()
-        for server in [*servers, *made.extra]:
-            server.process.join(20)
-            if server.process.is_alive():
-                server.process.kill()
-                server.process.join()
+        for server in servers:
+            server.close()
         coordinator.server.shutdown()
-
-
-# ---------------------------------------------------------------- a trainer of one rank
-
-
-class Alone:
-    rank = 0
-    world_size = 1
-    device = torch.device("cpu")
-    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0)}  # noqa: RUF012
-
-    def broadcast_json(self, value: Any) -> Any:
-        return value
-
-    def gather_json(self, value: Any) -> list[Any]:
-        return [value]
-
-
-def model_of(world: World, seed: int) -> Any:
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(world.config).float().eval()
-
-
-def publish_command(servers: list[Server], version: int, epoch: int, seconds: float) -> Publish:
-    return Publish(
-        id="p",
-        version=version,
-        epoch=epoch,
-        receivers=[
-            Receiver(name=s.name, kind="rollout", models=["actor"], rank_offset=i + 1) for i, s in enumerate(servers)
-        ],
-        deadline_seconds=seconds,
-    )
-
-
-def push(servers: list[Server], command: Publish, offer: Offer, new: bool) -> dict[str, str | None]:
-    async def run() -> dict[str, str | None]:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
-            pairs = [(r, s.url) for r, s in zip(command.receivers, servers, strict=True)]
-            return await push_offer(session, offer, pairs, new)
-
-    return asyncio.run(run())
-
-
-class Trainer:
-    """A real WeightSender of one rank; small buckets, so that a tiny model makes several."""
-
-    def __init__(self, servers: list[Server]):
-        from dovetail.trainer.weights import WeightSender
-
-        self.servers = servers
-        self.offers: queue.Queue[Offer] = queue.Queue()
-        self.sender = WeightSender(Alone(), self.offers.put, host="127.0.0.1", bucket_bytes=150_000)
-        self.epoch = next(EPOCHS)
-        self.new = True
-
-    def publish(self, model: Any, version: int, seconds: float = 60.0) -> dict[str, str | None]:
-        """Errors by receiver; raises what the sender raised if the receivers saw nothing wrong."""
-        command = publish_command(self.servers, version, self.epoch, seconds)
-        new, self.new = self.new, False
-        with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(self.sender.publish, command, {"actor": lambda: model.state_dict().items()})
-            errors = push(self.servers, command, self.offers.get(timeout=30), new)
-            if any(errors.values()):
-                self.epoch, self.new = next(EPOCHS), True
-                sending.exception()
-                return errors
-            assert sending.result()["bytes"] >= sum(p.numel() * 4 for p in model.parameters())
-        return errors
 
 
 @pytest.fixture(scope="module")
@@ -325,9 +96,6 @@ def trainer(world: World) -> Iterator[Trainer]:
     made = Trainer(world.servers)
     yield made
     made.sender.close()
-
-
-GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": True, "detokenize": False}
 
 
 def hf_greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
@@ -372,7 +140,7 @@ def test_every_route_but_probes_asks_for_the_token(world: World) -> None:
 
 def test_greedy_output_is_the_published_models(world: World, trainer: Trainer) -> None:
     for version, seed in ((1, 10), (2, 11)):
-        model = model_of(world, seed)
+        model = actor_of(world.config, seed)
         assert trainer.publish(model, version) == {"rollout-0": None, "rollout-1": None}
         prompt = [5, 9, 33, 7]
         tokens, logprobs = hf_greedy(model, prompt, 40)
@@ -399,7 +167,7 @@ def test_a_sample_goes_on_elsewhere_as_if_it_had_never_moved(
 ) -> None:
     one, two = world.servers
     if one.weight_version() is None:
-        assert not any(trainer.publish(model_of(world, 11), 2).values())
+        assert not any(trainer.publish(actor_of(world.config, 11), 2).values())
     for seed in range(3):
         prompt = [3, 1, 4, 1, 5 + seed]
         whole, whole_logprobs, reason = one.generate(prompt, **sampling_params(generation, seed, 100, "counter"))
@@ -424,7 +192,7 @@ def test_bad_sampling_parameters_are_a_400_and_hurt_nobody(world: World, trainer
     status, text = server.call("/inference/v1/generate", {"model": "actor", "token_ids": [1], "sampling_params": bad})
     assert status == 400
     assert "dt_top_p" in text
-    assert healthy(server)
+    assert server.healthy()
 
 
 def test_a_wrong_checksum_leaves_servers_stale_until_a_whole_version_arrives(
@@ -440,14 +208,14 @@ def test_a_wrong_checksum_leaves_servers_stale_until_a_whole_version_arrives(
         if next(count) == 2:
             buffer[1000] ^= 1
 
-    model = model_of(world, 12)
+    model = actor_of(world.config, 12)
     monkeypatch.setattr(sending, "pack_into", corrupt)
     errors = trainer.publish(model, 3)
     assert all("checksum" in str(e) for e in errors.values()), errors
     for server in world.servers:
         assert server.weight_version() is None
         assert server.call("/inference/v1/generate", {"token_ids": [1], "sampling_params": GREEDY})[0] == 503
-        assert healthy(server)
+        assert server.healthy()
     monkeypatch.undo()
     assert trainer.publish(model, 4) == {"rollout-0": None, "rollout-1": None}
     for server in world.servers:
@@ -480,7 +248,7 @@ def send_and_stall(command: Publish, state: dict[str, torch.Tensor], pipe: Any) 
 def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recovers_them(
     world: World, trainer: Trainer
 ) -> None:
-    model = model_of(world, 13)
+    model = actor_of(world.config, 13)
     command = publish_command(world.servers, 5, next(EPOCHS), 60.0)
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -512,7 +280,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
 def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: World, trainer: Trainer) -> None:
     from dovetail.models.transfer import TransferError
 
-    model = model_of(world, 14)
+    model = actor_of(world.config, 14)
     trainer.epoch = next(EPOCHS)
     command = publish_command(world.servers, 7, trainer.epoch, 3.0)
     with ThreadPoolExecutor(1) as pool:
@@ -545,7 +313,7 @@ def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_on
     engines = children(killed.process.pid)
     assert engines
     os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.join(10)
+    killed.process.wait(10)
     wait_for(lambda: not any(running(pid) for pid in engines), 10, "the engine core to end with its server")
 
     engines = children(other.process.pid)
@@ -554,7 +322,6 @@ def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_on
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(other.generate, [1, 2], **params)
         os.kill(other.process.pid, signal.SIGTERM)
-        other.process.join(15)
-        assert other.process.exitcode == 0
+        assert other.process.wait(15) == 0
         reading.exception(timeout=30)
     wait_for(lambda: not any(running(pid) for pid in engines), 10, "the engine core to end")

@@ -1,0 +1,88 @@
+"""A trainer of one rank that sends weights to real vLLM servers, with the coordinator's part of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import torch
+
+from dovetail.api.messages import Offer, Publish, Receiver
+from dovetail.coordinator.weights import push_offer
+from helpers.vllm_servers import TOKEN, Server
+
+EPOCHS = itertools.count(1)
+
+
+class Alone:
+    """The process groups of one rank."""
+
+    rank = 0
+    world_size = 1
+    device = torch.device("cpu")
+    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0)}  # noqa: RUF012
+
+    def broadcast_json(self, value: Any) -> Any:
+        return value
+
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def actor_of(config: Any, seed: int) -> Any:
+    """A LlamaForCausalLM with random weights."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).float().eval()
+
+
+def publish_command(servers: Sequence[Server], version: int, epoch: int, seconds: float) -> Publish:
+    receivers = [
+        Receiver(name=s.name, kind="rollout", models=["actor"], rank_offset=i + 1) for i, s in enumerate(servers)
+    ]
+    return Publish(id="p", version=version, epoch=epoch, receivers=receivers, deadline_seconds=seconds)
+
+
+def push(servers: Sequence[Server], command: Publish, offer: Offer, new: bool) -> dict[str, str | None]:
+    """Tell the servers of an offer; errors by receiver."""
+
+    async def run() -> dict[str, str | None]:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            pairs = [(r, s.url) for r, s in zip(command.receivers, servers, strict=True)]
+            return await push_offer(session, offer, pairs, new)
+
+    return asyncio.run(run())
+
+
+class Trainer:
+    """A real WeightSender of one rank; small buckets, so that a tiny model makes several."""
+
+    def __init__(self, servers: Sequence[Server]):
+        from dovetail.trainer.weights import WeightSender
+
+        self.servers = servers
+        self.offers: queue.Queue[Offer] = queue.Queue()
+        self.sender = WeightSender(Alone(), self.offers.put, host="127.0.0.1", bucket_bytes=150_000)  # type: ignore[arg-type]
+        self.epoch = next(EPOCHS)
+        self.new = True
+
+    def publish(self, model: Any, version: int, seconds: float = 60.0) -> dict[str, str | None]:
+        """Errors by receiver; raises what the sender raised if the receivers saw nothing wrong."""
+        command = publish_command(self.servers, version, self.epoch, seconds)
+        new, self.new = self.new, False
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(self.sender.publish, command, {"actor": lambda: model.state_dict().items()})
+            errors = push(self.servers, command, self.offers.get(timeout=30), new)
+            if any(errors.values()):
+                self.epoch, self.new = next(EPOCHS), True
+                sending.exception()
+                return errors
+            assert sending.result()["bytes"] >= sum(p.numel() * 4 for p in model.parameters())
+        return errors
