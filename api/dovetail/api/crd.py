@@ -7,7 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dovetail.api.base import NAME_PATTERN
 from dovetail.api.cel import CEL_RULES
+from dovetail.api.immutable import TRANSITION_RULES
 from dovetail.api.status import RLHFJobStatus
 from dovetail.api.types import KIND, RLHFJobSpec
 from dovetail.api.words import model_in
@@ -42,14 +44,16 @@ def crd() -> Schema:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            "metadata": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 63, "pattern": NAME_PATTERN}},
+            },
             "spec": object_schema(RLHFJobSpec),
             "status": object_schema(RLHFJobStatus),
         },
     }
-    for rule in CEL_RULES:
-        node = _at(root, rule.path)
-        node.setdefault("x-kubernetes-validations", []).append({"rule": rule.rule, "message": rule.message})
+    for rule in (*CEL_RULES, *TRANSITION_RULES):
+        _at(root, rule.path).setdefault("x-kubernetes-validations", []).append(rule.schema())
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -182,7 +186,7 @@ def _union(branches: list[Schema]) -> Schema:
 
 def _at(root: Schema, path: str) -> Schema:
     node = root
-    for step in path.split("."):
+    for step in filter(None, path.split(".")):
         name, is_list = step.removesuffix("[]"), step.endswith("[]")
         node = node["properties"][name]
         if is_list:

@@ -119,7 +119,10 @@ class LoRA(Model):
     alpha: float = Field(default=16.0, gt=0, description="Scale numerator: the update is alpha/rank * B A.")
     dropout: Fraction = Field(default=0.0, description="Dropout rate of the adapters' input.")
     target_modules: list[Text] = Field(
-        default_factory=list, max_length=64, description="Module names; empty means every linear layer of a block."
+        default_factory=list,
+        max_length=64,
+        description="Module names; empty means every linear layer of a block.",
+        json_schema_extra={"x-kubernetes-list-type": "set"},
     )
 
 

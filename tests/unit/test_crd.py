@@ -1,0 +1,67 @@
+"""The CRD's CEL rules as data; tests/cluster/test_crd.py has a real API server judge them."""
+
+import re
+
+import pytest
+
+from dovetail.api.cel import CEL_RULES, CelRule
+from dovetail.api.crd import crd
+from dovetail.api.immutable import CHANGEABLE, FIXED, TRANSITION_RULES
+
+VERSION = crd()["spec"]["versions"][0]
+ROOT = VERSION["schema"]["openAPIV3Schema"]
+
+
+def validations(node=ROOT, path=""):
+    for rule in node.get("x-kubernetes-validations", []):
+        yield path, rule
+    for name, inner in node.get("properties", {}).items():
+        yield from validations(inner, f"{path}.{name}")
+    if "items" in node:
+        yield from validations(node["items"], f"{path}[]")
+
+
+def test_every_field_of_spec_is_fixed_or_may_change():
+    assert sorted(FIXED + CHANGEABLE) == sorted(ROOT["properties"]["spec"]["properties"])
+
+
+def test_every_field_of_a_group_is_fixed_or_a_number_of_pods():
+    fields = set(ROOT["properties"]["spec"]["properties"]["groups"]["items"]["properties"])
+    fixed = set(re.findall(r"\bg\.(\w+)", " ".join(rule.rule for rule in TRANSITION_RULES)))
+    assert fields - fixed == {"minReplicas", "maxReplicas"}
+
+
+def test_only_transition_rules_look_back():
+    assert not any("oldSelf" in rule.rule for rule in CEL_RULES)
+    for rule in TRANSITION_RULES:
+        assert rule.rule.startswith("!has(oldSelf.status) || "), "a job that is not planned may be corrected"
+
+
+def test_a_sentence_with_values_becomes_an_expression():
+    rule = CelRule("spec", "true", "it's {self.a}% of {self.b ? 'x' : 'y'}, {vocabSize: 1}.")
+    assert rule.schema() == {
+        "rule": "true",
+        "messageExpression": r"'it\'s %s%% of %s, {vocabSize: 1}.'.format([self.a, self.b ? 'x' : 'y'])",
+    }
+
+
+@pytest.mark.parametrize("rule", CEL_RULES, ids=lambda rule: f"{rule.path} {rule.message[:40]}")
+def test_sentences_name_the_field_and_are_whole(rule):
+    assert rule.message.endswith(".")
+    if "[]" not in rule.path:
+        assert rule.message.startswith("spec.")
+
+
+def test_all_rules_are_in_the_schema():
+    found = list(validations())
+    assert len(found) == len(CEL_RULES) + len(TRANSITION_RULES)
+    assert all(("message" in rule) != ("messageExpression" in rule) for _, rule in found)
+
+
+def test_what_kubectl_needs():
+    assert VERSION["subresources"] == {"status": {}}
+    assert {field["jsonPath"] for field in VERSION["selectableFields"]} == {".spec.suspend", ".status.stage"}
+    conditions = [c["jsonPath"] for c in VERSION["additionalPrinterColumns"] if "conditions" in c["jsonPath"]]
+    assert conditions
+    assert all('?(@.type=="' in path for path in conditions), "by name: the order of conditions is not fixed"
+    assert ROOT["properties"]["metadata"]["properties"]["name"]["maxLength"] == 63
