@@ -1,0 +1,89 @@
+"""From what a run measures to a `StageProfile`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dovetail.planner.interstage.profile import StageProfile
+
+# Weight of a new measurement in the mean of its kind.
+SMOOTHING = 0.3
+
+
+class Mean:
+    """A ratio of sums, older ones fading."""
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        if amount > 0 and seconds > 0:
+            self._amount = (1 - SMOOTHING) * self._amount + SMOOTHING * amount
+            self._seconds = (1 - SMOOTHING) * self._seconds + SMOOTHING * seconds
+
+    @property
+    def seconds_each(self) -> float | None:
+        return self._seconds / self._amount if self._amount else None
+
+
+class Measurements:
+    """Of one instance, or of all that are alike. `assumed` stands in for whatever was not measured yet."""
+
+    def __init__(self, assumed: StageProfile) -> None:
+        self._assumed = assumed
+        self._decode: dict[int, Mean] = {}
+        self._prefill, self._inference = Mean(), Mean()
+        self._swap_in, self._swap_out, self._migration = Mean(), Mean(), Mean()
+
+    def decoded(self, batch: int, steps: float, seconds: float) -> None:
+        """`steps` decode steps at a mean batch size took `seconds`. Batch sizes within a quarter count as one."""
+        if batch >= 1:
+            self._decode.setdefault(_bin(batch), Mean()).add(steps, seconds)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        self._prefill.add(tokens, seconds)
+
+    def scored(self, tokens: int, seconds: float) -> None:
+        """Prompt and response tokens through reference, reward and critic."""
+        self._inference.add(tokens, seconds)
+
+    def swapped_in(self, seconds: float) -> None:
+        self._swap_in.add(1, seconds)
+
+    def swapped_out(self, seconds: float) -> None:
+        self._swap_out.add(1, seconds)
+
+    def migrated(self, seconds: float) -> None:
+        """From the decision to stop a request to its arrival elsewhere."""
+        self._migration.add(1, seconds)
+
+    @property
+    def measured(self) -> bool:
+        """Whether decoding and inference, which decide everything, have both been seen."""
+        return bool(self._points()) and self._inference.seconds_each is not None
+
+    def _points(self) -> tuple[tuple[int, float], ...]:
+        points = ((batch, mean.seconds_each) for batch, mean in sorted(self._decode.items()))
+        return tuple((b, s) for b, s in points if s is not None)
+
+    def profile(self) -> StageProfile:
+        found = {
+            "prefill_seconds_per_token": self._prefill.seconds_each,
+            "inference_seconds_per_token": self._inference.seconds_each,
+            "swap_in_seconds": self._swap_in.seconds_each,
+            "swap_out_seconds": self._swap_out.seconds_each,
+            "migration_seconds": self._migration.seconds_each,
+            "decode": self._points() or None,
+        }
+        if self._inference.seconds_each is not None:
+            found["inference_seconds_per_sample"] = 0.0
+        return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})  # type: ignore[arg-type]
+
+
+def _bin(batch: int) -> int:
+    """1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 31, ...: the largest of these that is not above `batch`."""
+    value = 1
+    while (following := max(value + 1, value * 5 // 4)) <= batch:
+        value = following
+    return value

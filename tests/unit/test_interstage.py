@@ -1,0 +1,338 @@
+"""Inter-stage fusion: the stage simulated, by hand and by property; destinations; the threshold's choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.planner.interstage import (
+    Measurements,
+    ProfileError,
+    StageProfile,
+    ThresholdController,
+    plan_migration,
+    scan,
+    simulate,
+)
+from dovetail.planner.interstage.decode import Decode
+from dovetail.planner.interstage.lengths import prior
+
+# One second a step whatever the batch, prompts for free.
+PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4)
+
+
+def profile(**changes: Any) -> StageProfile:
+    return replace(PLAIN, **changes)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> dict[str, Any]:
+    count = draw(st.integers(1, 40))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=count, max_size=count))
+    prompts = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    profiles = [
+        StageProfile(
+            ((1, draw(st.floats(0.1, 2))), (draw(st.integers(2, 8)), draw(st.floats(0.1, 4)))),
+            draw(st.floats(0, 0.1)),
+            draw(st.floats(0, 0.5)),
+            draw(st.floats(0, 1)),
+            draw(st.floats(0, 5)),
+            draw(st.floats(0, 5)),
+            max_samples=draw(st.integers(1, 12)),
+            kv_tokens=draw(st.none() | st.integers(1, 300)),
+            shared=draw(st.booleans()),
+            migration_seconds=draw(st.floats(0, 3)),
+            kv_transfer_seconds_per_token=draw(st.none() | st.floats(0, 0.1)),
+        )
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+    return {"lengths": lengths, "prompt_lengths": prompts, "profiles": profiles, "early": draw(st.booleans())}
+
+
+def test_one_stage_after_the_other_by_hand() -> None:
+    # Dealt in turn: (3, 5) and (9, 1) tokens, the first of each from the prefill. 9 tokens: 8 steps. Then 4 x 1 prompt
+    # tokens and 18 response tokens at 0.5 s on two instances, longest first: 5 | 3 + 2, and the last one: 1 + 5.
+    result = simulate([3, 9, 5, 1], [1, 1, 1, 1], [PLAIN, PLAIN], None)
+    assert result.generation_seconds == result.generation_end == 8.0
+    assert result.serial_seconds == result.fused_seconds == 8.0 + 6.0
+    assert result.tail == ((0.0, 3), (2.0, 2), (4.0, 1), (8.0, 0))
+    assert (result.migrated, result.migrated_at, result.destinations) == (0, None, ())
+    # The first instance decodes for 4 s and scores for 5 or 6; the second decodes for 8.
+    assert sum(result.idle_seconds) == pytest.approx(28 - 4 - 8 - 11)
+
+
+def test_prefill_swaps_and_a_full_server_by_hand() -> None:
+    one = profile(prefill_seconds_per_token=0.1, swap_in_seconds=2.0, swap_out_seconds=1.0, max_samples=2)
+    # Two prompts of 10 tokens: 2 s, then 4 steps to the first's end; the third's prefill takes 1 s, in which the second
+    # waits; it needs one more step.
+    result = simulate([5, 6, 3], [10, 10, 10], [one], None)
+    assert [t for t, _ in result.tail] == pytest.approx([6.0, 8.0, 9.0])
+    assert result.serial_seconds == pytest.approx(9.0 + 2.0 + 0.5 * (30 + 14) + 1.0)
+    assert result.idle_seconds == pytest.approx((0.0,))
+
+
+def test_a_migration_by_hand() -> None:
+    # At 4 s, sample 2 has ended and samples 1 and 3 (20 tokens) are left on different instances: 3 moves after 1.5 s,
+    # joins at the step's end, 6 s, and lacks 15 tokens, as it had 5. One of them is from the new prefill.
+    result = simulate([5, 20, 5, 20], [1] * 4, [PLAIN] * 4, 2)
+    assert result.moves == {3: 1}
+    assert result.destinations == (1,)
+    assert result.migrated_at == 4.0
+    assert result.generation_end == 19.0
+    late = simulate([5, 20, 5, 20], [1] * 4, [profile(migration_seconds=1.5)] * 4, 2)
+    assert late.generation_end == 6.0 + 14.0
+    cost = simulate([5, 20, 5, 20], [1] * 4, [profile(prefill_seconds_per_token=1.0)] * 4, 2)
+    assert cost.migration_cost == 6.0, "the prompt and 5 tokens"
+    moved = profile(prefill_seconds_per_token=1.0, kv_transfer_seconds_per_token=0.25)
+    assert simulate([5, 20, 5, 20], [1] * 4, [moved] * 4, 2).migration_cost == 1.5
+
+
+def test_freed_instances_score_while_the_tail_is_generated() -> None:
+    slow = profile(inference_seconds_per_token=1.0)
+    lengths = [4, 4, 4, 4, 4, 40]
+    result = simulate(lengths, [1] * 6, [slow, slow], 1, early=False)
+    # Serial: 39 s, then 41 s on one instance, 25 on the other. Fused: 25 s from 3 s on, then 41 s from 39 s on.
+    assert (result.serial_seconds, result.fused_seconds) == (80.0, 80.0)
+    even = simulate([4, 4, 4, 4, 4, 20] * 2, [1] * 12, [slow] * 4, 2, early=False)
+    assert even.fused_seconds < even.serial_seconds
+    beside = simulate(lengths, [1] * 6, [profile(shared=False)] * 2, 0)
+    assert beside.fused_seconds == 39.0 + 20.5, "only the longest sample is scored after generation"
+
+
+def test_only_scorers_of_their_own_work_beside_a_busy_server() -> None:
+    lengths, prompts = [2, 10, 2, 10], [1] * 4
+    shared = simulate(lengths, prompts, [PLAIN], 0)
+    assert shared.fused_seconds == shared.serial_seconds
+    assert simulate(lengths, prompts, [profile(shared=False)], 0).fused_seconds < shared.fused_seconds
+
+
+@settings(deadline=None)
+@given(stages(), st.data())
+def test_every_sample_is_generated_once_where_the_plan_says(stage: dict[str, Any], data: st.DataObject) -> None:
+    lengths, prompts, profiles = stage["lengths"], stage["prompt_lengths"], stage["profiles"]
+    threshold = data.draw(st.integers(0, len(lengths)))
+    result = simulate(**stage, threshold=threshold)
+    assert [left for _, left in result.tail] == list(range(len(lengths)))[::-1]
+    times = [time for time, _ in result.tail]
+    assert times == sorted(times)
+    assert times[-1] == result.generation_end <= result.fused_seconds
+    assert result.migrated <= threshold or result.migrated_at is None
+    assert set(result.moves.values()) <= set(result.destinations)
+    assert len(result.idle_seconds) == len(profiles)
+    # No instance generates faster than its fastest step allows, nor scores without time.
+    fastest = min(p.steps[1] for p in profiles)
+    assert result.generation_end >= fastest * (max(lengths) - 1) - 1e-9
+    slowest = sum(n * max(p.steps) for n in lengths for p in profiles)
+    prefill = sum(
+        p.prefill_seconds_per_token * (a + b) for a, b in zip(lengths, prompts, strict=True) for p in profiles
+    )
+    assert result.generation_end <= slowest + 2 * prefill + 10
+    assert result == simulate(**stage, threshold=threshold)
+
+
+@settings(deadline=None)
+@given(stages(), st.data())
+def test_a_scan_says_the_same_as_single_simulations(stage: dict[str, Any], data: st.DataObject) -> None:
+    thresholds = data.draw(st.lists(st.none() | st.integers(0, len(stage["lengths"])), min_size=1, max_size=4))
+    assert scan(**stage, thresholds=thresholds) == [simulate(**stage, threshold=t) for t in thresholds]
+
+
+@settings(deadline=None)
+@given(stages(), st.integers(0, 40))
+def test_no_destination_is_given_more_than_its_room(stage: dict[str, Any], remaining: int) -> None:
+    lengths, prompts, profiles = stage["lengths"], stage["prompt_lengths"], stage["profiles"]
+    decode = Decode(lengths, prompts, profiles)
+    decode.run(remaining)
+    unfinished = decode.unfinished()
+    longest = max(prompts) + max(lengths)
+    plan = plan_migration(unfinished, dict(enumerate(profiles)), longest)
+    if plan is None:
+        return
+    assert sorted([*plan.destinations, *plan.freed]) == list(range(len(profiles)))
+    assert plan.freed
+    assert set(plan.moves) == {s for s, i in unfinished if i not in plan.destinations}
+    loads = [sum(i == k for _, i in unfinished) for k in range(len(profiles))]
+    for k in plan.destinations:
+        arrived = sum(d == k for d in plan.moves.values())
+        assert arrived == 0 or loads[k] + arrived <= profiles[k].slots(longest)
+        assert loads[k] >= max(loads[f] for f in plan.freed)
+    smaller = sum(max(0, profiles[k].slots(longest) - loads[k]) for k in plan.destinations[:-1])
+    needed = len(unfinished) - sum(loads[k] for k in plan.destinations[:-1])
+    assert len(plan.destinations) == 1 or smaller < needed, "one destination fewer would have held them"
+
+
+def test_destinations_are_as_many_as_the_paper_says() -> None:
+    unfinished = [(f"s{k}", f"r{k % 8}") for k in range(20)]
+    names = [f"r{k}" for k in range(8)]
+    plan = plan_migration(unfinished, dict.fromkeys(names, profile(saturation=8)), 100)
+    assert plan is not None
+    assert plan.destinations == ("r0", "r1", "r2")
+    small = profile(saturation=8, kv_tokens=499)
+    plan = plan_migration(unfinished, dict.fromkeys(names, small), 100)
+    assert plan is not None
+    assert len(plan.destinations) == 5
+    assert plan_migration(unfinished, dict.fromkeys(names, profile(saturation=2)), 100) is None
+    waiting = [("a", None), ("b", "r1"), ("c", "gone")]
+    plan = plan_migration(waiting, dict.fromkeys(names, PLAIN), 100)
+    assert plan is not None
+    assert plan.destinations == ("r1",)
+    assert plan.moves == {"a": "r1", "c": "r1"}
+
+
+@settings(deadline=None)
+@given(stages(), st.integers(0, 60))
+def test_longer_responses_never_end_generation_earlier(stage: dict[str, Any], more: int) -> None:
+    """With room for all: the order in which samples wait for room can do anything."""
+    roomy = [replace(p, max_samples=40, kv_tokens=None) for p in stage["profiles"]]
+    lengths, prompts = stage["lengths"], stage["prompt_lengths"]
+    before = simulate(lengths, prompts, roomy, None)
+    after = simulate([lengths[0] + more, *lengths[1:]], prompts, roomy, None)
+    assert after.generation_seconds >= before.generation_seconds - 1e-9
+    slower = [replace(p, inference_seconds_per_token=2.0) for p in roomy[:1]]
+    faster = [replace(p, inference_seconds_per_token=1.0) for p in roomy[:1]]
+    assert simulate(lengths, prompts, slower, 0).fused_seconds > simulate(lengths, prompts, faster, 0).fused_seconds
+
+
+@settings(deadline=None, max_examples=30)
+@given(stages())
+def test_the_chosen_threshold_is_never_worse_than_off(stage: dict[str, Any]) -> None:
+    controller = ThresholdController("Auto", 60, early=stage["early"])
+    controller.observe(stage["lengths"])
+    decision = controller.decide(stage["prompt_lengths"], stage["profiles"])
+    assert decision.fused_seconds <= decision.serial_seconds
+    if decision.threshold is None:
+        assert decision.fraction is None
+        assert decision.fused_seconds == decision.serial_seconds
+    else:
+        best = min(decision.scanned.values())
+        assert decision.fused_seconds == decision.scanned[decision.fraction or 0.0]  # type: ignore[index]
+        assert decision.fused_seconds <= best + 0.01 * decision.serial_seconds + 1e-9
+    twin = ThresholdController("Auto", 60, early=stage["early"])
+    twin.observe(stage["lengths"])
+    assert twin.decide(stage["prompt_lengths"], stage["profiles"]) == decision
+
+
+def gpu(**changes: Any) -> StageProfile:
+    """Decoding hardly slower with a larger batch, inference about a third of the stage."""
+    return StageProfile(((1, 0.02), (64, 0.022), (256, 0.04)), 2e-5, 2e-3, swap_in_seconds=0.5, **changes)
+
+
+def test_fusion_pays_where_there_is_a_tail_and_is_off_where_there_is_none() -> None:
+    controller = ThresholdController("Auto", 1024, early=False)
+    first = controller.decide([128] * 512, [gpu()] * 16)
+    assert first.threshold
+    assert first.predicted_speedup > 1.05
+    assert "prior lengths" in first.reason
+    assert first.threshold == first.prediction.threshold == int(first.fraction * 512)  # type: ignore[operator]
+    for _ in range(6):
+        controller.observe([500] * 512)
+    flat = controller.decide([128] * 512, [gpu()] * 16)
+    assert flat.threshold is None
+    assert flat.predicted_speedup == 1.0
+    assert "5 iterations" in flat.reason
+    alone = ThresholdController("Auto", 1024).decide([128] * 64, [gpu()])
+    assert alone.threshold is None, "a single instance has nowhere to migrate to"
+
+
+def test_hysteresis_keeps_a_threshold_that_is_about_as_good() -> None:
+    controller = ThresholdController("Auto", 1024, early=False)
+    rng = np.random.default_rng(3)
+    chosen = []
+    for _ in range(6):
+        decision = controller.decide([128] * 256, [gpu()] * 8)
+        chosen.append(decision.fraction)
+        assert decision.fused_seconds <= min(decision.scanned.values()) + 0.0101 * decision.serial_seconds
+        controller.observe(prior(256, 1024, rng).tolist())
+    assert sum(a != b for a, b in pairwise(chosen)) <= 2
+
+
+def test_pinned_and_off() -> None:
+    pinned = ThresholdController(0.2, 1024).decide([8] * 100, [gpu()] * 4)
+    assert (pinned.threshold, pinned.fraction) == (20, 0.2)
+    assert "pinned" in pinned.reason
+    off = ThresholdController("Off", 1024).decide([8] * 100, [gpu()] * 4)
+    assert off.threshold is None
+    assert off.predicted_speedup == 1.0
+    with pytest.raises(ProfileError, match=r"interStageFusion is 1\.5; it must be"):
+        ThresholdController(1.5, 1024)
+
+
+def test_a_restored_controller_goes_on_as_if_nothing_had_happened() -> None:
+    one = ThresholdController("Auto", 512)
+    one.decide([16] * 64, [gpu()] * 4)
+    one.observe(list(range(1, 65)))
+    two = ThresholdController("Auto", 512)
+    two.restore(one.as_json())
+    assert two.decide([16] * 64, [gpu()] * 4) == one.decide([16] * 64, [gpu()] * 4)
+
+
+def test_the_priors_tail_is_about_ten_times_its_median() -> None:
+    lengths = prior(20_000, 2048, np.random.default_rng(0))
+    assert lengths.min() >= 1
+    assert lengths.max() == 2048
+    assert np.quantile(lengths, 0.999) / np.median(lengths) == pytest.approx(10, rel=0.1)
+
+
+def test_step_times_are_interpolated_and_never_fall() -> None:
+    curve = StageProfile(((2, 1.0), (4, 3.0), (6, 2.0), (8, 5.0)), 0, 0, max_samples=10)
+    assert curve.steps == pytest.approx((1, 1, 1, 2, 3, 3, 3, 4, 5, 6, 7))
+    assert curve.bs_max == 2
+    assert StageProfile(((4, 2.0),), 0, 0, max_samples=6).steps == pytest.approx((2, 2, 2, 2, 2, 2.5, 3))
+    assert profile(kv_tokens=10).slots(100) == 1, "one sample is always taken"
+
+
+def test_measurements_replace_what_was_assumed() -> None:
+    found = Measurements(PLAIN)
+    assert not found.measured
+    assert found.profile() == PLAIN
+    for batch, seconds in ((1, 0.010), (33, 0.013), (64, 0.022)):
+        found.decoded(batch, 100, 100 * seconds)
+    found.scored(2000, 1.0)
+    found.prefilled(1000, 0.5)
+    found.swapped_in(3.0)
+    measured = found.profile()
+    assert found.measured
+    assert measured.steps[1] == pytest.approx(0.010)
+    assert [s for _, s in measured.decode] == pytest.approx([0.010, 0.013, 0.022])
+    assert (measured.inference_seconds_per_token, measured.swap_in_seconds) == pytest.approx((0.0005, 3.0))
+    assert measured.prefill_seconds_per_token == pytest.approx(0.0005)
+    assert measured.max_samples == PLAIN.max_samples
+    found.scored(2000, 3.0)
+    assert 0.0005 < found.profile().inference_seconds_per_token < 0.0015
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decode": ()}, "decode has no points"),
+        ({"decode": ((4, 1.0), (2, 1.0))}, "must be at least 1 and rise"),
+        ({"decode": ((1, 0.0),)}, "above 0"),
+        ({"swap_in_seconds": -1.0}, r"swap_in_seconds is -1.0; it must be 0 or more"),
+        ({"max_samples": 0}, "max_samples is 0; it must be 1 or more"),
+    ],
+)
+def test_bad_profiles_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        profile(**changes)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompts", "profiles", "threshold", "message"),
+    [
+        ([1], [1, 1], [PLAIN], 0, "1 response and 2 prompt lengths"),
+        ([0], [1], [PLAIN], 0, "below 1 token"),
+        ([1], [1], [], 0, "profiles is empty"),
+        ([1], [1], [PLAIN], 2, "threshold is 2; it must be between 0 and the 1 samples"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    lengths: list[int], prompts: list[int], profiles: list[StageProfile], threshold: int, message: str
+) -> None:
+    with pytest.raises(ProfileError, match=message):
+        simulate(lengths, prompts, profiles, threshold)
