@@ -187,12 +187,23 @@ class Engines:
     def register(self, message: Register) -> None:
         self.fleet.register(message)
 
+    def retire(self, name: str) -> None:
+        """Its pod is about to end."""
+        self.fleet.retire(name)
+
     def offer(self, message: Offer) -> None:
         self._publisher.offer(message)
 
     def status(self) -> dict[str, Any]:
         instances = {i.name: {"kind": i.kind, "state": i.health.value} for i in self.fleet.instances()}
         return self.progress.document(instances)
+
+    def history_since(self, offset: int) -> dict[str, Any]:
+        return self.history.since(offset)
+
+    def trace(self, iteration: int) -> bytes:
+        """Raises FileNotFoundError."""
+        return self.timeline.read(iteration)
 
     async def batch(self, key: str) -> bytes:
         """Raises KeyError for an unknown key."""

@@ -24,9 +24,12 @@ class Host(Protocol):
     trainers: TrainerGroup
 
     def register(self, message: Register) -> None: ...
+    def retire(self, name: str) -> None: ...
     def offer(self, message: Offer) -> None: ...
     async def batch(self, key: str) -> bytes: ...
     def status(self) -> dict[str, Any]: ...
+    def history_since(self, offset: int) -> dict[str, Any]: ...
+    def trace(self, iteration: int) -> bytes: ...
 
 
 async def _read(request: web.Request, model: type[M]) -> M:
@@ -86,8 +89,25 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
         host.register(await _read(request, Register))
         return web.json_response({})
 
+    async def retire(request: web.Request) -> web.Response:
+        host.retire(request.match_info["name"])
+        return web.json_response({})
+
     async def status(_: web.Request) -> web.Response:
         return web.json_response(host.status())
+
+    async def history(request: web.Request) -> web.Response:
+        offset = request.query.get("offset", "0")
+        if not offset.isdecimal():
+            raise web.HTTPBadRequest(text=f"offset must be a whole number of at least 0; it is {offset!r}")
+        return web.json_response(host.history_since(int(offset)))
+
+    async def trace(request: web.Request) -> web.Response:
+        iteration = int(request.match_info["iteration"])
+        try:
+            return web.Response(body=host.trace(iteration), content_type="application/json")
+        except FileNotFoundError as error:
+            raise web.HTTPNotFound(text=f"no trace of iteration {iteration}") from error
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -104,7 +124,10 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
             web.get("/v1/batches/{key:.+}", batch),
             web.post("/v1/weights/offer", offer),
             web.post("/v1/instances", instances),
+            web.delete("/v1/instances/{name}", retire),
             web.get("/v1/status", status),
+            web.get("/v1/history", history),
+            web.get("/v1/traces/{iteration:[0-9]{1,9}}", trace),
             web.get("/metrics", metrics),
             web.get("/healthz", healthz),
         ]

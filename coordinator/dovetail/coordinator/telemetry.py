@@ -48,7 +48,8 @@ class History:
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary import Writer
 
-        self._file = (run_dir / "history.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._path = run_dir / "history.jsonl"
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._board = Writer(str(run_dir / "tensorboard"))
 
     def add(self, stage: Stage, step: int, metrics: dict[str, float]) -> None:
@@ -56,6 +57,19 @@ class History:
         self._file.write(json.dumps(line) + "\n")
         for name, value in metrics.items():
             self._board.add_scalar(f"{stage.value}/{name}", value, step)
+
+    def since(self, offset: int) -> dict[str, Any]:
+        """The rows from byte `offset` of history.jsonl on, and the offset to go on from. At most 1 MiB at a time."""
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            whole, newline, _ = file.read(1 << 20).rpartition(b"\n")
+        rows = []
+        for line in whole.split(b"\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # cut off by a crash
+                continue
+        return {"offset": offset + len(whole) + len(newline), "rows": rows}
 
     def close(self) -> None:
         self._file.close()

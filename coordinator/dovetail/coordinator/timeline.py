@@ -45,4 +45,11 @@ class Timeline:
     def write(self, iteration: int) -> None:
         """traces/iteration-0001.json, for Perfetto and the report."""
         trace = chrome_trace(self._spans, {"iteration": iteration})
-        write_json(self._dir / f"iteration-{iteration:04d}.json", trace)
+        write_json(self._path(iteration), trace)
+
+    def read(self, iteration: int) -> bytes:
+        """What `write` wrote. Raises FileNotFoundError."""
+        return self._path(iteration).read_bytes()
+
+    def _path(self, iteration: int) -> Path:
+        return self._dir / f"iteration-{iteration:04d}.json"
