@@ -52,8 +52,8 @@ generate: install ## Write the CRD, the JSON schema and the reference page anew
 # The version of every package, with hashes and without a registry's address.
 requirements: $(BIN)/uv ## Compile requirements/cpu.txt anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--override requirements/overrides.txt --extra coordinator --extra trainer --extra rollout-cpu --extra dev \
-		pyproject.toml -o requirements/cpu.txt
+		--override requirements/overrides.txt --extra coordinator --extra operator --extra trainer --extra rollout-cpu \
+		--extra dev pyproject.toml -o requirements/cpu.txt
 
 bench-gae: install ## Advantage estimation against the plain recursion
 	$(BIN)/python benchmarks/bench_gae.py

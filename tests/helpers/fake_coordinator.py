@@ -115,6 +115,9 @@ class FakeCoordinator:
 
     # ------------------------------------------------------------ what the routes ask for
 
+    def retire(self, name: str) -> None:
+        """Nothing to do: no test of trainers retires rollouts."""
+
     def register(self, message: Register) -> None:
         pass
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NO_TORCH = ("api", "planner", "coordinator")
+NO_TORCH = ("api", "planner", "coordinator", "operator")
 HEAVY = {"torch", "vllm"}
 # What reads or writes anything but its arguments.
 INPUT_OUTPUT = {
@@ -62,9 +62,10 @@ def sources(package: str) -> list[Path]:
 
 
 def test_the_table_names_every_package():
-    assert set(TABLE) == {"api", "planner", "models", "trainer", "rollout", "coordinator", "local", "cli"}
+    assert set(TABLE) == {"api", "planner", "models", "trainer", "rollout", "coordinator", "operator", "local", "cli"}
     assert TABLE["api"][1] == set()
     assert TABLE["coordinator"][1] == {"api", "planner"}
+    assert TABLE["operator"][1] == {"api", "planner"}
     for package, (folder, allowed) in TABLE.items():
         assert folder.is_dir(), package
         assert allowed <= set(TABLE), package

@@ -18,6 +18,16 @@ METRICS_PORT = "DOVETAIL_METRICS_PORT"
 GROUP = "DOVETAIL_GROUP"
 RANK = "DOVETAIL_RANK"
 WORLD_SIZE = "DOVETAIL_WORLD_SIZE"
+# In pods alone: the folder of the mounted job.json and plan.json, and the pod's number in its group.
+CONFIG_DIR = "DOVETAIL_CONFIG_DIR"
+INDEX = "DOVETAIL_INDEX"
+
+# Ports of pods, each of which has an address of its own. Trainer rank i of a pod serves metrics on the first plus i.
+COORDINATOR_PORT = 8000
+SERVER_PORT = 8001
+SCORER_PORT = 8002
+TRAINER_METRICS_PORT = 9000
+MAX_GPUS_PER_POD = 64
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,8 @@ class ProcessEnv:
     """Who this process is and where its job lives.
 
     `run_dir` is the job's volume: job.json (the manifest with defaults), plan.json, models/, checkpoints/, logs/.
-    `host` and `port` are what this process serves HTTP on; trainer ranks serve only metrics (`metrics_port`)."""
+    `host` and `port` are what this process serves HTTP on; trainer ranks serve only metrics (`metrics_port`).
+    `config_dir` holds job.json and plan.json where the run directory does not."""
 
     job: str
     name: str
@@ -38,6 +49,17 @@ class ProcessEnv:
     group: str
     rank: int
     world_size: int
+    config_dir: Path | None = None
+
+    @property
+    def job_file(self) -> Path:
+        """The manifest with defaults."""
+        return (self.config_dir or self.run_dir) / "job.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan."""
+        return (self.config_dir or self.run_dir) / "plan.json"
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
@@ -60,11 +82,12 @@ class ProcessEnv:
             group=environ.get(GROUP, ""),
             rank=int(environ.get(RANK, "0")),
             world_size=int(environ.get(WORLD_SIZE, "1")),
+            config_dir=Path(environ[CONFIG_DIR]) if environ.get(CONFIG_DIR) else None,
         )
 
     def write(self) -> dict[str, str]:
         """The variables that `read` reads."""
-        return {
+        variables = {
             JOB: self.job,
             NAME: self.name,
             RUN_DIR: str(self.run_dir),
@@ -77,3 +100,6 @@ class ProcessEnv:
             RANK: str(self.rank),
             WORLD_SIZE: str(self.world_size),
         }
+        if self.config_dir is not None:
+            variables[CONFIG_DIR] = str(self.config_dir)
+        return variables

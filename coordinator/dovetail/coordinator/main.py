@@ -31,8 +31,8 @@ EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
 
 
 async def _run(env: ProcessEnv, log: EventLog) -> int:
-    job = RLHFJob.model_validate_json((env.run_dir / "job.json").read_text(encoding="utf-8"))
-    plan = Plan.model_validate_json((env.run_dir / "plan.json").read_text(encoding="utf-8"))
+    job = RLHFJob.model_validate_json(env.job_file.read_text(encoding="utf-8"))
+    plan = Plan.model_validate_json(env.plan_file.read_text(encoding="utf-8"))
     function = job.spec.models.reward.function
     settings = Settings(
         run_dir=env.run_dir,
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; takes everything from the environment (docs/architecture.md)."""
     del argv
     env = ProcessEnv.read()
+    env.run_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog(env.run_dir / "events.jsonl", env.name)
     try:
         return asyncio.run(_run(env, log))

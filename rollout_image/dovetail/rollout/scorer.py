@@ -53,7 +53,7 @@ class Settings:
 
 def read_settings(env: ProcessEnv) -> Settings:
     """From job.json in the run directory; the defaults without one. Raises ValueError when it is not a job."""
-    path = env.run_dir / "job.json"
+    path = env.job_file
     if not path.is_file():
         return Settings()
     try:

@@ -34,10 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     for anything else; further vLLM arguments may be given."""
     try:
         env = ProcessEnv.read()
-        job = RLHFJob.model_validate_json((env.run_dir / "job.json").read_text())
+        job = RLHFJob.model_validate_json(env.job_file.read_text())
         group = _group(job, env.group)
         config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
-        on_cpu = group.gpu.product is None or group.gpu.per_pod == 0
+        on_cpu = group.on_cpu or not has_gpu()
         if on_cpu and (problem := cpu_head_error(config)):
             raise ValueError(problem)
     except (OSError, ValueError) as error:
@@ -46,6 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.update(environment(on_cpu, os.environ))
     arguments = vllm_arguments(env, job, group, config, on_cpu)
     return serve([*arguments, *(argv or [])], env, on_cpu)
+
+
+def has_gpu() -> bool:
+    """Whether a CUDA device is at hand; without one, GPU groups run on CPUs, as trainers and scorers do."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _group(job: RLHFJob, name: str) -> Group:

@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         env = ProcessEnv.read()
         log = Events(env.name)
-        job = read_job(env.run_dir)
-        plan = read_plan(env.run_dir, env)
+        job = read_job(env.job_file)
+        plan = read_plan(env.plan_file, env)
         return serve(env, job, plan.parallelism, options.patience, log)
     except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
         log("rank.failed", message=str(error))
@@ -92,9 +92,8 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     return 0
 
 
-def read_job(run_dir: Path) -> RLHFJob:
+def read_job(path: Path) -> RLHFJob:
     """Raises ValueError when job.json does not hold a valid job, OSError when it is missing."""
-    path = run_dir / "job.json"
     try:
         return RLHFJob.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -103,9 +102,8 @@ def read_job(run_dir: Path) -> RLHFJob:
         raise ValueError(f"{path}: {place}: {first['msg']}") from error
 
 
-def read_plan(run_dir: Path, env: ProcessEnv) -> Plan:
+def read_plan(path: Path, env: ProcessEnv) -> Plan:
     """Raises ValueError when plan.json is not a plan for this many ranks, OSError when it is missing."""
-    path = run_dir / "plan.json"
     try:
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:

@@ -1,0 +1,1 @@
+"""The status REST API: reads jobs and their coordinators for people and programs; changes nothing."""

@@ -1,0 +1,48 @@
+"""What an administrator decides for the status API: `DOVETAIL_API_*` variables of its pod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """`audiences`: those that a token may be for; empty means the API server's own. `namespaces`: those whose jobs are
+    shown; empty means all. With `tls_certificate` and `tls_key` (paths) the API serves HTTPS. `coordinator_url` takes
+    {job} and {namespace}, for clusters whose services have other names. Times in seconds."""
+
+    host: str = "0.0.0.0"
+    port: int = 8080
+    namespaces: tuple[str, ...] = ()
+    audiences: tuple[str, ...] = ()
+    tls_certificate: str = ""
+    tls_key: str = ""
+    coordinator_url: str = ""
+    auth_cache_seconds: float = 10.0
+    poll_seconds: float = 2.0
+    request_seconds: float = 10.0
+    streams: int = 200
+
+    @staticmethod
+    def read(environ: Mapping[str, str] = os.environ) -> ApiSettings:
+        """From the environment; what is not set keeps its default. Raises ValueError that names the variable."""
+        found: dict[str, Any] = {}
+        for name, default in ApiSettings().__dict__.items():
+            variable = f"DOVETAIL_API_{name.upper()}"
+            text = environ.get(variable, "")
+            if not text:
+                continue
+            if isinstance(default, tuple):
+                found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
+                continue
+            try:
+                found[name] = type(default)(text)
+            except ValueError as error:
+                raise ValueError(f"{variable} is {text!r}, not a number") from error
+        settings = ApiSettings(**found)
+        if bool(settings.tls_certificate) != bool(settings.tls_key):
+            raise ValueError("DOVETAIL_API_TLS_CERTIFICATE and DOVETAIL_API_TLS_KEY belong together; give both or none")
+        return settings

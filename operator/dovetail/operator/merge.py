@@ -1,0 +1,72 @@
+"""Strategic merge patch of pod templates: the subset of Kubernetes' rules that pod templates use. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Merge keys by the list's name, from the patchMergeKey tags of k8s.io/api/core/v1; other lists are replaced whole.
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "ports": "containerPort",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "imagePullSecrets": "name",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+}
+DIRECTIVE = "$patch"
+
+
+class MergeError(ValueError):
+    """The patch cannot be applied; one sentence."""
+
+
+def merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `patch` merged in; neither is changed. null removes a field, `$patch: delete` a list's item,
+    `$patch: replace` makes the patch's object the whole. Raises MergeError."""
+    return _objects(base, patch, "podTemplate")
+
+
+def _objects(base: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
+    if patch.get(DIRECTIVE) == "replace":
+        return {key: value for key, value in patch.items() if key != DIRECTIVE}
+    result = dict(base)
+    for key, value in patch.items():
+        if key == DIRECTIVE:
+            raise MergeError(f"{path}.{DIRECTIVE} is {value!r}; in an object only replace is understood")
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = _value(result.get(key), value, key, f"{path}.{key}")
+    return result
+
+
+def _value(base: Any, patch: Any, name: str, path: str) -> Any:
+    if isinstance(patch, dict):
+        return _objects(base if isinstance(base, dict) else {}, patch, path)
+    if isinstance(patch, list) and name in MERGE_KEYS:
+        return _lists(base if isinstance(base, list) else [], patch, MERGE_KEYS[name], path)
+    return patch
+
+
+def _lists(base: list[Any], patch: list[Any], key: str, path: str) -> list[Any]:
+    """Items with the same key are merged where they stand, others added at the end in the patch's order."""
+    result: dict[Any, Any] = {item[key]: item for item in base}
+    for number, item in enumerate(patch):
+        place = f"{path}[{number}]"
+        if not isinstance(item, dict):
+            raise MergeError(f"{place} must be an object with {key}")
+        if item == {DIRECTIVE: "replace"}:
+            result = {}
+            continue
+        if key not in item:
+            raise MergeError(f"{place} lacks {key}, by which items of this list are told apart")
+        if item.get(DIRECTIVE) == "delete":
+            result.pop(item[key], None)
+        else:
+            result[item[key]] = _objects(result.get(item[key], {}), item, place)
+    return list(result.values())

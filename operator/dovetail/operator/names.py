@@ -1,0 +1,76 @@
+"""Names and labels of everything that belongs to a job. Deterministic, so that children never come twice."""
+
+from __future__ import annotations
+
+from dovetail.api.env import COORDINATOR_PORT
+from dovetail.api.types import RLHFJob
+
+FIELD_MANAGER = "dovetail-operator"
+COORDINATOR = "coordinator"
+CONTAINER = "dovetail"  # of every pod: what a group's podTemplate patches
+TOKEN_KEY = "token"
+
+JOB_LABEL = "dovetail.dev/job"
+GROUP_LABEL = "dovetail.dev/group"
+ROLE_LABEL = "dovetail.dev/role"
+SURPLUS_LABEL = "dovetail.dev/surplus"
+SPEC_HASH = "dovetail.dev/spec-hash"
+INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+KUEUE = "kueue.x-k8s.io/"
+QUEUE_LABEL = f"{KUEUE}queue-name"
+
+VOLUME_MOUNT = "/var/dovetail"
+CONFIG_MOUNT = "/etc/dovetail"
+CLAIMS_MOUNT = "/var/dovetail-claims"
+LONGEST_POD_NAME = 63
+
+
+def plan_config_map(job: str) -> str:
+    """The ConfigMap with job.json and plan.json."""
+    return f"{job}-plan"
+
+
+def token_secret(job: str) -> str:
+    """The Secret with the token that every HTTP route between the job's pods asks for."""
+    return f"{job}-token"
+
+
+def volume_claim(job: str) -> str:
+    """The claim for the job's files, where the manifest names none."""
+    return f"{job}-files"
+
+
+def account(job: str) -> str:
+    """ServiceAccount, Role and RoleBinding of the job's pods."""
+    return f"{job}-pods"
+
+
+def coordinator_service(job: str) -> str:
+    """The headless Service in front of the coordinator."""
+    return f"{job}-{COORDINATOR}"
+
+
+def coordinator_url(job: str, namespace: str) -> str:
+    """Where the job's pods, the operator and the status API reach its coordinator."""
+    return f"http://{coordinator_service(job)}.{namespace}.svc:{COORDINATOR_PORT}"
+
+
+def surplus_job(job: str, group: str, index: int) -> str:
+    """The Job of a rollout beyond the group's minimum; `index` counts on from the guaranteed ones."""
+    return f"{job}-{group}-s{index}"
+
+
+def run_dir(job: RLHFJob, uid: str) -> str:
+    """The job's folder on its volume: of this very RLHFJob, not of an earlier one with the same name."""
+    return f"{VOLUME_MOUNT}/{job.metadata.name}-{uid[:8]}"
+
+
+def labels(job: str, component: str) -> dict[str, str]:
+    """Labels of a child."""
+    return {
+        "app.kubernetes.io/name": "dovetail",
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        JOB_LABEL: job,
+    }

@@ -1,0 +1,47 @@
+"""The ConfigMap that every pod mounts: the manifest with defaults, and the plan."""
+
+from __future__ import annotations
+
+import json
+
+from dovetail.api.types import RLHFJob
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object, digest
+
+
+def config_map(context: Context) -> Object:
+    """job.json and plan.json, which `spec_hash` of the manifest tells apart from those of another one."""
+    metadata = context.metadata(names.plan_config_map(context.name), "plan")
+    metadata["annotations"] = {names.SPEC_HASH: spec_hash(context.job)}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {
+            "job.json": json.dumps(in_pods(context.job), indent=2) + "\n",
+            "plan.json": context.plan.model_dump_json(by_alias=True, indent=2) + "\n",
+        },
+    }
+
+
+def spec_hash(job: RLHFJob) -> str:
+    """Of everything that a plan may depend on."""
+    spec = job.spec.model_dump(mode="json", by_alias=True)
+    for name in ("suspend", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "failurePolicy", "checkpoint"):
+        spec.pop(name, None)
+    for group in spec["groups"]:
+        group.pop("podTemplate", None)
+        group.pop("image", None)
+    return digest(spec)
+
+
+def in_pods(job: RLHFJob) -> Object:
+    """The manifest as the job's processes read it: models on claims are folders there."""
+    document = job.model_dump(mode="json", by_alias=True, exclude={"status"})
+    metadata = document["metadata"]
+    document["metadata"] = {key: metadata[key] for key in ("name", "namespace") if metadata.get(key)}
+    for model in document["spec"]["models"].values():
+        source = model.get("source")
+        if source and source.get("pvc"):
+            source["path"] = f"{names.CLAIMS_MOUNT}/{source.pop('pvc').strip('/')}"
+    return document

@@ -1,0 +1,70 @@
+"""What every rendering function needs, and what all objects have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.api.plan import Plan, pod_count
+from dovetail.api.types import KIND, Group, RLHFJob, Role
+from dovetail.operator import names
+from dovetail.operator.settings import Settings
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """One job to render. `job` has its defaults filled in (`dovetail.api.resolve`); `uid` is the RLHFJob's."""
+
+    job: RLHFJob
+    uid: str
+    plan: Plan
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        return self.job.metadata.name
+
+    @property
+    def namespace(self) -> str:
+        return self.job.metadata.namespace or "default"
+
+    def metadata(self, name: str, component: str, **more: Any) -> Object:
+        """Metadata of a child that the RLHFJob owns: it goes when the job goes."""
+        owner = {
+            "apiVersion": self.job.api_version,
+            "kind": KIND,
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+        return {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": names.labels(self.name, component),
+            "ownerReferences": [owner],
+            **more,
+        }
+
+    def queueing(self) -> dict[str, str]:
+        """Labels of the RLHFJob that Kueue is to see on what it admits."""
+        return {key: value for key, value in self.job.metadata.labels.items() if key.startswith(names.KUEUE)}
+
+
+def guaranteed(group: Group) -> int:
+    """Pods of a group that start with the job: trainers all, rollouts the minimum."""
+    return pod_count(group) if Role.TRAINER in group.roles else group.min_replicas or pod_count(group)
+
+
+def wanted(group: Group) -> int:
+    """Pods of a group when there is room for all."""
+    return max(guaranteed(group), group.max_replicas or pod_count(group))
+
+
+def digest(document: Any) -> str:
+    """SHA-256 of a JSON document, its keys in order."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

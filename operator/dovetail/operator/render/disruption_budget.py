@@ -1,0 +1,25 @@
+"""The PodDisruptionBudget: drains take the job's pods one at a time."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object, guaranteed
+
+
+def disruption_budget(context: Context) -> Object:
+    """A number of pods that must stay, for Jobs have no scale that `maxUnavailable` could be counted from. Surplus
+    rollouts may always go, and a pod that is not ready never holds up a drain."""
+    pods = 1 + sum(guaranteed(group) for group in context.job.spec.groups)
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": context.metadata(context.name, "disruption"),
+        "spec": {
+            "minAvailable": pods - 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {
+                "matchLabels": {names.JOB_LABEL: context.name},
+                "matchExpressions": [{"key": names.SURPLUS_LABEL, "operator": "DoesNotExist"}],
+            },
+        },
+    }

@@ -1,0 +1,41 @@
+"""The JobSet: coordinator, trainers and the rollouts that the job cannot start without. Kueue admits all or nothing."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object, guaranteed
+from dovetail.operator.render.job import CONFIGURATION, FAILED, job_spec
+from dovetail.operator.render.pod import coordinator_pod, group_pod
+
+API_VERSION = "jobset.x-k8s.io/v1alpha2"
+
+
+def jobset(context: Context) -> Object:
+    """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
+    nothing here says in which order they start."""
+    restarts = context.job.spec.failure_policy.max_restarts
+    jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, restarts, hopeless=(FAILED, CONFIGURATION)))]
+    jobs += [
+        (group.name, job_spec(group_pod(context, group), guaranteed(group), restarts))
+        for group in context.job.spec.groups
+    ]
+    metadata = context.metadata(context.name, "jobset")
+    metadata["labels"] |= context.queueing()
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": False},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [names.COORDINATOR]},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": [
+                {
+                    "name": name,
+                    "replicas": 1,
+                    "template": {"metadata": {"labels": names.labels(context.name, name)}, "spec": spec},
+                }
+                for name, spec in jobs
+            ],
+        },
+    }

@@ -1,0 +1,53 @@
+"""All children of a job but its token, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.config_map import config_map
+from dovetail.operator.render.context import Context, Object, wanted
+from dovetail.operator.render.disruption_budget import disruption_budget
+from dovetail.operator.render.jobset import jobset
+from dovetail.operator.render.network_policy import network_policy
+from dovetail.operator.render.role import role
+from dovetail.operator.render.role_binding import role_binding
+from dovetail.operator.render.service import service
+from dovetail.operator.render.service_account import service_account
+from dovetail.operator.render.surplus import surplus_jobs
+from dovetail.operator.render.volume_claim import volume_claim
+
+__all__ = ["furniture", "jobset", "name_problem", "surplus_jobs"]
+
+
+def furniture(context: Context) -> list[Object]:
+    """What pods need before they start: cheap, kept while the job is suspended."""
+    claim = volume_claim(context)
+    return [
+        *([claim] if claim is not None else []),
+        config_map(context),
+        service_account(context),
+        role(context),
+        role_binding(context),
+        service(context),
+        network_policy(context),
+        disruption_budget(context),
+    ]
+
+
+def name_problem(context: Context) -> str | None:
+    """A sentence if a group takes the coordinator's name, or a pod's name would be longer than the 63 characters that
+    its host name may have."""
+    for index, group in enumerate(context.job.spec.groups):
+        if group.name == names.COORDINATOR:
+            return f"spec.groups[{index}].name is {names.COORDINATOR}, the name of another process; choose another"
+    longest = max(
+        [f"{context.name}-{names.COORDINATOR}-0-0-12345"]
+        + [f"{context.name}-{g.name}-0-{wanted(g)}-12345" for g in context.job.spec.groups],
+        key=len,
+    )
+    if len(longest) <= names.LONGEST_POD_NAME:
+        return None
+    over = len(longest) - names.LONGEST_POD_NAME
+    return (
+        f"pod names such as {longest} are {over} characters too long; shorten metadata.name or the group's name "
+        f"by {over}"
+    )

@@ -1,0 +1,179 @@
+"""Pod templates: what all pods share, the coordinator's, and that of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.api import env
+from dovetail.api.types import Group, RLHFJobSpec, Role
+from dovetail.operator import names
+from dovetail.operator.merge import merge
+from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.volume_claim import claim_name
+
+# Any will do that is not root's; one for all images, so that all pods may write the job's files.
+USER = 65532
+GRACE_SECONDS = 45
+GPU_RESOURCE = "nvidia.com/gpu"
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+# Writable places of a read-only root; caches of Hugging Face, vLLM, Triton and torch.inductor go below HOME.
+HOME = "/tmp"
+
+
+def coordinator_pod(context: Context) -> Object:
+    """The pod template of the coordinator."""
+    port = env.COORDINATOR_PORT
+    container = _container(context, context.settings.coordinator_image, "dovetail.coordinator.main")
+    container["env"] += [_value(env.NAME, names.COORDINATOR), _value(env.PORT, port)]
+    container |= {
+        "ports": [{"name": "http", "containerPort": port}],
+        "startupProbe": _probe("/healthz", port, period=2, failures=150),
+        "readinessProbe": _probe("/healthz", port, period=5, failures=3),
+        "livenessProbe": _probe("/healthz", port, period=15, failures=8),
+        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
+    }
+    return _template(context, names.COORDINATOR, container, patch={})
+
+
+def group_pod(context: Context, group: Group, index: int | None = None) -> Object:
+    """The pod template of a group. `index`: the pod's number in its group; by default its completion index."""
+    container = _container(context, image(context, group), "dovetail.local.pod")
+    where: Object = {"fieldPath": f"metadata.annotations['{names.INDEX_ANNOTATION}']"}
+    number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else _value(env.INDEX, index)
+    container["env"] += [number, _value(env.GROUP, group.name)]
+    container["ports"] = []
+    if Role.ROLLOUT in group.roles:
+        container["ports"] += [
+            {"name": "http", "containerPort": env.SERVER_PORT},
+            {"name": "scorer", "containerPort": env.SCORER_PORT},
+        ]
+        # A server starts once the coordinator has written the model's configuration, and may compile for long.
+        container |= {
+            "startupProbe": _probe("/health", env.SERVER_PORT, period=5, failures=360),
+            "readinessProbe": _probe("/health", env.SERVER_PORT, period=5, failures=3),
+            "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=8),
+            # The coordinator stops giving it work, and what it generates now is taken over by others.
+            "lifecycle": {"preStop": {"exec": {"command": ["python", "-m", "dovetail.local.pod", "--drain"]}}},
+        }
+    if Role.TRAINER in group.roles:
+        count = max(1, group.gpu.per_pod)
+        first = env.TRAINER_METRICS_PORT
+        container["ports"] += [{"name": f"metrics-{i}", "containerPort": first + i} for i in range(count)]
+        if Role.ROLLOUT not in group.roles:
+            container["readinessProbe"] = _probe("/metrics", first, period=5, failures=3)
+    extra: Object = {}
+    if not group.on_cpu:
+        # Equal requests are implied, and required, for extended resources.
+        container["resources"] = {"limits": {GPU_RESOURCE: str(group.gpu.per_pod)}}
+        extra = {
+            "nodeSelector": {PRODUCT_LABEL: group.gpu.product},
+            "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
+        }
+    container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    extra["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    template = _template(context, "-".join(group.roles), container, patch=group.pod_template, extra=extra)
+    template["metadata"]["labels"][names.GROUP_LABEL] = group.name
+    return template
+
+
+def image(context: Context, group: Group) -> str:
+    """The group's image, else the operator's default; the rollout image can train, too."""
+    default = context.settings.rollout_image if Role.ROLLOUT in group.roles else context.settings.trainer_image
+    return group.image or default
+
+
+def claims(spec: RLHFJobSpec) -> list[str]:
+    """Claims that models are read from."""
+    sources = (spec.models.actor, spec.models.critic, spec.models.reward, spec.models.reference)
+    return sorted({m.source.pvc.strip("/").partition("/")[0] for m in sources if m.source and m.source.pvc})
+
+
+def _container(context: Context, image: str, module: str) -> Object:
+    job = context.name
+    secret = {"name": names.token_secret(job), "key": names.TOKEN_KEY}
+    return {
+        "name": names.CONTAINER,
+        "image": image,
+        "command": ["python", "-m", module],
+        "env": [
+            _value(env.JOB, job),
+            _value(env.RUN_DIR, names.run_dir(context.job, context.uid)),
+            _value(env.CONFIG_DIR, names.CONFIG_MOUNT),
+            _value(env.COORDINATOR, names.coordinator_url(job, context.namespace)),
+            {"name": env.TOKEN, "valueFrom": {"secretKeyRef": secret}},
+            {"name": env.HOST, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            _value("HOME", HOME),
+            _value("USER", "dovetail"),  # the image has no entry for this user's number
+            _value("PYTHONUNBUFFERED", 1),
+            _value("TOKENIZERS_PARALLELISM", "false"),
+        ],
+        "volumeMounts": [
+            {"name": "files", "mountPath": names.VOLUME_MOUNT},
+            {"name": "plan", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+            *(
+                {"name": f"claim-{i}", "mountPath": f"{names.CLAIMS_MOUNT}/{claim}", "readOnly": True}
+                for i, claim in enumerate(claims(context.job.spec))
+            ),
+        ],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        # A process that dies leaves its last line here, else the end of its log: the job's status quotes it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _template(
+    context: Context, component: str, container: Object, patch: dict[str, Any], extra: Object | None = None
+) -> Object:
+    more = dict(extra or {})
+    volumes = [
+        {"name": "files", "persistentVolumeClaim": {"claimName": claim_name(context)}},
+        {"name": "plan", "configMap": {"name": names.plan_config_map(context.name)}},
+        {"name": "tmp", "emptyDir": {}},
+        *(
+            {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+            for i, claim in enumerate(claims(context.job.spec))
+        ),
+        *more.pop("volumes", []),
+    ]
+    template: Object = {
+        "metadata": {"labels": names.labels(context.name, component) | {names.ROLE_LABEL: component}},
+        "spec": {
+            "serviceAccountName": names.account(context.name),
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "restartPolicy": "Never",  # its Job replaces it; only so can exit codes decide whether to
+            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": volumes,
+            **more,
+        },
+    }
+    if context.settings.pull_secrets:
+        template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
+    return merge(merge(template, context.settings.pod_template), patch)
+
+
+def _value(name: str, value: object) -> Object:
+    return {"name": name, "value": str(value)}
+
+
+def _probe(path: str, port: int, *, period: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,21 @@
+"""The Role of the job's pods."""
+
+from __future__ import annotations
+
+from dovetail.api.crd import GROUP, PLURAL
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+
+def role(context: Context) -> Object:
+    """May read the job and its plan, for programs of the user's that ask the API server; nothing of ours does."""
+    plan = names.plan_config_map(context.name)
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": context.metadata(names.account(context.name), "pods"),
+        "rules": [
+            {"apiGroups": [GROUP], "resources": [PLURAL], "resourceNames": [context.name], "verbs": ["get"]},
+            {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [plan], "verbs": ["get"]},
+        ],
+    }

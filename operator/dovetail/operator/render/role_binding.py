@@ -1,0 +1,17 @@
+"""The RoleBinding of the job's pods."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+
+def role_binding(context: Context) -> Object:
+    account = names.account(context.name)
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": context.metadata(account, "pods"),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": context.namespace}],
+    }

@@ -1,0 +1,18 @@
+"""The Secret with the job's token."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+
+def secret(context: Context, token: str) -> Object:
+    """To be created once: running pods hold the token, so it never changes."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": context.metadata(names.token_secret(context.name), "token"),
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {names.TOKEN_KEY: token},
+    }

@@ -1,0 +1,22 @@
+"""The headless Service that gives the coordinator a name."""
+
+from __future__ import annotations
+
+from dovetail.api.env import COORDINATOR_PORT
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+
+def service(context: Context) -> Object:
+    """Resolves to the coordinator's pod, also before that is ready: the others wait for it themselves."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": context.metadata(names.coordinator_service(context.name), names.COORDINATOR),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_LABEL: context.name, names.ROLE_LABEL: names.COORDINATOR},
+            "ports": [{"name": "http", "port": COORDINATOR_PORT, "targetPort": COORDINATOR_PORT, "protocol": "TCP"}],
+        },
+    }

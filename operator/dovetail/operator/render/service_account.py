@@ -1,0 +1,16 @@
+"""The ServiceAccount of the job's pods."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+
+def service_account(context: Context) -> Object:
+    """No pod mounts its token unless the manifest's podTemplate says so."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": context.metadata(names.account(context.name), "pods"),
+        "automountServiceAccountToken": False,
+    }

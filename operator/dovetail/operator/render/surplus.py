@@ -1,0 +1,36 @@
+"""Rollouts beyond a group's minimum: a Job each, of lower priority, that may come and go while the job runs."""
+
+from __future__ import annotations
+
+from dovetail.api.types import Role
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object, guaranteed, wanted
+from dovetail.operator.render.job import job_spec
+from dovetail.operator.render.pod import group_pod
+
+
+def surplus_jobs(context: Context) -> list[Object]:
+    """All that are wanted now."""
+    return [
+        _job(context, group.name, index)
+        for group in context.job.spec.groups
+        if Role.TRAINER not in group.roles
+        for index in range(guaranteed(group), wanted(group))
+    ]
+
+
+def _job(context: Context, name: str, index: int) -> Object:
+    group = next(g for g in context.job.spec.groups if g.name == name)
+    template = group_pod(context, group, index)
+    template["metadata"]["labels"][names.SURPLUS_LABEL] = "true"
+    if priority := context.settings.surplus_priority_class:
+        template["spec"]["priorityClassName"] = priority
+    metadata = context.metadata(names.surplus_job(context.name, name, index), "surplus")
+    metadata["labels"] |= {names.GROUP_LABEL: name, names.SURPLUS_LABEL: "true"} | context.queueing()
+    restarts = context.job.spec.failure_policy.max_restarts
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": job_spec(template, 1, restarts),
+    }

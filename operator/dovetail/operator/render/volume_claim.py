@@ -1,0 +1,30 @@
+"""The PersistentVolumeClaim for the job's files."""
+
+from __future__ import annotations
+
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+
+def claim_name(context: Context) -> str:
+    """The claim of the manifest, else the job's own."""
+    return context.job.spec.checkpoint.volume or names.volume_claim(context.name)
+
+
+def volume_claim(context: Context) -> Object | None:
+    """None where the manifest names a claim: that one is the user's, and outlives the job."""
+    if context.job.spec.checkpoint.volume is not None:
+        return None
+    settings = context.settings
+    spec: Object = {
+        "accessModes": [settings.volume_access_mode],
+        "resources": {"requests": {"storage": settings.volume_size}},
+    }
+    if settings.volume_class:
+        spec["storageClassName"] = settings.volume_class
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": context.metadata(names.volume_claim(context.name), "files"),
+        "spec": spec,
+    }

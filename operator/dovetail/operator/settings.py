@@ -1,0 +1,66 @@
+"""What an administrator decides for all jobs: `DOVETAIL_*` variables of the operator's pod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_IMAGE = "dovetail/{}:0.1.0"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Images are those of groups that name none. `pod_template` is a strategic merge patch of every pod, applied
+    before the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose
+    manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them."""
+
+    namespace: str = "dovetail-system"
+    namespaces: tuple[str, ...] = ()
+    identity: str = "operator"
+    coordinator_image: str = _IMAGE.format("operator")
+    trainer_image: str = _IMAGE.format("trainer")
+    rollout_image: str = _IMAGE.format("rollout")
+    pull_secrets: tuple[str, ...] = ()
+    pod_template: dict[str, Any] = field(default_factory=dict)
+    surplus_priority_class: str = ""
+    volume_size: str = "100Gi"
+    volume_class: str = ""
+    volume_access_mode: str = "ReadWriteMany"
+    workers: int = 8
+    planner_seconds: float = 60.0
+    progress_seconds: float = 5.0
+    health_port: int = 8080
+
+    @staticmethod
+    def read(environ: Mapping[str, str] = os.environ) -> Settings:
+        """From the environment; what is not set keeps its default. Raises ValueError, or OSError for a pod template
+        that cannot be read."""
+        given = {key.removeprefix("DOVETAIL_").lower(): value for key, value in environ.items() if value}
+        found: dict[str, Any] = {}
+        for name, default in Settings().__dict__.items():
+            if name not in given:
+                continue
+            text = given[name]
+            if name == "pod_template":
+                found[name] = _template(Path(text))
+            elif isinstance(default, tuple):
+                found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
+            else:
+                try:
+                    found[name] = type(default)(text)
+                except ValueError as error:
+                    raise ValueError(f"DOVETAIL_{name.upper()} is {text!r}, not a number") from error
+        return Settings(**found)
+
+
+def _template(path: Path) -> dict[str, Any]:
+    """DOVETAIL_POD_TEMPLATE names a YAML file."""
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
+    return document

@@ -1,0 +1,82 @@
+"""Write tests/golden/objects/*.yaml anew: what the operator makes of some jobs. Look at the difference before committing.
+
+python tests/golden/make_objects.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from dovetail.api.manifest import parse
+from dovetail.api.resolve import resolve
+from dovetail.api.types import RLHFJob
+from dovetail.operator.render.context import Context
+from dovetail.operator.render.objects import furniture, jobset, surplus_jobs
+from dovetail.operator.render.secret import secret
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+
+FOLDER = Path(__file__).parent / "objects"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+UID = "5d3f0e0c-1b62-4f0e-9d1a-2f8f3f1f7a11"
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def jobs() -> dict[str, tuple[RLHFJob, Settings]]:
+    """By name of the golden file."""
+    cluster = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
+    colocated = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
+    colocated["metadata"] |= {"namespace": "team-a", "labels": {"kueue.x-k8s.io/queue-name": "research", "team": "a"}}
+    colocated["spec"]["models"]["critic"] = {"source": {"pvc": "models/critics/small"}}
+    colocated["spec"]["checkpoint"]["volume"] = "shared"
+    colocated["spec"]["groups"] = [
+        {
+            "name": "both",
+            "roles": ["trainer", "rollout"],
+            "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 4},
+            "replicas": 2,
+            "image": "registry.example/team/rollout:7",
+            "podTemplate": {
+                "metadata": {"annotations": {"team": "a"}},
+                "spec": {
+                    "priorityClassName": "research",
+                    "containers": [{"name": "dovetail", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}],
+                    "tolerations": None,
+                },
+            },
+        },
+        {"name": "spare", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 3},
+    ]
+    admin = Settings(
+        pull_secrets=("registry",),
+        surplus_priority_class="dovetail-surplus",
+        pod_template={"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}}]}},
+    )
+    return {"quickstart": (_job(cluster), Settings()), "colocated": (_job(colocated), admin)}
+
+
+def _job(document: dict[str, object]) -> RLHFJob:
+    job = parse(document)
+    return job.model_copy(update={"spec": resolve(job.spec)})
+
+
+def rendered(job: RLHFJob, settings: Settings) -> str:
+    context = Context(job, UID, make_plan(job.spec), settings)
+    objects = [secret(context, "0" * 64), *furniture(context), jobset(context), *surplus_jobs(context)]
+    return yaml.dump_all(objects, Dumper=_NoAliases, sort_keys=False, width=110)
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, (job, settings) in jobs().items():
+        (FOLDER / f"{name}.yaml").write_text(rendered(job, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A pod's processes: which they are, and how they end together."""
+
+import asyncio
+import http.server
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import yaml
+from golden import make_objects
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.manifest import parse
+from dovetail.api.resolve import resolve
+from dovetail.local.pod import Pod, PodProcess, drain, main, pod_processes
+from dovetail.operator.render.config_map import in_pods
+from dovetail.planner.simple import make_plan
+
+SECONDS = 60.0
+
+
+def a_job(groups):
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart.yaml").read_text())
+    document["spec"]["groups"] = groups
+    job = parse(document)
+    return job.model_copy(update={"spec": resolve(job.spec)})
+
+
+def base(tmp_path):
+    return ProcessEnv(
+        *("demo", "pod", tmp_path, "http://127.0.0.1:1", "secret", "10.0.0.7", 0, 0, "", 0, 1), config_dir=tmp_path
+    )
+
+
+GPU = {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}
+
+
+def test_trainer_pods_share_the_ranks_of_the_plan(tmp_path):
+    job = a_job(
+        [
+            {"name": "first", "roles": ["trainer"]},
+            {"name": "more", "roles": ["trainer"], "gpu": GPU, "replicas": 2},
+            {"name": "gen", "roles": ["rollout"]},
+        ]
+    )
+    plan = make_plan(job.spec)
+    made = pod_processes(job, plan, job.spec.groups[1], 1, base(tmp_path), ["0", "1"], 3)
+    read = [ProcessEnv.read(process.env) for process in made]
+    assert [(e.name, e.rank, e.world_size, e.group) for e in read] == [
+        ("trainer-3", 3, 5, "more"),
+        ("trainer-4", 4, 5, "more"),
+    ]
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in made] == ["0", "1"]
+    assert len({e.metrics_port for e in read}) == 2
+    assert all(e.host == "10.0.0.7" and e.config_dir == tmp_path for e in read)
+    with pytest.raises(ValueError, match="no trainer ranks for pod 2"):
+        pod_processes(job, plan, job.spec.groups[1], 2, base(tmp_path), [], 1)
+
+
+def test_a_rollout_pod_shares_its_gpus(tmp_path):
+    job = a_job([{"name": "train", "roles": ["trainer"]}, {"name": "gen", "roles": ["rollout"], "gpu": GPU}])
+    made = pod_processes(job, make_plan(job.spec), job.spec.groups[1], 7, base(tmp_path), ["0", "1"], 1)
+    assert [p.name for p in made] == ["gen-7", "gen-7-scorer"]
+    assert [p.env["CUDA_VISIBLE_DEVICES"] for p in made] == ["0,1", "0,1"]
+    assert len({ProcessEnv.read(p.env).port for p in made}) == 2
+
+
+# ---------------------------------------------------------------- running
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Write small modules for `python -m`."""
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def write(name, code, *, finishes=False):
+        (tmp_path / f"{name}.py").write_text(code)
+        return PodProcess(name, name, {}, finishes)
+
+    return write, environ
+
+
+WAIT = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def run(processes, environ, **more):
+    pod = Pod(processes, environ, **more)
+    return asyncio.run(asyncio.wait_for(pod.run(), SECONDS)), pod.message
+
+
+def test_the_first_failure_ends_the_pod_with_its_code_and_last_line(modules, capfd):
+    write, environ = modules
+    code, message = run(
+        [write("waits", WAIT), write("fails", "import sys\nprint('no model at /x')\nsys.exit(3)")], environ
+    )
+    assert code == 3
+    assert message == "fails ended (exit code 3): no model at /x"
+    assert "no model at /x" in capfd.readouterr().out
+
+
+def test_a_killed_process_counts_as_a_signal(modules):
+    write, environ = modules
+    code, message = run([write("dies", "import os\nos.kill(os.getpid(), 9)")], environ)
+    assert code == 128 + signal.SIGKILL
+    assert message == "dies ended (signal SIGKILL)"
+
+
+def test_the_pod_is_done_when_all_that_finish_have(modules):
+    write, environ = modules
+    first, second = write("one", "print(1)", finishes=True), write("two", "import time\ntime.sleep(0.5)", finishes=True)
+    assert run([first, second, write("waits", WAIT)], environ) == (0, "")
+
+
+def test_a_server_that_ends_by_itself_has_failed(modules):
+    write, environ = modules
+    code, message = run([write("serves", "print('bye')")], environ)
+    assert (code, message) == (1, "serves ended (exit code 0): bye")
+
+
+def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
+    write, environ = modules
+    deaf = WAIT.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
+    pod = Pod([write("waits", WAIT), write("deaf", deaf)], environ, grace=1.0)
+
+    async def stopped():
+        running = asyncio.create_task(pod.run())
+        deadline = time.monotonic() + SECONDS
+        while pod.last_lines() != {"waits": "up", "deaf": "up"}:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        pod.stop()
+        return await asyncio.wait_for(running, SECONDS)
+
+    assert asyncio.run(stopped()) == 128 + signal.SIGTERM
+
+
+def test_main_refuses_a_pod_without_a_job(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DOVETAIL_JOB", "demo")
+    assert main([]) == 2
+    assert "DOVETAIL_RUN_DIR is not set" in capsys.readouterr().err
+
+
+def test_main_leaves_the_reason_for_the_kubelet(monkeypatch, tmp_path):
+    """A trainer without a coordinator to reach says so; its line ends up in the pod's status."""
+    job = a_job([{"name": "train", "roles": ["trainer"]}, {"name": "gen", "roles": ["rollout"]}])
+    (tmp_path / "job.json").write_text(json.dumps(in_pods(job)))
+    (tmp_path / "plan.json").write_text(make_plan(job.spec).model_dump_json(by_alias=True))
+    log = tmp_path / "termination-log"
+    log.touch()
+    environ = ProcessEnv.write(base(tmp_path)) | {"DOVETAIL_GROUP": "train", "DOVETAIL_INDEX": "0"}
+    for key, value in (environ | {"DOVETAIL_COORDINATOR": "not a url"}).items():
+        monkeypatch.setenv(key, value)
+    assert main([], log) == 2
+    assert log.read_text().startswith("trainer-0 ended (exit code 2)")
+    assert "DOVETAIL_COORDINATOR must look like" in log.read_text()
+
+
+def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_DELETE(self):
+            seen.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    job = a_job([{"name": "both", "roles": ["trainer", "rollout"]}])
+    made = pod_processes(job, make_plan(job.spec), job.spec.groups[0], 0, base(tmp_path), [], 1)
+    assert len(made) == 3
+    there = ProcessEnv.read(made[0].env | {"DOVETAIL_COORDINATOR": f"http://127.0.0.1:{server.server_port}"})
+    drain(made, there)
+    server.shutdown()
+    server.server_close()
+    drain(made, there)  # nobody there: no error
+    assert seen == [("/v1/instances/both-0", "Bearer secret"), ("/v1/instances/both-0-scorer", "Bearer secret")]

@@ -1,0 +1,243 @@
+"""Objects of a job: golden files, and what must hold for every job."""
+
+import copy
+import json
+
+import pytest
+import yaml
+from golden import make_objects
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.manifest import parse
+from dovetail.api.plan import Plan
+from dovetail.api.resolve import resolve
+from dovetail.api.types import RLHFJob
+from dovetail.operator import names
+from dovetail.operator.merge import MergeError, merge
+from dovetail.operator.render.config_map import in_pods, spec_hash
+from dovetail.operator.render.context import Context
+from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+
+
+def a_context(settings=None, labels=None, namespace="default", **changes):
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
+    document["metadata"] |= {"namespace": namespace, "labels": labels or {}}
+    for path, value in changes.items():
+        document["spec"][path] = value
+    job = parse(document)
+    job = job.model_copy(update={"spec": resolve(job.spec)})
+    return Context(job, make_objects.UID, make_plan(job.spec), settings or Settings())
+
+
+def pods(context):
+    """(name of the replicated job or Job, pod specification, pod labels) of every pod template."""
+    for job in jobset(context)["spec"]["replicatedJobs"]:
+        template = job["template"]["spec"]["template"]
+        yield job["name"], template["spec"], template["metadata"]["labels"]
+    for job in surplus_jobs(context):
+        template = job["spec"]["template"]
+        yield job["metadata"]["name"], template["spec"], template["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("name", sorted(make_objects.jobs()))
+def test_golden(name):
+    expected = (make_objects.FOLDER / f"{name}.yaml").read_text()
+    assert make_objects.rendered(*make_objects.jobs()[name]) == expected, "run python tests/golden/make_objects.py"
+
+
+def test_every_child_is_owned_and_labelled():
+    context = a_context()
+    for child in [*furniture(context), jobset(context), *surplus_jobs(context)]:
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("RLHFJob", make_objects.UID, True)
+        assert child["metadata"]["labels"][names.JOB_LABEL] == "quickstart"
+        assert child["metadata"]["namespace"] == "default"
+
+
+def test_pods_meet_the_restricted_standard():
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards: the restricted profile."""
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    for _, spec, _ in pods(a_context()):
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        for volume in spec["volumes"]:
+            assert set(volume) - {"name"} <= allowed
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert security["readOnlyRootFilesystem"] is True
+            assert all("hostPort" not in port for port in container["ports"])
+
+
+def test_gpu_groups_ask_for_their_product_and_cpu_groups_for_none():
+    context = a_context(
+        groups=[
+            {"name": "a100", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}},
+            {"name": "cpu", "roles": ["rollout"]},
+        ]
+    )
+    found = {name: spec for name, spec, _ in pods(context)}
+    assert found["a100"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
+    assert found["a100"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert found["a100"]["tolerations"]
+    assert "nodeSelector" not in found["cpu"]
+    assert "resources" not in found["cpu"]["containers"][0]
+    assert "nodeSelector" not in found["coordinator"]
+
+
+def test_processes_read_their_environment_from_what_pods_set():
+    """Whatever Kubernetes fills in, the rest of the variables must be those of ProcessEnv."""
+    for name, spec, _ in pods(a_context()):
+        variables = {v["name"]: v.get("value", "7") for v in spec["containers"][0]["env"]}
+        env = ProcessEnv.read({"DOVETAIL_NAME": "set-by-the-pod's-program"} | variables)
+        assert str(env.config_dir) in [m["mountPath"] for m in spec["containers"][0]["volumeMounts"]], name
+        assert str(env.run_dir).startswith("/var/dovetail/quickstart-")
+        assert env.coordinator == "http://quickstart-coordinator.default.svc:8000"
+
+
+def test_the_service_selects_the_coordinator_alone():
+    context = a_context()
+    (service,) = [o for o in furniture(context) if o["kind"] == "Service"]
+    selector = service["spec"]["selector"].items()
+    assert [name for name, _, labels in pods(context) if selector <= labels.items()] == ["coordinator"]
+
+
+def test_the_disruption_budget_lets_one_guaranteed_pod_go():
+    context = a_context()
+    (budget,) = [o for o in furniture(context) if o["kind"] == "PodDisruptionBudget"]
+    guaranteed = sum(j["template"]["spec"]["completions"] for j in jobset(context)["spec"]["replicatedJobs"])
+    assert guaranteed == 1 + 2 + 1 + 1
+    assert budget["spec"]["minAvailable"] == guaranteed - 1
+
+
+def test_surplus_rollouts_count_on_from_the_guaranteed_ones():
+    groups = [
+        {"name": "train", "roles": ["trainer"], "replicas": 2},
+        {"name": "gen", "roles": ["rollout"], "minReplicas": 2, "maxReplicas": 4},
+    ]
+    context = a_context(
+        Settings(surplus_priority_class="low"), {"kueue.x-k8s.io/queue-name": "q", "a": "b"}, groups=groups
+    )
+    jobs = surplus_jobs(context)
+    assert [j["metadata"]["name"] for j in jobs] == ["quickstart-gen-s2", "quickstart-gen-s3"]
+    assert all(j["spec"]["template"]["spec"]["priorityClassName"] == "low" for j in jobs)
+    assert all(j["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q" for j in jobs)
+    sizes = {j["name"]: j["template"]["spec"]["completions"] for j in jobset(context)["spec"]["replicatedJobs"]}
+    assert sizes == {"coordinator": 1, "train": 2, "gen": 2}
+    assert jobset(context)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert "a" not in jobset(context)["metadata"]["labels"]
+    assert all("priorityClassName" not in spec for name, spec, _ in pods(context) if not name.startswith("quickstart-"))
+
+
+def test_the_config_map_holds_what_processes_parse():
+    context = a_context(models={"actor": {"source": {"pvc": "models/llama/8b"}}})
+    (config,) = [o for o in furniture(context) if o["kind"] == "ConfigMap"]
+    job = RLHFJob.model_validate_json(config["data"]["job.json"])
+    assert job.spec.models.actor.source.path == "/var/dovetail-claims/models/llama/8b"
+    assert job.spec.models.actor.source.pvc is None
+    assert Plan.model_validate_json(config["data"]["plan.json"]) == context.plan
+    for _, spec, _ in pods(context):
+        assert "/var/dovetail-claims/models" in [m["mountPath"] for m in spec["containers"][0]["volumeMounts"]]
+
+
+def test_a_claim_of_the_users_is_not_made():
+    made = [o["kind"] for o in furniture(a_context(checkpoint={"volume": "mine"}))]
+    assert "PersistentVolumeClaim" not in made
+    assert "PersistentVolumeClaim" in [o["kind"] for o in furniture(a_context())]
+
+
+def test_the_hash_follows_what_a_plan_depends_on():
+    one = a_context().job
+    assert spec_hash(one) == spec_hash(a_context(suspend=True).job)
+    assert spec_hash(one) == spec_hash(a_context(activeDeadlineSeconds=5).job)
+    assert spec_hash(one) != spec_hash(a_context(seed=5).job)
+
+
+def test_names_too_long_for_pods_are_refused():
+    assert name_problem(a_context()) is None
+    groups = [{"name": "train", "roles": ["trainer"]}, {"name": "g" * 45, "roles": ["rollout"]}]
+    assert "shorten" in name_problem(a_context(groups=groups))
+    groups = [{"name": "coordinator", "roles": ["trainer"]}, {"name": "gen", "roles": ["rollout"]}]
+    assert "coordinator" in name_problem(a_context(groups=groups))
+
+
+def test_documents_are_json():
+    context = a_context()
+    for child in [*furniture(context), jobset(context), *surplus_jobs(context)]:
+        assert json.loads(json.dumps(child)) == child
+    assert json.loads(json.dumps(in_pods(context.job)))["metadata"] == {"name": "quickstart", "namespace": "default"}
+
+
+# ---------------------------------------------------------------- strategic merge
+
+
+BASE = {"spec": {"a": 1, "containers": [{"name": "x", "env": [{"name": "A", "value": "1"}], "args": ["1", "2"]}]}}
+
+
+def test_lists_with_keys_are_merged_and_others_replaced():
+    patch = {
+        "spec": {
+            "containers": [
+                {"name": "y"},
+                {"name": "x", "args": ["3"], "env": [{"name": "A", "value": "2"}, {"name": "B", "value": "3"}]},
+            ]
+        }
+    }
+    merged = merge(BASE, patch)
+    x, y = merged["spec"]["containers"]
+    assert x == {"name": "x", "env": [{"name": "A", "value": "2"}, {"name": "B", "value": "3"}], "args": ["3"]}
+    assert y == {"name": "y"}
+    assert merged["spec"]["a"] == 1
+
+
+def test_null_and_directives():
+    assert merge(BASE, {"spec": {"a": None}})["spec"].keys() == {"containers"}
+    assert merge(BASE, {"spec": {"containers": [{"name": "x", "$patch": "delete"}]}})["spec"]["containers"] == []
+    assert merge(BASE, {"spec": {"$patch": "replace", "b": 2}}) == {"spec": {"b": 2}}
+    assert merge(BASE, {"spec": {"containers": [{"$patch": "replace"}, {"name": "z"}]}})["spec"]["containers"] == [
+        {"name": "z"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patch", "sentence"),
+    [
+        ({"spec": {"containers": [{"image": "x"}]}}, r"podTemplate.spec.containers\[0\] lacks name"),
+        ({"spec": {"containers": ["x"]}}, r"podTemplate.spec.containers\[0\] must be an object"),
+        ({"spec": {"$patch": "delete"}}, "only replace is understood"),
+    ],
+)
+def test_bad_patches_say_where(patch, sentence):
+    with pytest.raises(MergeError, match=sentence):
+        merge(BASE, patch)
+
+
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=12,
+).filter(lambda value: isinstance(value, dict))
+
+
+@given(documents, documents)
+def test_merging_changes_neither_side_and_is_idempotent(base, patch):
+    before = copy.deepcopy((base, patch))
+    once = merge(base, patch)
+    assert (base, patch) == before
+    assert merge(once, patch) == once
