@@ -1,0 +1,1 @@
+"""A Kubernetes cluster on one Linux machine; see README.md beside this folder."""

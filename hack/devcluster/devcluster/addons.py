@@ -1,0 +1,83 @@
+"""What runs on the cluster before anybody's own: storage, CoreDNS, JobSet, and on request Kueue and kwok."""
+
+import os
+import subprocess
+from pathlib import Path
+from string import Template
+
+from devcluster import binaries, images, nodes
+from devcluster.control_plane import kubectl
+from devcluster.settings import SOURCES, Cluster, ClusterError
+from devcluster.supervisor import Supervisor
+
+MANIFESTS = SOURCES / "manifests"
+ROLLOUT_SECONDS = 300
+
+
+def apply(cluster: Cluster, name: str) -> None:
+    text = Template((MANIFESTS / name).read_text()).substitute(DNS=cluster.dns)
+    kubectl(cluster, "apply", "--server-side", "--force-conflicts", "--field-manager=devcluster", "-f", "-", stdin=text)
+
+
+def helm(cluster: Cluster, *words: str) -> None:
+    """Helm with folders of the cluster's own. Raises: ClusterError with its last words."""
+    homes = {f"HELM_{kind}_HOME": str(cluster.state / "helm" / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
+    done = subprocess.run(
+        [str(binaries.path_of("helm")), "--kubeconfig", str(cluster.kubeconfig), *words],
+        env={**os.environ, **homes},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=ROLLOUT_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ClusterError(f"helm {' '.join(words)}: {done.stderr.strip()}")
+
+
+def _chart(cluster: Cluster, name: str, path: str, values: str) -> None:
+    source = binaries.module_folder(name, path)
+    flags = ["--create-namespace", f"--namespace={name}-system", f"--values={MANIFESTS / values}"]
+    helm(cluster, "upgrade", "--install", name, str(source / "charts" / name), *flags)
+
+
+def wait_rollout(cluster: Cluster, namespace: str, *deployments: str) -> None:
+    for deployment in deployments:
+        words = ("rollout", "status", f"--timeout={ROLLOUT_SECONDS}s", f"deployment/{deployment}")
+        kubectl(cluster, "--namespace", namespace, *words)
+
+
+def start_volumes(cluster: Cluster, supervisor: Supervisor) -> None:
+    volumes = cluster.state / "volumes"
+    volumes.mkdir(exist_ok=True)
+    program = str(binaries.path_of("volume-provisioner"))
+    supervisor.start("volumes", [program, f"-kubeconfig={cluster.kubeconfig}", f"-root={volumes}"])
+
+
+def install(cluster: Cluster) -> None:
+    """Applies all that every cluster has; `wait` waits for it."""
+    apply(cluster, "cluster.yaml")
+    apply(cluster, "coredns.yaml")
+    _chart(cluster, "jobset", "sigs.k8s.io/jobset", "jobset-values.yaml")
+
+
+def wait(cluster: Cluster) -> None:
+    wait_rollout(cluster, "kube-system", "coredns")
+    wait_rollout(cluster, "jobset-system", "jobset-controller")
+
+
+def install_kueue(cluster: Cluster, supervisor: Supervisor) -> None:
+    nodes.load_everywhere(supervisor, images.kueue_archive())
+    _chart(cluster, "kueue", "sigs.k8s.io/kueue", "kueue-values.yaml")
+    wait_rollout(cluster, "kueue-system", "kueue-controller-manager")
+
+
+def start_kwok(cluster: Cluster, supervisor: Supervisor) -> None:
+    """Plays the kubelet of every node that is annotated `kwok.x-k8s.io/node: fake`."""
+    flags = [f"--kubeconfig={cluster.kubeconfig}", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"]
+    config = Path(binaries.module_folder("kwok", "sigs.k8s.io/kwok")) / "kustomize/stage"
+    for stage in ("node/fast/node-initialize.yaml", "node/heartbeat-with-lease/node-heartbeat-with-lease.yaml"):
+        flags.append(f"--config={config / stage}")
+    for stage in ("pod-ready", "pod-complete", "pod-delete", "pod-remove-finalizer"):
+        flags.append(f"--config={config / 'pod/fast' / stage}.yaml")
+    supervisor.start("kwok", [str(binaries.path_of("kwok")), *flags])

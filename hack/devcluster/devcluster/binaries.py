@@ -1,0 +1,128 @@
+"""The programs, built once from the Go modules in `go/` into the cache; a changed module is built anew."""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from devcluster.settings import SOURCES, ClusterError, cache_root, digest
+
+KUBERNETES = ["etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet"]
+OURS = ["gpu-device-plugin", "volume-provisioner"]
+# Module: its programs. The Kubernetes ones are links to one binary.
+MODULES = {
+    "kubernetes": KUBERNETES + OURS,
+    "containerd": ["containerd", "containerd-shim-runc-v2", "ctr"],
+    "coredns": ["coredns"],
+    "jobset": ["jobset"],
+    "helm": ["helm"],
+    "kueue": ["kueue"],
+    "kwok": ["kwok"],
+    "kubeconform": ["kubeconform"],
+    "helm-unittest": ["helm-unittest"],
+}
+CONTROL_PLANE = ("kubernetes",)
+CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
+FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath"}
+
+
+def _go(module: str, *words: str, **environment: str) -> str:
+    if shutil.which("go") is None:
+        raise ClusterError("the programs are built with Go 1.26 or later, and there is no `go` on the PATH")
+    done = subprocess.run(
+        ["go", *words],
+        cwd=SOURCES / "go" / module,
+        env={**os.environ, **FLAGS, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ClusterError(f"go {words[0]} in hack/devcluster/go/{module} failed")
+    return done.stdout
+
+
+def version(module: str, path: str) -> str:
+    """The version of a Go module that one of ours requires."""
+    text = (SOURCES / "go" / module / "go.mod").read_text()
+    found = re.search(rf"^(?:require)?\s*{re.escape(path)} (v\S+)", text, re.MULTILINE)
+    if not found:
+        raise ClusterError(f"hack/devcluster/go/{module}/go.mod requires no {path}")
+    return found[1]
+
+
+def _ldflags(module: str) -> str:
+    if module != "kubernetes":
+        return "-s -w"
+    # Else the server says v0.0.0, which Helm charts refuse.
+    release = version(module, "k8s.io/kubernetes")
+    major, minor = release.removeprefix("v").split(".")[:2]
+    package = "k8s.io/component-base/version"
+    return f"-s -w -X {package}.gitVersion={release} -X {package}.gitMajor={major} -X {package}.gitMinor={minor}"
+
+
+def folder(module: str) -> Path:
+    """Where the module's programs are or will be: named by everything that goes into them."""
+    sources = sorted(p for p in (SOURCES / "go" / module).iterdir() if p.suffix in {".go", ".mod", ".sum"})
+    content = [part for p in sources for part in (p.name, p.read_bytes())]
+    return cache_root() / "bin" / f"{module}-{digest(_ldflags(module), *content)}"
+
+
+def build(module: str) -> Path:
+    """The folder with the module's programs, built now if they are not there; waits for another who builds them."""
+    target = folder(module)
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{module}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.is_dir():
+            return target
+        print(f"building {module} (once; kept in {target.parent})", file=sys.stderr, flush=True)
+        started = time.monotonic()
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        if (SOURCES / "go" / module / "main.go").exists():
+            _go(module, "build", "-ldflags", _ldflags(module), "-o", str(partial / module), ".")
+        else:
+            _go(module, "install", "-ldflags", _ldflags(module), "tool", GOBIN=str(partial))
+        for program in MODULES[module]:
+            if not (partial / program).exists():
+                (partial / program).symlink_to(module)
+        partial.rename(target)
+        print(f"built {module} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return target
+
+
+def path_of(program: str) -> Path:
+    """The program, built if needed. Raises: ClusterError for one that is not ours."""
+    for module, programs in MODULES.items():
+        if program in programs:
+            return build(module) / program
+    raise ClusterError(f"no program {program!r} here")
+
+
+def link_folder() -> Path:
+    """One folder with a link to every program that is built, to put on a PATH."""
+    links = cache_root() / "bin" / "links" / digest(*(str(folder(module)) for module in MODULES))
+    links.mkdir(parents=True, exist_ok=True)
+    for module, programs in MODULES.items():
+        for program in programs:
+            link = links / program
+            if folder(module).is_dir() and not link.is_symlink():
+                # Another process may make the same one: a rename settles it.
+                mine = links / f".{program}.{os.getpid()}"
+                mine.symlink_to(folder(module) / program)
+                mine.rename(link)
+    return links
+
+
+def module_folder(module: str, path: str) -> Path:
+    """The source of a Go module that one of ours requires, for the charts in it."""
+    _go(module, "mod", "download", path)
+    return Path(_go(module, "list", "-m", "-f", "{{.Dir}}", path).strip())

@@ -1,0 +1,140 @@
+"""The commands; see README.md."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from devcluster import binaries, control_plane, lifecycle, nodes, preflight
+from devcluster.settings import NODES, Cluster, ClusterError, cluster_name, find, state_root
+from devcluster.supervisor import Supervisor
+
+
+def _running(arguments: argparse.Namespace) -> tuple[Cluster, Supervisor]:
+    cluster = find(arguments.name)
+    if cluster is None:
+        raise ClusterError(f"no cluster {arguments.name} here: make cluster")
+    return cluster, Supervisor(cluster)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    cluster = lifecycle.up(arguments.name, api_only=arguments.api_only, kueue=arguments.kueue, kwok=arguments.kwok)
+    print(f"export KUBECONFIG={cluster.kubeconfig}")
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    if not lifecycle.down(arguments.name):
+        print(f"no cluster {arguments.name} here", file=sys.stderr)
+    return 0
+
+
+def _kubeconfig(arguments: argparse.Namespace) -> int:
+    print(state_root() / arguments.name / "kubeconfig")
+    return 0
+
+
+def _bin(_: argparse.Namespace) -> int:
+    print(binaries.link_folder())
+    return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    unknown = set(arguments.module) - set(binaries.MODULES)
+    if unknown:
+        raise ClusterError(f"no module {', '.join(sorted(unknown))}: there are {', '.join(binaries.MODULES)}")
+    for module in arguments.module or binaries.MODULES:
+        print(binaries.build(module))
+    return 0
+
+
+def _packages(_: argparse.Namespace) -> int:
+    preflight.install_packages()
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    cluster, supervisor = _running(arguments)
+    print(json.dumps({"server": cluster.server, "processes": supervisor.ask(do="status")}, indent=1))
+    return 0
+
+
+def _component(arguments: argparse.Namespace) -> int:
+    _, supervisor = _running(arguments)
+    if arguments.command in ("stop", "restart"):
+        supervisor.stop(arguments.component)
+    if arguments.command in ("start", "restart"):
+        supervisor.start(arguments.component)
+    if arguments.command == "kill":
+        supervisor.kill(arguments.component)
+    return 0
+
+
+def _exec(arguments: argparse.Namespace) -> int:
+    _, supervisor = _running(arguments)
+    node = next((node for node in NODES if node.name == arguments.node), None)
+    if arguments.node and node is None:
+        raise ClusterError(f"no node {arguments.node!r}: there are {', '.join(node.name for node in NODES)}")
+    words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    path = f"{binaries.link_folder()}:{os.environ.get('PATH', os.defpath)}"
+    return subprocess.run([*supervisor.enter(node), *words], env={**os.environ, "PATH": path}, check=False).returncode
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    _, supervisor = _running(arguments)
+    nodes.load_everywhere(supervisor, arguments.archive.resolve())
+    return 0
+
+
+def _user(arguments: argparse.Namespace) -> int:
+    cluster, _ = _running(arguments)
+    print(json.dumps(control_plane.kubeconfig(cluster, arguments.user), indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="devcluster", description="A Kubernetes cluster on this Linux machine.")
+    parser.add_argument("--name", help="the cluster's name (else $DOVETAIL_CLUSTER, else dovetail)")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help)
+        command.set_defaults(run=run)
+        return command
+
+    command = add("up", _up, "bring it up, or add what is missing")
+    command.add_argument("--api-only", action="store_true", help="no scheduler and no nodes")
+    command.add_argument("--kueue", action="store_true", help="with the Kueue controller")
+    command.add_argument("--kwok", action="store_true", help="with kwok, for nodes that are not there")
+    add("down", _down, "end it and remove all of it")
+    add("status", _status, "what runs, as JSON")
+    add("kubeconfig", _kubeconfig, "print the path of the administrator's kubeconfig")
+    add("user", _user, "print a kubeconfig for a test user").add_argument("user")
+    add("bin", _bin, "print the folder of kubectl, helm and so on")
+    add("build", _build, "build the programs, all of them unless told").add_argument("module", nargs="*")
+    add("packages", _packages, "install the Debian packages that are missing")
+    for name, help in (
+        ("stop", "end a component until it is started again"),
+        ("start", "start a component that was stopped"),
+        ("restart", "stop and start"),
+        ("kill", "SIGKILL a component: it comes back by itself"),
+    ):
+        add(name, _component, help).add_argument("component")
+    command = add("exec", _exec, "run a command in the cluster's namespaces")
+    command.add_argument("--node", help="in this node's mount namespace")
+    command.add_argument("words", nargs=argparse.REMAINDER)
+    add("load", _load, "load an image archive onto every node").add_argument("archive", type=Path)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.name = cluster_name(arguments.name)
+        return int(arguments.run(arguments))
+    except ClusterError as error:
+        print(f"devcluster: {error}", file=sys.stderr)
+        return 1
