@@ -11,10 +11,11 @@ UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families clean
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-interstage-paper bench-coordinator clean
+.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
 install: $(STAMP) ## Install into .venv; does nothing when that is current
 
@@ -37,6 +38,7 @@ lint: install ## Ruff, mypy and stale generated files
 	$(BIN)/python hack/generate.py --check
 
 test: lint ## The whole test suite
+	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: install ## Tests that start no vLLM servers or trainers
@@ -49,11 +51,18 @@ format: install ## Format the code
 generate: install ## Write the CRD, the JSON schema and the reference page anew
 	$(BIN)/python hack/generate.py
 
+COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url
+
 # The version of every package, with hashes and without a registry's address.
-requirements: $(BIN)/uv ## Compile requirements/cpu.txt anew from pyproject.toml
+requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--override requirements/overrides.txt --extra coordinator --extra operator --extra trainer --extra rollout-cpu \
 		--extra dev pyproject.toml -o requirements/cpu.txt
+	for image in operator trainer rollout-cpu; do \
+		$(COMPILE) --override requirements/overrides.txt --constraint requirements/cpu.txt \
+			--extra $$image pyproject.toml -o requirements/$$image.txt || exit 1; done
+	$(COMPILE) --constraint requirements/trainer.txt --extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
+	$(COMPILE) requirements/build.in -o requirements/build.txt
 
 bench-gae: install ## Advantage estimation against the plain recursion
 	$(BIN)/python benchmarks/bench_gae.py
@@ -69,6 +78,38 @@ bench-table3: install ## Fused pipeline schedules against RLHFuse's Table 3
 
 bench-families: install ## Every family of pipeline schedules
 	$(BIN)/python benchmarks/bench_families.py
+
+bench-interstage-paper: install ## Inter-stage fusion on RLHFuse's settings, simulated
+	$(BIN)/python benchmarks/bench_interstage_paper.py
+
+bench-coordinator: install ## The coordinator with 10,000 samples on 256 emulated servers
+	$(BIN)/python benchmarks/bench_coordinator.py
+
+DEVCLUSTER := $(PYTHON) hack/devcluster
+
+cluster: ## Bring up a Kubernetes cluster on this machine (hack/devcluster/README.md; needs root)
+	@$(DEVCLUSTER) up
+
+cluster-install: ## Install the chart on it, with images made from this checkout
+	@$(DEVCLUSTER) install
+
+cluster-kubeconfig: ## Print the path of its kubeconfig
+	@$(DEVCLUSTER) kubeconfig
+
+cluster-bin: ## Print the folder of its kubectl, helm and so on
+	@$(DEVCLUSTER) bin
+
+cluster-down: ## End it and remove all of it
+	@$(DEVCLUSTER) down
+
+cluster-packages: ## Install the Debian packages that it needs
+	@$(DEVCLUSTER) packages
+
+cluster-binaries: ## Build all its programs into the cache
+	@$(DEVCLUSTER) build
+
+images: ## Build the three images with buildah, on a base made by debootstrap
+	@$(DEVCLUSTER) images
 
 clean: ## Remove caches and build outputs (not .venv, not runs/)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -7,7 +7,7 @@ from string import Template
 
 from devcluster import binaries, images, nodes
 from devcluster.control_plane import kubectl
-from devcluster.settings import SOURCES, Cluster, ClusterError
+from devcluster.settings import REPOSITORY, SOURCES, Cluster, ClusterError
 from devcluster.supervisor import Supervisor
 
 MANIFESTS = SOURCES / "manifests"
@@ -64,6 +64,16 @@ def install(cluster: Cluster) -> None:
 def wait(cluster: Cluster) -> None:
     wait_rollout(cluster, "kube-system", "coredns")
     wait_rollout(cluster, "jobset-system", "jobset-controller")
+
+
+def install_dovetail(cluster: Cluster, namespace: str, values: list[str]) -> None:
+    """This checkout's chart, with `values` as for `helm --set`; returns when its deployments are there."""
+    flags = ["--create-namespace", f"--namespace={namespace}", f"--values={MANIFESTS / 'dovetail-values.yaml'}"]
+    sets = [f"--set={value}" for value in values]
+    helm(cluster, "upgrade", "--install", "dovetail", str(REPOSITORY / "helm/dovetail"), *flags, *sets)
+    selector = "--selector=app.kubernetes.io/instance=dovetail"
+    names = kubectl(cluster, "--namespace", namespace, "get", "deployments", selector, "--output=name")
+    wait_rollout(cluster, namespace, *(name.rpartition("/")[2] for name in names.split()))
 
 
 def install_kueue(cluster: Cluster, supervisor: Supervisor) -> None:

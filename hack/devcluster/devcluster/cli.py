@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from devcluster import binaries, control_plane, lifecycle, nodes, preflight
+from devcluster import addons, binaries, control_plane, dockerfiles, lifecycle, nodes, preflight
 from devcluster.settings import NODES, Cluster, ClusterError, cluster_name, find, state_root
 from devcluster.supervisor import Supervisor
 
@@ -43,6 +43,10 @@ def _bin(_: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    reason = preflight.unsupported()
+    if arguments.where_supported and reason:
+        print(f"no cluster: {reason}")
+        return 0
     unknown = set(arguments.module) - set(binaries.MODULES)
     if unknown:
         raise ClusterError(f"no module {', '.join(sorted(unknown))}: there are {', '.join(binaries.MODULES)}")
@@ -89,6 +93,19 @@ def _load(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _images(arguments: argparse.Namespace) -> int:
+    names = arguments.image or list(dockerfiles.FOLDERS)
+    for image in dockerfiles.build(names, arguments.base, arguments.tag, arguments.requirements):
+        print(image)
+    return 0
+
+
+def _install(arguments: argparse.Namespace) -> int:
+    cluster, _ = _running(arguments)
+    addons.install_dovetail(cluster, arguments.namespace, arguments.set)
+    return 0
+
+
 def _user(arguments: argparse.Namespace) -> int:
     cluster, _ = _running(arguments)
     print(json.dumps(control_plane.kubeconfig(cluster, arguments.user), indent=1))
@@ -114,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     add("kubeconfig", _kubeconfig, "print the path of the administrator's kubeconfig")
     add("user", _user, "print a kubeconfig for a test user").add_argument("user")
     add("bin", _bin, "print the folder of kubectl, helm and so on")
-    add("build", _build, "build the programs, all of them unless told").add_argument("module", nargs="*")
+    command = add("build", _build, "build the programs, all of them unless told")
+    command.add_argument("module", nargs="*")
+    command.add_argument("--where-supported", action="store_true", help="do nothing where no cluster can run")
     add("packages", _packages, "install the Debian packages that are missing")
     for name, help in (
         ("stop", "end a component until it is started again"),
@@ -127,6 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--node", help="in this node's mount namespace")
     command.add_argument("words", nargs=argparse.REMAINDER)
     add("load", _load, "load an image archive onto every node").add_argument("archive", type=Path)
+    command = add("images", _images, "build the images from their Dockerfiles: operator, trainer, rollout")
+    command.add_argument("image", nargs="*")
+    command.add_argument("--base", help="base image (else one made by debootstrap)")
+    command.add_argument("--tag", default="dev")
+    command.add_argument("--requirements", default="rollout-cpu.txt", help="the rollout image's list")
+    command = add("install", _install, "install Dovetail's chart, with images made from this checkout")
+    command.add_argument("--namespace", default="dovetail-system")
+    command.add_argument("--set", action="append", default=[], help="a chart value, as for helm")
     return parser
 
 

@@ -1,0 +1,167 @@
+"""A Kubernetes cluster for tests: the one in hack/devcluster, or somebody's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEVCLUSTER = REPOSITORY / "hack/devcluster"
+sys.path.insert(0, str(DEVCLUSTER))
+
+from devcluster import binaries, lifecycle, preflight  # noqa: E402
+from devcluster.settings import ClusterError  # noqa: E402
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, check: Callable[[], T], seconds: float = 120, interval: float = 0.2) -> T:
+    """The first true value of `check`; AssertionError, with the last value, when the deadline passes."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s; last seen: {value!r}"
+        time.sleep(interval)
+
+
+@dataclass(frozen=True)
+class KubeCluster:
+    """What tests need of a cluster. `name` is None for one that is not ours, whose components cannot be touched."""
+
+    kubeconfig: Path
+    name: str | None
+
+    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout: float = 120) -> str:
+        """kubectl's standard output; AssertionError with its errors when `check` and it fails."""
+        done = self.try_kubectl(*words, stdin=stdin, timeout=timeout)
+        assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr.strip()}"
+        return done.stdout
+
+    def try_kubectl(
+        self, *words: str, stdin: str | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(binaries.path_of("kubectl")), "--kubeconfig", str(self.kubeconfig), *words],
+            input=stdin or "",
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def get(self, *words: str) -> Any:
+        """`kubectl get`, parsed; None for an object that is not there."""
+        output = self.kubectl("get", *words, "--output=json", "--ignore-not-found")
+        return json.loads(output) if output.strip() else None
+
+    def apply(self, *manifests: dict[str, Any], namespace: str = "default") -> str:
+        """Server-side apply of these objects; `namespace` is for those that name none."""
+        items = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
+        words = ("apply", "--server-side", "--namespace", namespace, "-f", "-")
+        return self.kubectl(*words, stdin=json.dumps(items))
+
+    def helm(self, *words: str, timeout: float = 300) -> str:
+        done = subprocess.run(
+            [str(binaries.path_of("helm")), "--kubeconfig", str(self.kubeconfig), *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, f"helm {' '.join(words)}: {done.stderr.strip()}"
+        return done.stdout
+
+    def user(self, name: str) -> Path:
+        """A kubeconfig for alice, bob, carol or mallory, who may do nothing until bound to a role."""
+        path = self.kubeconfig.with_name(f"{name}.kubeconfig")
+        path.write_text(self.devcluster("user", name))
+        return path
+
+    def devcluster(self, *words: str, timeout: float = 300) -> str:
+        """A command of hack/devcluster for this cluster, such as `restart kubelet-v100`."""
+        assert self.name is not None, "this cluster is not one of hack/devcluster"
+        done = subprocess.run(
+            [sys.executable, str(DEVCLUSTER), "--name", self.name, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, f"devcluster {' '.join(words)}: {done.stderr.strip()}"
+        return done.stdout
+
+    @contextmanager
+    def namespace(self, labels: dict[str, str] | None = None) -> Iterator[str]:
+        """A namespace of a name that is free; goes with all in it."""
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        metadata = {"name": name, "labels": labels or {}}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        # Pods are refused before it is there.
+        wait_for("the service account", lambda: self.get("--namespace", name, "serviceaccount", "default"))
+        try:
+            yield name
+        finally:
+            self.kubectl("delete", "namespace", name, "--wait=false", check=False)
+
+    def wait_pod(self, namespace: str, name: str, *phases: str, seconds: float = 180) -> dict[str, Any]:
+        """The pod, once its phase is one of these."""
+
+        def pod() -> dict[str, Any] | None:
+            found = self.get("--namespace", namespace, "pod", name)
+            return found if found and found["status"].get("phase") in phases else None
+
+        try:
+            found = wait_for(f"pod {name} {' or '.join(phases)}", pod, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.kubectl('-n', namespace, 'describe', 'pod', name)}") from None
+        assert found is not None
+        return found
+
+
+def unsupported() -> str | None:
+    """Why the cluster tests are skipped here, None when they run."""
+    if external() is not None:
+        return None
+    return preflight.unsupported()
+
+
+def external() -> KubeCluster | None:
+    """Somebody's own cluster, if DOVETAIL_TEST_CLUSTER=external says that KUBECONFIG's may be used."""
+    if os.environ.get("DOVETAIL_TEST_CLUSTER") != "external":
+        return None
+    kubeconfig = os.environ.get("KUBECONFIG")
+    assert kubeconfig, "DOVETAIL_TEST_CLUSTER=external needs KUBECONFIG"
+    return KubeCluster(Path(kubeconfig), None)
+
+
+@contextmanager
+def running(name: str, **options: bool) -> Iterator[KubeCluster]:
+    """A cluster of hack/devcluster, taken down at the end unless DOVETAIL_TEST_CLUSTER=keep.
+
+    Its programs must be built: that takes longer than a test may.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    name = f"{name}-{worker}" if worker else name
+    modules = binaries.CONTROL_PLANE if options.get("api_only") else binaries.CLUSTER
+    missing = [module for module in modules if not binaries.folder(module).is_dir()]
+    if missing:
+        raise ClusterError(f"not built yet: {', '.join(missing)} (make cluster-binaries)")
+    cluster = lifecycle.up(name, **options)
+    try:
+        yield KubeCluster(cluster.kubeconfig, name)
+    finally:
+        if os.environ.get("DOVETAIL_TEST_CLUSTER") != "keep":
+            lifecycle.down(name)
