@@ -13,6 +13,7 @@ import yaml
 from dovetail.api.crd import crd
 from dovetail.api.reference import reference
 from dovetail.api.types import RLHFJob
+from dovetail.operator.api.app import openapi_document
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,8 +29,14 @@ def json_schema() -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
+def openapi_json() -> str:
+    return json.dumps(openapi_document(), indent=2, ensure_ascii=False) + "\n"
+
+
 FILES: dict[str, Callable[[], str]] = {
     "crds/rlhfjobs.dovetail.dev.yaml": crd_yaml,
+    "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml": crd_yaml,
+    "docs/openapi.json": openapi_json,
     "docs/schema/rlhfjob.schema.json": json_schema,
     "docs/reference.md": reference,
 }

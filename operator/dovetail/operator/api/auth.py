@@ -136,5 +136,3 @@ class Auth:
         """Raises Forbidden or KubeError."""
         if not await self.may(user, access):
             raise Forbidden(f"user {user.name!r} may not {access}")
-
-

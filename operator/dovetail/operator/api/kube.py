@@ -43,7 +43,8 @@ class KubeClient:
         if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
             config.load_incluster_config(settings)
         else:
-            await config.load_kube_config(client_configuration=settings)
+            # The package reads KUBECONFIG when it is imported.
+            await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
         self._api = client.ApiClient(settings)
         return self
 

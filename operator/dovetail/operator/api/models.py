@@ -33,7 +33,9 @@ class Job(Answer):
 
 class JobList(Answer):
     items: list[Job]
-    continue_token: str | None = Field(default=None, alias="continue", description="Pass as `continue` for the rest.")
+    continue_token: str | None = Field(
+        default=None, serialization_alias="continue", description="Pass as `continue` for the rest."
+    )
 
 
 class KubeEvent(Answer):

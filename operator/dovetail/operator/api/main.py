@@ -1,0 +1,67 @@
+"""Serve the status API until told to stop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import uvicorn
+
+from dovetail.operator import names
+from dovetail.operator.api.app import create_app
+from dovetail.operator.api.auth import Auth
+from dovetail.operator.api.coordinators import Coordinators
+from dovetail.operator.api.kube import KubeClient
+from dovetail.operator.api.service import Service
+from dovetail.operator.api.settings import ApiSettings
+
+
+@asynccontextmanager
+async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
+    """The service on the cluster that the environment names."""
+
+    def url(job: str, namespace: str) -> str:
+        if settings.coordinator_url:
+            return settings.coordinator_url.format(job=job, namespace=namespace)
+        return names.coordinator_url(job, namespace)
+
+    limit = aiohttp.ClientTimeout(total=settings.request_seconds)
+    async with KubeClient(settings.request_seconds) as kube, aiohttp.ClientSession(timeout=limit) as session:
+        yield Service(
+            kube,
+            Auth(kube, settings.auth_cache_seconds, settings.audiences, time.monotonic),
+            Coordinators(kube, session, url, settings.poll_seconds, time.monotonic),
+            namespaces=settings.namespaces,
+            poll_seconds=settings.poll_seconds,
+            streams=settings.streams,
+            clock=time.monotonic,
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Takes no arguments; see `ApiSettings`."""
+    if argv or (argv is None and len(sys.argv) > 1):
+        print("takes no arguments; it is set by DOVETAIL_API_* variables", file=sys.stderr)
+        return 2
+    try:
+        settings = ApiSettings.read()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(lambda: serve(settings)),
+            host=settings.host,
+            port=settings.port,
+            ssl_certfile=settings.tls_certificate or None,
+            ssl_keyfile=settings.tls_key or None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    server.run()
+    return 0 if server.started else 1

@@ -1,0 +1,128 @@
+"""The few routes of the Kubernetes API that the status API uses, over real HTTP, with objects that the test puts in.
+tests/cluster has the same questions answered by a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import web
+
+Object = dict[str, Any]
+
+
+class ServerThread:
+    """An aiohttp application in a thread of its own, on a free port of 127.0.0.1."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self.port: int = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+
+    async def _start(self) -> int:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+
+class FakeKube:
+    """`objects` maps paths to objects (or a pod's log, as text); `users` tokens to user names; `rights` holds
+    (user, verb, resource[/subresource]); `asked` counts requests by path."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.users: dict[str, str] = {}
+        self.rights: set[tuple[str, str, str]] = set()
+        self.asked: dict[str, int] = {}
+        self.reviews: list[Object] = []
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._server = ServerThread(app)
+
+    def kubeconfig(self, folder: Path) -> Path:
+        """A kubeconfig for this server."""
+        path = folder / "kubeconfig"
+        path.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": {"server": self._server.url}}],
+                    "users": [{"name": "u", "user": {"token": "the-api-itself"}}],
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                    "current-context": "x",
+                }
+            )
+        )
+        return path
+
+    def close(self) -> None:
+        self._server.close()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.asked[path] = self.asked.get(path, 0) + 1
+        if request.headers.get("Authorization") != "Bearer the-api-itself":
+            return self._failure(401, "Unauthorized")
+        if request.method == "POST":
+            return web.json_response(self._review(path, await request.json()))
+        if path == "/version":
+            return web.json_response({"gitVersion": "v1.36.3"})
+        found = self.objects.get(path)
+        if isinstance(found, int):
+            return self._failure(found, "as the test wants it")
+        if isinstance(found, str):
+            return web.Response(text=found)
+        if found is None:
+            items = [
+                o
+                for p, o in sorted(self.objects.items())
+                if p.rpartition("/")[0] == path and isinstance(o, dict) and self._selected(request, o)
+            ]
+            if not items and not path.endswith(("rlhfjobs", "pods", "events")):
+                return self._failure(404, f"{path} not found")
+            start = int(request.query.get("continue", "0"))
+            limit = int(request.query.get("limit", "500"))
+            rest = str(start + limit) if start + limit < len(items) else None
+            return web.json_response({"items": items[start : start + limit], "metadata": {"continue": rest}})
+        return web.json_response(found)
+
+    @staticmethod
+    def _selected(request: web.Request, item: Object) -> bool:
+        label, _, value = request.query.get("labelSelector", "").partition("=")
+        return not label or item["metadata"].get("labels", {}).get(label) == value
+
+    def _review(self, path: str, body: Object) -> Object:
+        spec = body["spec"]
+        self.reviews.append(body)
+        if path.endswith("/tokenreviews"):
+            name = self.users.get(spec["token"])
+            user = {"username": name, "uid": "1", "groups": ["system:authenticated"], "extra": {"k": ["v"]}}
+            return {"status": {"authenticated": True, "user": user} if name else {"error": "unknown"}}
+        asked = spec["resourceAttributes"]
+        resource = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
+        return {"status": {"allowed": (spec["user"], asked["verb"], resource) in self.rights}}
+
+    @staticmethod
+    def _failure(code: int, message: str) -> web.Response:
+        body = {"kind": "Status", "status": "Failure", "message": message, "code": code}
+        return web.Response(status=code, text=json.dumps(body), content_type="application/json")

@@ -1,0 +1,135 @@
+"""A status API in a thread, on a fake Kubernetes API and a real coordinator's routes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from dovetail.api.types import Stage
+from dovetail.coordinator.server import make_app
+from dovetail.coordinator.telemetry import History
+from dovetail.coordinator.timeline import Timeline
+from dovetail.operator.api.app import create_app
+from dovetail.operator.api.main import serve
+from dovetail.operator.api.settings import ApiSettings
+from helpers.fake_kube import FakeKube, ServerThread
+
+TOKEN = "the-jobs-own"
+JOBS = "/apis/dovetail.dev/v1alpha1/namespaces/lab/rlhfjobs"
+ALL = {("ada", v, r) for v, r in (("list", "rlhfjobs"), ("get", "rlhfjobs"), ("list", "events"), ("list", "pods"))}
+
+
+class Run:
+    """What a coordinator serves of a run: real history and traces, and the status that the test sets."""
+
+    trainers: Any = None
+
+    def __init__(self, folder: Path) -> None:
+        self.history = History(folder)
+        self.timeline = Timeline(folder)
+        self.document: dict[str, Any] = {"state": "running", "stage": "ppo", "phase": "generation", "instances": {}}
+
+    def add(self, step: int, **metrics: float) -> None:
+        self.history.add(Stage.PPO, step, metrics)
+
+    def status(self) -> dict[str, Any]:
+        return self.document
+
+    def history_since(self, offset: int) -> dict[str, Any]:
+        return self.history.since(offset)
+
+    def trace(self, iteration: int) -> bytes:
+        return self.timeline.read(iteration)
+
+
+def condition(kind: str, status: str = "True", message: str = "because") -> dict[str, Any]:
+    time = "2026-11-21T10:00:00Z"
+    return {"type": kind, "status": status, "reason": "Tested", "message": message, "lastTransitionTime": time}
+
+
+def job(name: str = "job", uid: str = "uid-1", **status: Any) -> dict[str, Any]:
+    metadata = {"namespace": "lab", "name": name, "uid": uid, "creationTimestamp": "2026-11-21T09:00:00Z"}
+    return {
+        "apiVersion": "dovetail.dev/v1alpha1",
+        "kind": "RLHFJob",
+        "metadata": metadata,
+        "spec": {},
+        "status": status,
+    }
+
+
+def child(name: str, uid: str = "uid-1", **fields: Any) -> dict[str, Any]:
+    owner = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "name": "job", "uid": uid, "controller": True}
+    return {"metadata": {"name": name, "namespace": "lab", "ownerReferences": [owner]}, **fields}
+
+
+class Api:
+    """The API as it runs in a pod, but for its addresses."""
+
+    def __init__(self, folder: Path, monkeypatch: Any, **settings: Any) -> None:
+        self.kube = FakeKube()
+        monkeypatch.setenv("KUBECONFIG", str(self.kube.kubeconfig(folder)))
+        self.run = Run(folder)
+        self.coordinator = ServerThread(make_app(self.run, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
+        defaults = {"coordinator_url": self.coordinator.url, "poll_seconds": 0.05, "auth_cache_seconds": 0.0}
+        config = ApiSettings(**(defaults | settings))
+        self._server = uvicorn.Server(
+            uvicorn.Config(create_app(lambda: serve(config)), port=0, log_level="warning", timeout_graceful_shutdown=1)
+        )
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait(lambda: self._server.started or not self._thread.is_alive(), "the API to start")
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.kube.users["ada-token"] = "ada"
+        self.kube.rights |= ALL
+        self.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Running")], stage="ppo", iteration=2)
+        encoded = base64.b64encode(TOKEN.encode()).decode()
+        self.kube.objects["/api/v1/namespaces/lab/secrets/job-token"] = child("job-token", data={"token": encoded})
+
+    def get(self, path: str, token: str | None = "ada-token", **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return self.client.get(path, headers=headers | options.pop("headers", {}), **options)
+
+    def events(self, path: str, until: Callable[[str, Any], bool], last: int = 0) -> list[tuple[str, Any, str | None]]:
+        """Server-sent events up to the one that `until` accepts, or the end of the stream."""
+        headers = {"Authorization": "Bearer ada-token", "Last-Event-ID": str(last)}
+        found: list[tuple[str, Any, str | None]] = []
+        with self.client.stream("GET", path, headers=headers) as reply:
+            assert reply.status_code == 200, reply.read()
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            fields: dict[str, str] = {}
+            for line in reply.iter_lines():
+                if line and not line.startswith(":"):
+                    key, _, value = line.partition(": ")
+                    fields[key] = value
+                elif fields:
+                    found.append((fields["event"], json.loads(fields["data"]), fields.get("id")))
+                    if until(*found[-1][:2]):
+                        break
+                    fields = {}
+        return found
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(30)
+        self.coordinator.close()
+        self.run.history.close()
+        self.kube.close()
+
+
+def wait(ready: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)

@@ -1,0 +1,332 @@
+"""The status API over real HTTP: a coordinator's own routes behind it, and a Kubernetes API that the test fills."""
+
+import base64
+import hashlib
+import re
+
+import pytest
+from status_api_fixtures import JOBS, Api, child, condition, job
+
+from dovetail.api.messages import Span
+from dovetail.operator.api.settings import ApiSettings
+
+BASE = "/api/v1/namespaces/lab/rlhfjobs"
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    served = Api(tmp_path, monkeypatch)
+    yield served
+    served.close()
+
+
+# ---------------------------------------------------------------- who may
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/job", "/job/iterations", "/job/plan", "/job/events", "/job/logs", "/job/logs/p"]
+)
+def test_every_route_asks_for_a_token_and_for_rights(api, path):
+    reply = api.get(BASE + path, token=None)
+    assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
+    assert "bearer token" in reply.json()["detail"]
+    assert api.get(BASE + path, token="wrong").status_code == 401
+    api.kube.users["eve-token"] = "eve"
+    refused = api.get(BASE + path, token="eve-token")
+    assert refused.status_code == 403
+    assert "user 'eve' may not" in refused.json()["detail"]
+    assert "in namespace lab" in refused.json()["detail"]
+
+
+def test_rbac_is_asked_about_exactly_this_user_and_job(api):
+    assert api.get(f"{BASE}/job").status_code == 200
+    review = next(r["spec"] for r in api.kube.reviews if r["kind"] == "SubjectAccessReview")
+    assert review["resourceAttributes"] == {
+        "verb": "get",
+        "namespace": "lab",
+        "name": "job",
+        "group": "dovetail.dev",
+        "resource": "rlhfjobs",
+    }
+    assert (review["user"], review["groups"], review["extra"]) == ("ada", ["system:authenticated"], {"k": ["v"]})
+
+
+def test_answers_about_rights_are_remembered_for_a_while(tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, auth_cache_seconds=600.0)
+    try:
+        for _ in range(5):
+            assert api.get(BASE).status_code == 200
+        assert [r["kind"] for r in api.kube.reviews] == ["TokenReview", "SubjectAccessReview"]
+        assert api.get(f"{BASE}/job").status_code == 200
+        assert len([r for r in api.kube.reviews if r["kind"] == "TokenReview"]) == 1
+    finally:
+        api.close()
+
+
+def test_namespaces_that_are_not_shown(tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, namespaces=("other",))
+    try:
+        reply = api.get(BASE)
+        assert (reply.status_code, reply.json()["detail"]) == (404, "jobs in namespace lab are not shown here")
+    finally:
+        api.close()
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_list_pages_through_jobs(api):
+    for number in range(5):
+        api.kube.objects[f"{JOBS}/n{number}"] = job(f"n{number}", f"u{number}", conditions=[condition("Failed")])
+    page = api.get(BASE, params={"limit": 4}).json()
+    rest = api.get(BASE, params={"limit": 4, "continue": page["continue"]}).json()
+    assert [j["name"] for j in page["items"] + rest["items"]] == ["job", "n0", "n1", "n2", "n3", "n4"]
+    assert rest["continue"] is None
+    assert [j["state"] for j in page["items"]] == ["Running", "Failed", "Failed", "Failed"]
+    assert page["items"][0]["iteration"] == 2
+
+
+def test_detail_joins_the_jobs_status_with_what_the_coordinator_says(api):
+    events = [
+        {"metadata": {"name": f"e{i}"}, "lastTimestamp": f"2026-11-21T10:0{i}:00Z", "reason": r, "message": "m"}
+        for i, r in enumerate(("First", "Second"))
+    ]
+    for event in events:
+        api.kube.objects[f"/api/v1/namespaces/lab/events/{event['metadata']['name']}"] = event
+    found = api.get(f"{BASE}/job").json()
+    assert found["state"] == "Running"
+    assert found["live"] == {"reachable": True, "message": "", "status": api.run.document}
+    assert found["conditions"][0]["message"] == "because"
+    assert [event["reason"] for event in found["events"]] == ["Second", "First"], "newest first"
+    assert found["links"]["plan"] == f"{BASE}/job/plan"
+    api.kube.rights -= {("ada", "list", "events")}
+    assert api.get(f"{BASE}/job").json()["events"] is None
+
+
+def test_a_status_that_does_not_fit_is_no_error(api):
+    api.kube.objects[f"{JOBS}/job"]["status"] = {"conditions": [{"type": "Odd"}], "iteration": "many"}
+    assert api.get(f"{BASE}/job").json()["state"] == "Pending"
+
+
+def test_iterations_in_order_with_the_last_of_a_replayed_step(api):
+    for step, reward in ((1, 0.1), (2, 0.2), (2, 0.25), (3, 0.3)):
+        api.run.add(step, reward=reward)
+    found = api.get(f"{BASE}/job/iterations").json()
+    assert [(row["step"], row["metrics"]["reward"]) for row in found["items"]] == [(1, 0.1), (2, 0.25), (3, 0.3)]
+    assert (found["next"], found["complete"]) == (4, True)
+    api.run.add(4, reward=0.4)
+
+    def newer():
+        return api.get(f"{BASE}/job/iterations", params={"after": found["next"]}).json()
+
+    api_rows = newer()
+    while not api_rows["items"]:  # an answer may be as old as poll_seconds
+        api_rows = newer()
+    assert [row["step"] for row in api_rows["items"]] == [4]
+    assert api.get(f"{BASE}/job/iterations", params={"stage": "sft"}).json()["items"] == []
+    first = api.get(f"{BASE}/job/iterations", params={"limit": 1}).json()
+    assert ([row["step"] for row in first["items"]], first["next"]) == ([1], 1)
+
+
+def test_what_is_known_outlives_the_coordinator(api):
+    api.run.add(1, reward=0.1)
+    assert api.get(f"{BASE}/job/iterations").json()["complete"] is True
+    api.coordinator.close()
+    deadline = 200
+    while (found := api.get(f"{BASE}/job/iterations").json())["complete"]:
+        deadline -= 1
+        assert deadline
+    assert [row["step"] for row in found["items"]] == [1]
+    live = api.get(f"{BASE}/job").json()["live"]
+    assert live["reachable"] is False
+    assert "coordinator does not answer" in live["message"]
+    assert live["status"]["state"] == "running", "the last that was heard"
+    api.coordinator = type("Closed", (), {"close": lambda self: None})()
+
+
+def test_a_new_job_of_the_same_name_starts_without_the_old_ones_rows(api):
+    api.run.add(1, reward=0.1)
+    assert len(api.get(f"{BASE}/job/iterations").json()["items"]) == 1
+    api.kube.objects[f"{JOBS}/job"] = job(uid="uid-2")
+    found = api.get(f"{BASE}/job/iterations").json()
+    assert found == {"items": [], "next": 0, "complete": False}
+    live = api.get(f"{BASE}/job").json()["live"]
+    assert live["message"] == "the Secret job-token is not this job's", "a token goes to its own job alone"
+
+
+@pytest.mark.parametrize(
+    ("secret", "message"),
+    [
+        (None, "the job has not started yet"),
+        (child("job-token", data={"token": "***"}), "the Secret job-token holds no token"),
+        (child("job-token"), "the Secret job-token holds no token"),
+        (
+            child("job-token", data={"token": base64.b64encode(b"old").decode()}),
+            "the coordinator answers 401: the job's token is missing or wrong",
+        ),
+        (403, "as the test wants it"),
+    ],
+)
+def test_why_there_is_no_live_progress(api, secret, message):
+    api.kube.objects["/api/v1/namespaces/lab/secrets/job-token"] = secret
+    found = api.get(f"{BASE}/job")
+    assert found.status_code == 200
+    assert found.json()["live"]["message"] == message
+
+
+def test_plan_is_the_jobs_own_document(api):
+    path = "/api/v1/namespaces/lab/configmaps/job-plan"
+    api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Planned", "False", "critic needs 41.2 GiB")])
+    reply = api.get(f"{BASE}/job/plan")
+    assert (reply.status_code, reply.json()["detail"]) == (404, "job job has no plan yet: critic needs 41.2 GiB")
+    api.kube.objects[path] = child("job-plan", data={"plan.json": '{"version": 1}'})
+    assert api.get(f"{BASE}/job/plan").json() == {"version": 1}
+    api.kube.objects[path] = child("job-plan", uid="another", data={"plan.json": '{"version": 2}'})
+    assert api.get(f"{BASE}/job/plan").status_code == 404
+
+
+def test_trace_is_what_the_coordinator_wrote(api):
+    api.run.timeline.add([Span(name="generation", process="coordinator", start=1.0, end=2.0)])
+    api.run.timeline.write(7)
+    found = api.get(f"{BASE}/job/iterations/7/trace")
+    assert found.headers["content-type"] == "application/json"
+    assert "generation" in {event.get("name") for event in found.json()["traceEvents"]}
+    missing = api.get(f"{BASE}/job/iterations/8/trace")
+    assert (missing.status_code, missing.json()["detail"]) == (
+        502,
+        "the coordinator answers 404: no trace of iteration 8",
+    )
+
+
+def test_logs_are_listed_and_read_with_rights_to_each(api):
+    pods = "/api/v1/namespaces/lab/pods"
+    for name, owner in (("job-rollouts-0-0-x", "job"), ("other-0", "other")):
+        labels = {"dovetail.dev/job": owner, "dovetail.dev/group": "rollouts"}
+        api.kube.objects[f"{pods}/{name}"] = {
+            "metadata": {"name": name, "labels": labels},
+            "spec": {"nodeName": "v100"},
+            "status": {"phase": "Running"},
+        }
+        api.kube.objects[f"{pods}/{name}/log"] = f"<b>{name}</b>\n"
+    (line,) = api.get(f"{BASE}/job/logs").json()["items"]
+    assert (line["pod"], line["group"], line["phase"], line["node"]) == (
+        "job-rollouts-0-0-x",
+        "rollouts",
+        "Running",
+        "v100",
+    )
+    assert line["kubectl"] == "kubectl logs -n lab job-rollouts-0-0-x"
+    assert api.get(line["log"]).status_code == 403, "to list pods is not to read their logs"
+    api.kube.rights.add(("ada", "get", "pods/log"))
+    text = api.get(line["log"], params={"lines": 5})
+    assert (text.text, text.headers["content-type"]) == ("<b>job-rollouts-0-0-x</b>\n", "text/plain; charset=utf-8")
+    assert text.headers["x-content-type-options"] == "nosniff"
+    assert api.get(f"{BASE}/job/logs/other-0").status_code == 404, "a pod of another job"
+
+
+# ---------------------------------------------------------------- live
+
+
+def test_events_bring_rows_status_and_the_end(api):
+    api.run.add(1, reward=0.1)
+    first = api.events(f"{BASE}/job/events", until=lambda kind, _: kind == "status")
+    assert [(kind, number) for kind, _, number in first] == [("iteration", "1"), ("status", None)]
+    assert first[0][1]["metrics"] == {"reward": 0.1}
+    api.run.add(2, reward=0.2)
+    api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Completed")], stage="ppo")
+    rest = api.events(f"{BASE}/job/events", until=lambda *_: False, last=1)
+    assert [(kind, number) for kind, _, number in rest] == [("iteration", "2"), ("status", None), ("end", None)]
+    assert rest[-1][1] == {"reason": "Completed"}
+
+
+def test_events_follow_changes_and_end_with_the_rights(api):
+    def then(kind, data):
+        if kind == "status" and data["live"]["status"]["phase"] == "generation":
+            api.run.document = {**api.run.document, "phase": "training"}
+            api.run.add(1, reward=0.5)
+        elif kind == "status":
+            api.kube.rights.discard(("ada", "get", "rlhfjobs"))
+        return False
+
+    found = api.events(f"{BASE}/job/events", until=then)
+    kinds = [kind for kind, _, _ in found]
+    assert kinds[0] == "status"
+    assert kinds.count("iteration") == 1
+    assert found[-1][0] == "end"
+    assert "user 'ada' may not get rlhfjobs.dovetail.dev job" in found[-1][1]["reason"]
+
+
+def test_streams_are_bounded(tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, streams=0)
+    try:
+        reply = api.get(f"{BASE}/job/events")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    finally:
+        api.close()
+
+
+# ---------------------------------------------------------------- errors and the rest
+
+
+def test_what_is_not_there(api):
+    reply = api.get(f"{BASE}/nope")
+    assert (reply.status_code, reply.json()["detail"]) == (404, "there is no RLHFJob nope in namespace lab")
+
+
+@pytest.mark.parametrize(
+    ("path", "parameter"),
+    [
+        ("/api/v1/namespaces/La_b/rlhfjobs", "namespace"),
+        ("/api/v1/namespaces/lab/rlhfjobs/A..", "name"),
+        (f"{BASE}?limit=0", "limit"),
+        (f"{BASE}/job/iterations?stage=x", "stage"),
+        (f"{BASE}/job/iterations/x/trace", "iteration"),
+        (f"{BASE}/job/logs/a%3Fb", "pod"),
+    ],
+)
+def test_wrong_parameters_get_one_sentence_and_no_request(api, path, parameter):
+    reply = api.get(path)
+    assert reply.status_code == 400
+    assert reply.json()["detail"].startswith(f"{parameter}: ")
+    assert not any("rlhfjobs" in asked for asked in api.kube.asked)
+
+
+def test_kubernetes_that_is_down_is_503(api):
+    assert api.get("/readyz").status_code == 200
+    api.kube.close()
+    for path in (BASE, "/readyz"):
+        reply = api.get(path)
+        assert reply.status_code == 503
+        assert "Kubernetes API does not answer" in reply.json()["detail"]
+    assert api.get("/healthz").status_code == 200, "a restart would not help"
+    api.kube.close = lambda: None
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_its_policy_fits(api):
+    reply = api.get("/", token=None)
+    assert reply.status_code == 200
+    assert not re.findall(r"""(?:src|href)=["'](?:https?:)?//""", reply.text)
+    policy = reply.headers["content-security-policy"]
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", reply.text, re.DOTALL)
+        assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+    assert "innerHTML" not in reply.text
+    assert "unsafe" not in policy
+
+
+def test_metrics_have_bounded_labels(api):
+    for name in ("a", "b", "c"):
+        api.get(f"{BASE}/{name}")
+    text = api.get("/metrics", token=None).text
+    template = "/api/v1/namespaces/{namespace}/rlhfjobs/{name}"
+    assert f'dovetail_api_requests_total{{code="404",route="{template}"}} 3.0' in text
+    assert f"{BASE}/a" not in text
+
+
+def test_settings_come_from_the_environment():
+    found = ApiSettings.read({"DOVETAIL_API_PORT": "81", "DOVETAIL_API_NAMESPACES": "a, b", "DOVETAIL_API_TLS_KEY": ""})
+    assert (found.port, found.namespaces) == (81, ("a", "b"))
+    with pytest.raises(ValueError, match="DOVETAIL_API_PORT is 'x', not a number"):
+        ApiSettings.read({"DOVETAIL_API_PORT": "x"})
+    with pytest.raises(ValueError, match="belong together"):
+        ApiSettings.read({"DOVETAIL_API_TLS_KEY": "k"})
