@@ -16,22 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.wire import pack, unpack
+from dovetail.coordinator.database import StoreError
 from dovetail.coordinator.experience import Experience, ExperienceFiles, kl_per_sample
 from dovetail.coordinator.publishing import Target, receivers_of
-from dovetail.coordinator.scoring import Finished, Scorer, chunks, score
+from dovetail.coordinator.samples import Key
+from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, next_chunk
 from dovetail.coordinator.summary import build, mean_ci95, write_json
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=200), st.integers(1, 20))
-def test_chunks_hold_every_sample_once_and_stay_within_the_token_limit(lengths: list[int], parts: int) -> None:
-    result = chunks(lengths, parts, max_tokens=600)
-    assert sorted(i for chunk in result for i in chunk) == list(range(len(lengths)))
-    for chunk in result:
-        assert len(chunk) == 1 or len(chunk) * max(lengths[i] for i in chunk) <= 600
+def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], parts: int) -> None:
+    chunk = next_chunk(lengths, parts, max_tokens=600, min_tokens=100)
+    assert len(set(chunk)) == len(chunk) >= 1
+    rest = [n for i, n in enumerate(lengths) if i not in set(chunk)]
+    longest = max(lengths)
+    assert not rest or min(lengths[i] for i in chunk) >= max(rest)
+    assert len(chunk) == 1 or len(chunk) * longest <= 600
+    assert not rest or (len(chunk) + 1) * longest > min(100, sum(lengths) // parts)
 
 
-def finished(prompt: int, response: int) -> Finished:
-    return Finished(np.full(prompt, 7, np.int32), np.full(response, 8, np.int32))
+def finished(prompt: int, response: int, index: int = 0) -> Finished:
+    return Finished(Key(1, index, 0), np.full(prompt, 7, np.int32), np.full(response, 8, np.int32))
 
 
 class FakeScorer:
@@ -69,48 +74,77 @@ async def serve(*scorers: FakeScorer) -> tuple[list[web.AppRunner], list[Scorer]
     return runners, found
 
 
-def run_scoring(scorers: list[FakeScorer], samples: list[Finished], deadline: float = 20.0) -> tuple[Any, list[str]]:
+def run_scoring(
+    scorers: list[FakeScorer], waves: list[list[Finished]], deadline: float = 20.0, refuse: str | None = None
+) -> tuple[dict[Key, Scores], list[str]]:
+    """Add waves of samples one after the other, each while the last may still be scored."""
     failures: list[str] = []
+    found: dict[Key, Scores] = {}
 
-    async def scenario() -> Any:
-        runners, found = await serve(*scorers)
-        alive = {s.name: s for s in found}
+    async def scenario() -> None:
+        runners, servers = await serve(*scorers)
+        alive = {s.name: s for s in servers}
 
         def fail(scorer: Scorer, reason: str) -> None:
             failures.append(reason)
             alive.pop(scorer.name, None)
 
+        def keep(scores: list[Scores]) -> None:
+            if refuse is not None:
+                raise StoreError(refuse)
+            assert not found.keys() & {s.key for s in scores}
+            found.update((s.key, s) for s in scores)
+
         try:
             async with aiohttp.ClientSession() as session:
                 want = ["reference", "reward", "critic"]
-                return await score(session, samples, want, lambda: list(alive.values()), fail, deadline)
+                async with Inference(session, want, lambda: list(alive.values()), keep, fail) as inference:
+                    for wave in waves:
+                        inference.add(wave)
+                        await asyncio.sleep(0)
+                    await inference.finish(deadline)
         finally:
             for runner in runners:
                 await runner.cleanup()
 
-    return asyncio.run(scenario()), failures
+    asyncio.run(scenario())
+    return found, failures
 
 
-def test_every_sample_gets_its_own_scores_in_order() -> None:
-    samples = [finished(3 + i % 5, 1 + i % 7) for i in range(40)]
-    scores, failures = run_scoring([FakeScorer(), FakeScorer()], samples)
-    assert [s.score for s in scores] == [float(len(s)) for s in samples]
-    assert [len(s.values) for s in scores] == [len(s.response) for s in samples]
+def check_scores(found: dict[Key, Scores], samples: list[Finished]) -> None:
+    assert {k: s.score for k, s in found.items()} == {s.key: float(len(s)) for s in samples}
+    assert all(s.values is not None and len(s.values) == len(found[s.key].ref_logprobs) for s in found.values())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("waves", [1, 8])
+def test_every_sample_gets_its_own_scores(waves: int) -> None:
+    samples = [finished(3 + i % 5, 1 + i % 7, i) for i in range(40)]
+    found, failures = run_scoring([FakeScorer(), FakeScorer()], [samples[i::waves] for i in range(waves)])
+    check_scores(found, samples)
     assert failures == []
 
 
 @pytest.mark.parametrize("broken", ["status", "nan"])
 def test_a_failing_scorers_chunks_go_to_another(broken: str) -> None:
-    samples = [finished(4, 1 + i % 3) for i in range(30)]
-    scores, failures = run_scoring([FakeScorer(broken), FakeScorer()], samples)
-    assert [s.score for s in scores] == [float(len(s)) for s in samples]
+    samples = [finished(4, 1 + i % 3, i) for i in range(30)]
+    found, failures = run_scoring([FakeScorer(broken), FakeScorer()], [samples[:15], samples[15:]])
+    check_scores(found, samples)
     assert failures
     assert "scorer-0" in failures[0]
 
 
 def test_without_a_working_scorer_the_last_failure_is_named() -> None:
     with pytest.raises(TimeoutError, match="last failure: scorer-0: status 500: out of memory"):
-        run_scoring([FakeScorer("status")], [finished(2, 2)], deadline=0.5)
+        run_scoring([FakeScorer("status")], [[finished(2, 2)]], deadline=0.5)
+
+
+def test_what_the_store_says_ends_inference() -> None:
+    with pytest.raises(StoreError, match="disk is full"):
+        run_scoring([FakeScorer()], [[finished(2, 2)]], refuse="disk is full")
+
+
+def test_nothing_to_score_is_done_at_once() -> None:
+    assert run_scoring([], [[]]) == ({}, [])
 
 
 def arrays() -> dict[str, Any]:

@@ -161,6 +161,30 @@ def test_results_equal_the_trainers(folders: dict[str, ModelRef], max_tokens: in
     with_client(body, max_tokens)
 
 
+def test_company_changes_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]) -> None:
+    """Inter-stage fusion scores samples in whatever company they finish: a run must not depend on it."""
+    g = np.random.default_rng(5)
+    prompts, responses = g.integers(1, 40, 24).astype(np.int32), g.integers(0, 80, 24).astype(np.int32)
+    prompts[0], responses[0] = 48, 80  # all of the model's positions
+    tokens = g.integers(0, VOCABULARY, (24, 128)).astype(np.int32)
+
+    def rows(chosen: list[int]) -> scoring.Samples:
+        arrays = {"tokens": tokens, "prompt_lengths": prompts, "response_lengths": responses}
+        return scoring.Samples.read({name: array[chosen] for name, array in arrays.items()})
+
+    scorer = scoring.Scorer()
+    scorer.load(folders)
+    together = scorer.score(scoring.MODELS, rows(list(range(24))))
+    for size in (1, 2, 5):
+        order = g.permutation(24).tolist()
+        for chunk in (order[i : i + size] for i in range(0, 24, size)):
+            apart = scorer.score(scoring.MODELS, rows(chunk))
+            assert together["scores"][chunk].tolist() == apart["scores"].tolist()
+            for name in ("ref_logprobs", "values"):
+                width = apart[name].shape[1]
+                assert together[name][chunk][:, :width].tolist() == apart[name].tolist()
+
+
 def test_load_replaces_the_set_and_keeps_what_is_there(folders: dict[str, ModelRef]) -> None:
     async def body(client: TestClient[Any, Any], service: ScorerService, _: FakeReceiver) -> None:
         await load(client, {"reward": folders["reward"], "critic": folders["critic"]})

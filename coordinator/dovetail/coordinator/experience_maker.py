@@ -14,12 +14,14 @@ import numpy as np
 from dovetail.api.messages import Span
 from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.experience import Experience, experience_arrays
+from dovetail.coordinator.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation import Generator
+from dovetail.coordinator.interstage.fusion import Fusion, StageFusion, describe
 from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.publishing import Target
-from dovetail.coordinator.samples import NewSample, Sample, ScoreRow, State
-from dovetail.coordinator.scoring import Finished, Scorer, load_models, score
+from dovetail.coordinator.samples import Key, NewSample, Sample, ScoreRow, State
+from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, load_models
 from dovetail.coordinator.seeds import sample_seed
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 LOAD_SECONDS = 600.0
 INFERENCE_SECONDS = 3600.0
+
+
+def _finished(sample: Sample) -> Finished:
+    return Finished(sample.key, sample.prompt_tokens, sample.tokens)
 
 
 class ExperienceMaker:
@@ -39,6 +45,7 @@ class ExperienceMaker:
         self._samples = engines.store.samples
         self._reward_function = reward_function
         self._loaded: dict[str, str] = {}
+        self._fusion = Fusion(self._spec, engines.store, engines.log)
         self._generator = Generator(
             engines.store, engines.fleet, self._spec.generation, engines.settings.token, engines.log
         )
@@ -99,11 +106,22 @@ class ExperienceMaker:
         self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
         total = len(prompts) * self._spec.ppo.samples_per_prompt
         engines.progress.update(samples_done=0, samples_total=total, phase="generation")
-        with engines.timeline.phase("generation"):
-            await self._generate(iteration)
-        engines.progress.update(phase="inference")
-        with engines.timeline.phase("inference"):
-            await self._score(iteration, prompts)
+        fusion = await self._fusion.begin(
+            [len(p.token_ids) for p in prompts for _ in range(self._spec.ppo.samples_per_prompt)],
+            engines.fleet.eligible(ROLLOUT),
+        )
+        engines.log("fusion.decided", iteration=iteration, **describe(fusion))
+        scored: dict[Key, Scores] = {}
+        async with self._inference(fusion, scored) as inference:
+            inference.add(_finished(s) for s in self._samples.samples(iteration, State.GENERATED))
+            with engines.timeline.phase("generation"):
+                await self._generate(iteration, fusion, inference)
+            engines.progress.update(phase="inference")
+            with engines.timeline.phase("inference"):
+                await inference.finish(INFERENCE_SECONDS)
+                if self._reward_function is not None:
+                    await self._reward(iteration, prompts, scored)
+        self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
         return self._experience(iteration, prompts)
 
     def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:
@@ -119,44 +137,63 @@ class ExperienceMaker:
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
 
-    async def _generate(self, iteration: int) -> None:
+    async def _generate(self, iteration: int, fusion: StageFusion, inference: Inference) -> None:
         engines = self._engines
         before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
 
         def progress(done: int, total: int, tokens: int) -> None:
             engines.progress.update(samples_done=before + done)
+            inference.check()
+            # Who is idle may have changed.
+            inference.poke()
 
-        done = await self._generator.generate(iteration, progress=progress)
+        done = await self._generator.generate(
+            iteration,
+            on_finished=lambda sample: inference.add([_finished(sample)]),
+            progress=progress,
+            tail=fusion.gather,
+        )
+        fusion.generated = True
         engines.timeline.add(done.spans)
         engines.metrics.samples.inc(done.samples)
         engines.metrics.tokens.inc(done.tokens)
 
-    async def _score(self, iteration: int, prompts: Sequence[PromptRecord]) -> None:
-        todo = self._samples.samples(iteration, State.GENERATED)
-        if not todo:
-            return
+    def _inference(self, fusion: StageFusion, scored: dict[Key, Scores]) -> Inference:
+        """Scores finished samples: stores them, or puts them into `scored` where the reward function must be called."""
+        engines = self._engines
         want = ["reference"]
         if self._reward_function is None:
             want.append("reward")
         if has_critic(self._spec):
             want.append("critic")
-        engines = self._engines
-        scores = await score(
+
+        def keep(scores: list[Scores]) -> None:
+            if self._reward_function is not None:
+                scored.update((s.key, s) for s in scores)
+            else:
+                self._samples.score(
+                    ScoreRow(s.key, s.ref_logprobs, s.values, s.score, engines.iteration) for s in scores
+                )
+
+        return Inference(
             engines.http,
-            [Finished(s.prompt_tokens, s.tokens) for s in todo],
             want,
-            self._scorers,
+            lambda: [s for s in self._scorers() if fusion.may_score(s.name, self._generator.idle)],
+            keep,
             lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
-            INFERENCE_SECONDS,
             lambda scorer: engines.fleet.succeeded(scorer.name),
             lambda span: engines.timeline.add([span]),
         )
-        rewards: Sequence[float | None] = [s.score for s in scores]
-        if self._reward_function is not None:
-            rewards = await self._call_reward_function(todo, prompts)
+
+    async def _reward(self, iteration: int, prompts: Sequence[PromptRecord], scored: dict[Key, Scores]) -> None:
+        """Once for all samples, as the function may compare them."""
+        todo = self._samples.samples(iteration, State.GENERATED)
+        if not todo:
+            return
+        rewards = await self._call_reward_function(todo, prompts)
         self._samples.score(
-            ScoreRow(sample.key, s.ref_logprobs, s.values, reward, engines.iteration)
-            for sample, s, reward in zip(todo, scores, rewards, strict=True)
+            ScoreRow(s.key, scored[s.key].ref_logprobs, scored[s.key].values, reward, self._engines.iteration)
+            for s, reward in zip(todo, rewards, strict=True)
         )
 
     async def _call_reward_function(self, todo: Sequence[Sample], prompts: Sequence[PromptRecord]) -> list[float]:

@@ -1,7 +1,8 @@
 """Drives an iteration's samples to `generated` over the fleet, whatever happens to its servers.
 
-Tokens are kept as they stream in. A sample whose server dies, stalls, aborts or is drained goes on elsewhere from
-prompt + tokens so far; with position-keyed sampling it ends as it would have undisturbed."""
+Tokens are kept as they stream in. A sample whose server dies, stalls, aborts, is drained or has too few left (the long
+tail, RLHFuse section 4) goes on elsewhere from prompt + tokens so far; with position-keyed sampling it ends as it would
+have undisturbed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,11 @@ MODEL = "actor"
 KIND = "rollout"
 GATHER_SECONDS = 0.005
 FINISHED = ("stop", "length", "repetition")
+
+
+# Given the unfinished samples, each with its instance (None: it waits for one), and the instances that may take work:
+# those that what is left shall gather on, once it is time; None or nothing until then.
+Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
 
 
 class GenerationError(Exception):
@@ -66,6 +72,7 @@ class Generator:
         self._watched = 0.0
         self._known: set[tuple[str, str]] = set()
         self._activity: dict[str, Activity] = {}
+        self._destinations: frozenset[str] = frozenset()
         # A stop string may straddle the cut: servers look only at what they generate, so that much is made again.
         self._rewind = max((len(s.encode()) - 1 for s in generation.stop), default=0)
         self._leftovers: dict[tuple[str, str], list[str]] = {}
@@ -94,11 +101,13 @@ class Generator:
         samples: Sequence[Sample] | None = None,
         on_finished: Callable[[Sample], None] | None = None,
         progress: Callable[[int, int, int], None] | None = None,
+        tail: Tail | None = None,
     ) -> Generated:
         """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
 
         `on_finished` gets each sample once it is stored as generated; samples generated before this call, or stored as
         it is cancelled or fails, are not reported (ask the store). `progress(done, total, tokens)` follows the flushes.
+        Once `tail` has named instances, all that is left migrates to them, as long as one of them lives.
         Raises GenerationError or StoreError. When cancelled, the requests end and the tokens stay."""
         if self._flying or self._pending:
             raise RuntimeError("generate is already running")
@@ -106,10 +115,11 @@ class Generator:
         self._pending = [Work.of(s) for s in chosen if s.state is State.PENDING]
         self._known.clear()
         self._activity.clear()
+        self._destinations = frozenset()
         total, result, started = len(self._pending), Generated(), self._clock()
         self._fleet.listeners.append(self._wake.set)
         try:
-            await self._loop(iteration, total, result, on_finished, progress)
+            await self._loop(iteration, total, result, on_finished, progress, tail)
         finally:
             self._fleet.listeners.remove(self._wake.set)
             await self._stop()
@@ -126,6 +136,10 @@ class Generator:
             for name, a in sorted(self._activity.items())
         ]
         return result
+
+    def idle(self, name: str) -> bool:
+        """Whether an instance has nothing to generate, nor will get anything unless others fail."""
+        return not self._pending and all(w.instance != name for w in self._flying)
 
     async def drain(self, name: str) -> None:
         """Give an instance no more work, and move what it has elsewhere, tokens kept; returns when it has none.
@@ -148,11 +162,12 @@ class Generator:
         result: Generated,
         on_finished: Callable[[Sample], None] | None,
         progress: Callable[[int, int, int], None] | None,
+        tail: Tail | None,
     ) -> None:
         idle_since: float | None = None
         flushed = self._clock()
         while self._pending or self._flying:
-            eligible = self._fleet.eligible(KIND)
+            eligible = self._eligible()
             self._greet(eligible)
             self._assign(eligible)
             self._watch()
@@ -174,6 +189,7 @@ class Generator:
             done = self._flush(self._clock() - flushed)
             flushed = self._clock()
             result.retries += self._sort_out()
+            result.migrated += self._gather(tail)
             for key in done:
                 result.samples += 1
                 if on_finished is not None:
@@ -181,6 +197,24 @@ class Generator:
             result.tokens = sum(a.tokens for a in self._activity.values())
             if progress is not None:
                 progress(result.samples, total, result.tokens)
+
+    def _eligible(self) -> list[Instance]:
+        """Who may get work: once the tail is gathered only its destinations, unless none of them is left."""
+        everyone = self._fleet.eligible(KIND)
+        return [i for i in everyone if i.name in self._destinations] or everyone
+
+    def _gather(self, tail: Tail | None) -> int:
+        """Ask `tail`; once it answers, end what runs elsewhere. How many requests that are."""
+        if tail is None or self._destinations or not (self._pending or self._flying):
+            return 0
+        unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
+        chosen = tail(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._fleet.eligible(KIND)])
+        if not chosen:
+            return 0
+        self._destinations = frozenset(chosen)
+        moving = [w for w in self._flying if w.instance not in self._destinations and w.ending is None]
+        self._end(moving)
+        return len(moving)
 
     def _greet(self, eligible: Sequence[Instance]) -> None:
         """First sight of an instance: abort what an earlier coordinator left on it, and give it a share of the work."""

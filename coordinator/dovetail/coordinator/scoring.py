@@ -1,15 +1,17 @@
-"""Reference, reward and critic inference: finished samples in length-sorted chunks over all scorers.
+"""Reference, reward and critic inference: finished samples in chunks of like length over all scorers.
 
-Each scorer takes the next chunk when it is done with its last, so unlike devices get work by their speed. A chunk
-whose scorer fails goes back to the queue."""
+Samples may be added while others are scored: inter-stage fusion (RLHFuse section 4) adds them as they finish. Each
+scorer takes the next chunk when it is done with its last, so unlike devices get work by their speed. A chunk whose
+scorer fails goes back."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import aiohttp
 import numpy as np
@@ -18,8 +20,11 @@ from numpy.typing import NDArray
 from dovetail.api.messages import ModelRef, Span
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
 from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.samples import Key
 
 MAX_CHUNK_TOKENS = 16_384
+# Below this a chunk's fixed costs (a request, three models' layers) are what it costs.
+MIN_CHUNK_TOKENS = 512
 CHUNKS_PER_SCORER = 3
 RETRY_SECONDS = 0.5
 
@@ -34,6 +39,7 @@ class Scorer:
 class Finished:
     """One finished sample: prompt and response token ids, int32."""
 
+    key: Key
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
 
@@ -45,22 +51,21 @@ class Finished:
 class Scores:
     """Per response token float32 arrays (None where not wanted) and the sequence's score."""
 
+    key: Key
     ref_logprobs: NDArray[np.float32] | None
     values: NDArray[np.float32] | None
     score: float | None
 
 
-def chunks(lengths: Sequence[int], parts: int, max_tokens: int = MAX_CHUNK_TOKENS) -> list[list[int]]:
-    """Indices in chunks of like length, longest first, of about total/parts tokens and at most `max_tokens` padded."""
+def next_chunk(
+    lengths: Sequence[int], parts: int, max_tokens: int = MAX_CHUNK_TOKENS, min_tokens: int = MIN_CHUNK_TOKENS
+) -> list[int]:
+    """Indices of the longest samples that together have about total/parts tokens, padded: at least `min_tokens` if
+    there are as many, and at most `max_tokens` (or one sample). Longest first: the last chunks are the short ones."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    target = min(max_tokens, max(1, sum(lengths) // max(1, parts)))
-    result: list[list[int]] = []
-    for i in order:
-        if result and (len(result[-1]) + 1) * lengths[result[-1][0]] <= target:
-            result[-1].append(i)
-        else:
-            result.append([i])
-    return result
+    target = min(max_tokens, max(min_tokens, sum(lengths) // max(1, parts)))
+    rows = max(1, target // lengths[order[0]])
+    return order[:rows]
 
 
 async def load_models(
@@ -75,82 +80,130 @@ async def load_models(
             raise aiohttp.ClientError(f"{scorer.name} could not load its models: {(await response.text())[:500]}")
 
 
-async def score(
-    session: aiohttp.ClientSession,
-    samples: Sequence[Finished],
-    want: Sequence[str],
-    scorers: Callable[[], Sequence[Scorer]],
-    on_failure: Callable[[Scorer, str], None],
-    deadline_seconds: float,
-    on_success: Callable[[Scorer], None] = lambda _: None,
-    on_span: Callable[[Span], None] = lambda _: None,
-) -> list[Scores]:
-    """Scores of every sample, in order.
+class Inference:
+    """Scores samples as they are added; an async context manager, outside of which nothing runs.
 
-    `want`: of "reference", "reward", "critic". `scorers` is asked again whenever one may have come or gone.
-    Raises TimeoutError with the last failure when the whole takes longer than `deadline_seconds`."""
-    results: list[Scores | None] = [None] * len(samples)
-    parts = max(1, len(scorers())) * CHUNKS_PER_SCORER
-    queue = deque(chunks([len(s) for s in samples], parts))
-    waiting = len(queue)
-    finished = asyncio.Event()
-    last_failure = "no scorer is ready"
+    `want`: of "reference", "reward", "critic". `scorers` gives those that may take a chunk now; `poke` says that it may
+    answer otherwise. `on_scores` gets each chunk's scores; what it raises, `check` and `finish` raise."""
 
-    async def worker(scorer: Scorer) -> None:
-        nonlocal waiting, last_failure
-        while queue:
-            chunk = queue.popleft()
-            started = time.time()
-            try:
-                answer = await _score_chunk(session, scorer, [samples[i] for i in chunk], want, deadline_seconds)
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                queue.append(chunk)
-                last_failure = f"{scorer.name}: {error or type(error).__name__}"
-                on_failure(scorer, last_failure)
-                return
-            except BaseException:
-                queue.append(chunk)
-                raise
-            for i, scores in zip(chunk, answer, strict=True):
-                results[i] = scores
-            waiting -= 1
-            on_success(scorer)
-            on_span(
-                Span(
-                    name="inference",
-                    process=scorer.name,
-                    start=started,
-                    end=time.time(),
-                    args={"n": len(chunk)},
-                )
-            )
-        if waiting == 0:
-            finished.set()
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        want: Sequence[str],
+        scorers: Callable[[], Sequence[Scorer]],
+        on_scores: Callable[[list[Scores]], None],
+        on_failure: Callable[[Scorer, str], None],
+        on_success: Callable[[Scorer], None] = lambda _: None,
+        on_span: Callable[[Span], None] = lambda _: None,
+        chunk_seconds: float = 3600.0,
+    ) -> None:
+        self._session = session
+        self._want = list(want)
+        self._scorers = scorers
+        self._on_scores, self._on_failure, self._on_success, self._on_span = on_scores, on_failure, on_success, on_span
+        self._chunk_seconds = chunk_seconds
+        self._waiting: list[Finished] = []
+        self._left = 0
+        self._wake = asyncio.Event()
+        self._done = asyncio.Event()
+        self._done.set()
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self._last_failure = "no scorer is ready"
 
-    busy: dict[str, asyncio.Task[None]] = {}
-    try:
-        async with asyncio.timeout(deadline_seconds):
-            while waiting:
-                for scorer in scorers():
-                    task = busy.get(scorer.name)
-                    if queue and (task is None or task.done()):
-                        busy[scorer.name] = asyncio.create_task(worker(scorer))
-                wake = asyncio.create_task(finished.wait())
-                await asyncio.wait(
-                    {wake, *(t for t in busy.values() if not t.done())},
-                    timeout=RETRY_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                wake.cancel()
-    except TimeoutError:
-        raise TimeoutError(
-            f"inference did not finish within {deadline_seconds:.0f} s; last failure: {last_failure}"
-        ) from None
-    finally:
-        for task in busy.values():
+    async def __aenter__(self) -> Inference:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = [*self._busy.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*busy.values(), return_exceptions=True)
-    return [r for r in results if r is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def add(self, samples: Iterable[Finished]) -> None:
+        """Score these, too."""
+        new = list(samples)
+        self._waiting += new
+        self._left += len(new)
+        if self._left:
+            self._done.clear()
+        self.poke()
+
+    def poke(self) -> None:
+        """Ask `scorers` again."""
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise what `on_scores` raised."""
+        if self._error is not None:
+            raise self._error
+
+    async def finish(self, deadline_seconds: float) -> None:
+        """Returns when all that was added is scored. Raises TimeoutError with the last failure after
+        `deadline_seconds`."""
+        self.poke()
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._done.wait()
+        except TimeoutError:
+            raise TimeoutError(
+                f"inference did not finish within {deadline_seconds:.0f} s; last failure: {self._last_failure}"
+            ) from None
+        self.check()
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            if self._waiting:
+                allowed = self._scorers()
+                for scorer in allowed:
+                    task = self._busy.get(scorer.name)
+                    if self._waiting and (task is None or task.done()):
+                        chunk = self._take(len(allowed))
+                        self._busy[scorer.name] = asyncio.create_task(self._score(scorer, chunk))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self._waiting else None)
+
+    def _take(self, scorers: int) -> list[Finished]:
+        chosen = next_chunk([len(s) for s in self._waiting], scorers * CHUNKS_PER_SCORER)
+        chunk = [self._waiting[i] for i in chosen]
+        taken = set(chosen)
+        self._waiting = [s for i, s in enumerate(self._waiting) if i not in taken]
+        return chunk
+
+    async def _score(self, scorer: Scorer, chunk: list[Finished]) -> None:
+        try:
+            if not await self._try(scorer, chunk):
+                # `_run` asks again after a while: a scorer that always fails must not be asked in a tight loop.
+                self._waiting += chunk
+                return
+        except Exception as error:
+            self._error = error
+            self._done.set()
+        self._left -= len(chunk)
+        if not self._left:
+            self._done.set()
+        # This task is done when `_run` gets to look.
+        self._busy.pop(scorer.name)
+        self._wake.set()
+
+    async def _try(self, scorer: Scorer, chunk: list[Finished]) -> bool:
+        started = time.time()
+        try:
+            answer = await _score_chunk(self._session, scorer, chunk, self._want, self._chunk_seconds)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self._last_failure = f"{scorer.name}: {error or type(error).__name__}"
+            self._on_failure(scorer, self._last_failure)
+            return False
+        self._on_success(scorer)
+        args = {"n": len(chunk), "tokens": sum(len(s) for s in chunk)}
+        self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))
+        self._on_scores(answer)
+        return True
 
 
 async def _score_chunk(
@@ -181,6 +234,7 @@ async def _score_chunk(
             raise ValueError(f"the answer's {name} is missing, of the wrong length or not finite")
     return [
         Scores(
+            key=s.key,
             ref_logprobs=arrays["ref_logprobs"][i, : len(s.response)].astype(np.float32)
             if "reference" in want
             else None,

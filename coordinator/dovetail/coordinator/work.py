@@ -28,11 +28,13 @@ class Settings:
 
 @dataclass
 class Generated:
-    """What one call did. `retries`: times a sample had to go elsewhere. Spans: one per instance that worked."""
+    """What one call did. `retries`: times a sample had to go elsewhere; `migrated` of them, as the tail was gathered.
+    Spans: one per instance that worked."""
 
     samples: int = 0
     tokens: int = 0
     retries: int = 0
+    migrated: int = 0
     seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
 

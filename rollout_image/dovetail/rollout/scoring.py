@@ -22,6 +22,10 @@ HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "valu
 
 MAX_TOKENS = 8192
 # A micro-batch's logits stay below this, in the model's dtype; a float32 chunk of them below the second.
+# On CPUs samples share a forward pass only with those of their own width, which is rounded up to this: in float32 their
+# scores are then the same to the last bit whatever they are scored with (attention's blocks depend on the width). So
+# neither inter-stage fusion nor the number of scorers changes a run.
+WIDTH = 16
 LOGIT_BYTES = 512 * 2**20
 CHUNK_BYTES = 4 * 2**20
 
@@ -68,16 +72,24 @@ class Samples:
         return self.prompts + self.responses
 
 
-def micro_batches(lengths: Sequence[int] | NDArray[np.int64], max_tokens: int) -> list[list[int]]:
-    """Indices in micro-batches of like length, longest first, each at most `max_tokens` once padded (or one
-    row)."""
+def rounded(lengths: NDArray[np.int64], positions: int) -> NDArray[np.int64]:
+    """Lengths rounded up to multiples of WIDTH, but not beyond a model's `positions`."""
+    up = -(-lengths // WIDTH) * WIDTH
+    return np.maximum(lengths, np.minimum(up, positions))
+
+
+def micro_batches(lengths: Sequence[int] | NDArray[np.int64], max_tokens: int, alike: bool = False) -> list[list[int]]:
+    """Indices in micro-batches of like length (`alike`: of equal length), longest first, each at most `max_tokens` once
+    padded (or one row)."""
     order = sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i))
     result: list[list[int]] = []
     for i in order:
-        if result and (len(result[-1]) + 1) * int(lengths[result[-1][0]]) <= max_tokens:
-            result[-1].append(i)
-        else:
-            result.append([i])
+        if result:
+            longest = int(lengths[result[-1][0]])
+            if (len(result[-1]) + 1) * longest <= max_tokens and (not alike or lengths[i] == longest):
+                result[-1].append(i)
+                continue
+        result.append([i])
     return result
 
 
@@ -181,11 +193,16 @@ class Scorer:
         limit = self.max_tokens
         if HEADS[name] == "lm":
             limit = min(limit, max(1, LOGIT_BYTES // (self.dtype.itemsize * int(stage.config.vocab_size))))
-        for rows in micro_batches(samples.lengths, limit):
-            width = int(samples.lengths[rows].max())
+        alike = self.device.type == "cpu"
+        widths = (
+            rounded(samples.lengths, getattr(stage.config, "max_position_embeddings", 0)) if alike else samples.lengths
+        )
+        for rows in micro_batches(widths, limit, alike):
+            width = int(widths[rows].max())
             inside = np.arange(width) < samples.lengths[rows, None]
             # The padding may hold anything; token 0 is in every vocabulary.
-            block = np.where(inside, samples.tokens[rows, :width], 0)
+            block = np.zeros(inside.shape, np.int64)
+            block[inside] = samples.tokens[rows][:, :width][inside[:, : samples.tokens.shape[1]]]
             tokens = torch.from_numpy(block).to(self.device)
             yield rows, tokens, stage(tokens)
             self._progress(name, int(inside.sum()))

@@ -1,0 +1,112 @@
+"""When an iteration's tail is gathered, and which scorers may work meanwhile: the planner's decision in a run.
+
+One `Fusion` a job, one `StageFusion` an iteration. No I/O but the store's key `ppo/fusion`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.api.types import RLHFJobSpec
+from dovetail.coordinator.fleet import Instance
+from dovetail.coordinator.samples import Key
+from dovetail.coordinator.store import Store
+from dovetail.planner.interstage import Decision, Measurements, StageProfile, ThresholdController, plan_migration
+
+STORED = "ppo/fusion"
+# Stands in for what a run has not measured yet; only the ratios of its numbers matter for the first choice.
+ASSUMED = StageProfile(
+    decode=((1, 0.008), (32, 0.016)), prefill_seconds_per_token=1e-4, inference_seconds_per_token=3e-4
+)
+
+
+def rollout_of(scorer: str) -> str:
+    """The rollout that a scorer sits beside, by its name `<rollout>-scorer`."""
+    return scorer.removesuffix("-scorer")
+
+
+@dataclass
+class StageFusion:
+    """One iteration's. `decision` None: not decided yet, or the stages run one after the other.
+
+    `destinations`: where the tail was gathered; `remaining`: how many samples were left then. `generated`: none are
+    left to generate."""
+
+    profiles: dict[str, StageProfile]
+    kv_per_sample: int
+    decision: Decision | None = None
+    destinations: tuple[str, ...] = ()
+    remaining: int | None = None
+    moves: int = 0
+    generated: bool = False
+    _over: bool = field(default=False, repr=False)
+
+    @property
+    def threshold(self) -> int | None:
+        """Unfinished samples at which the tail is gathered; 0: never; None: inference waits for generation's end."""
+        return None if self.decision is None else self.decision.threshold
+
+    def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
+        """The generator's `Tail`: the destinations, once the samples left are as few as the threshold."""
+        if self._over or not self.threshold or len(unfinished) > self.threshold or not unfinished:
+            return None
+        # One plan a stage: if it frees nobody now, it will not be worth it later.
+        self._over = True
+        profiles = {name: self.profiles.get(name, ASSUMED) for name in sorted(eligible)}
+        plan = plan_migration(list(unfinished), profiles, self.kv_per_sample)
+        if plan is None:
+            return None
+        self.destinations, self.moves, self.remaining = plan.destinations, len(plan.moves), len(unfinished)
+        return plan.destinations
+
+    def may_score(self, scorer: str, idle: Callable[[str], bool]) -> bool:
+        """Whether a scorer may work now: while others generate, if its rollout has nothing left to do."""
+        return self.generated or (self.threshold is not None and idle(rollout_of(scorer)))
+
+
+class Fusion:
+    """The threshold controller with its memory in the store, and one measured profile for every rollout group."""
+
+    def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None]) -> None:
+        self._spec = spec
+        self._store = store
+        self._log = log
+        self._controller = ThresholdController(spec.plan.inter_stage_fusion, spec.generation.max_tokens, spec.seed)
+        saved = store.get(STORED)
+        if saved is not None:
+            self._controller.restore(saved)
+        self.measurements: dict[str, Measurements] = {}
+
+    def measured(self, group: str) -> Measurements:
+        """What is known of the instances of a group."""
+        return self.measurements.setdefault(group, Measurements(ASSUMED))
+
+    async def begin(self, prompt_lengths: Sequence[int], instances: Sequence[Instance]) -> StageFusion:
+        """Decide an iteration's threshold."""
+        longest = max(prompt_lengths) + self._spec.generation.max_tokens
+        stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
+        if self._spec.plan.inter_stage_fusion == "Off" or not instances:
+            return stage
+        profiles = [stage.profiles[i.name] for i in instances]
+        stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
+        return stage
+
+    def end(self, response_lengths: Sequence[int]) -> None:
+        """Learn an iteration's lengths."""
+        self._controller.observe(response_lengths)
+        self._store.put(STORED, self._controller.as_json())
+
+
+def describe(stage: StageFusion) -> dict[str, Any]:
+    """For the event log."""
+    decision = stage.decision
+    if decision is None:
+        return {"threshold": None}
+    return {
+        "threshold": decision.threshold,
+        "fraction": decision.fraction,
+        "reason": decision.reason,
+        "predicted_speedup": round(decision.predicted_speedup, 4),
+    }

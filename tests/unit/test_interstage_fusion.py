@@ -1,0 +1,133 @@
+"""The tail of generation gathers on few servers while others are freed: every answer stays what it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from unit.test_generation import Job, play, until
+
+from dovetail.api.types import RLHFJobSpec
+from dovetail.coordinator.interstage.fusion import ASSUMED, StageFusion
+from dovetail.coordinator.samples import Key
+from dovetail.planner.interstage import Decision, simulate
+from helpers.jobs import MANIFEST
+
+Unfinished = Sequence[tuple[Key, str | None]]
+
+
+def stage(threshold: int | None, names: Sequence[str] = ("r0", "r1", "r2")) -> StageFusion:
+    prediction = simulate([5, 9], [3, 3], [ASSUMED] * len(names), threshold and min(threshold, 2))
+    decision = Decision(threshold, 0.2, "a test's", prediction, 1.0, 1.0, {})
+    return StageFusion(dict.fromkeys(names, ASSUMED), 200, decision)
+
+
+def test_gathers_once_at_the_threshold_where_most_samples_are() -> None:
+    fusion = stage(4)
+    left: list[tuple[Key, str | None]] = [(Key(1, i, 0), name) for i, name in enumerate(["r1", "r1", "r0", "r2", "r2"])]
+    assert fusion.gather(left, ["r0", "r1", "r2"]) is None
+    assert fusion.gather(left[:4], ["r0", "r1", "r2"]) == ("r1",)
+    assert (fusion.destinations, fusion.remaining, fusion.moves) == (("r1",), 4, 2)
+    assert fusion.gather(left[:3], ["r0", "r1", "r2"]) is None
+
+
+@pytest.mark.parametrize("threshold", [None, 0])
+def test_nobody_migrates_when_off_or_at_zero(threshold: int | None) -> None:
+    assert stage(threshold).gather([(Key(1, 0, 0), "r0")], ["r0", "r1"]) is None
+
+
+def test_scorers_work_beside_idle_servers_only_and_beside_all_in_the_end() -> None:
+    fusion, idle = stage(4), {"r1"}
+    assert [n for n in ("r0-scorer", "r1-scorer") if fusion.may_score(n, lambda r: r in idle)] == ["r1-scorer"]
+    serial = stage(None)
+    assert not serial.may_score("r1-scorer", lambda r: True)
+    for one in (fusion, serial):
+        one.generated = True
+        assert one.may_score("r0-scorer", lambda r: False)
+
+
+def test_the_manifest_knows_the_threshold() -> None:
+    spec = yaml.safe_load(MANIFEST)["spec"]
+    assert RLHFJobSpec.model_validate(spec).plan.inter_stage_fusion == "Auto"
+
+
+def gather_at(count: int, destination: str = "r0") -> tuple[list[int], object]:
+    asked: list[int] = []
+
+    def tail(unfinished: Unfinished, eligible: Collection[str]) -> Collection[str] | None:
+        asked.append(len(unfinished))
+        return [destination] if len(unfinished) <= count else None
+
+    return asked, tail
+
+
+@pytest.mark.parametrize("count", [16, 9, 3])
+def test_the_tail_moves_and_no_answer_changes(tmp_path: Path, count: int) -> None:
+    async def scenario(job: Job) -> None:
+        servers = [await job.server(f"r{i}", step=0.005) for i in range(3)]
+        _, tail = gather_at(count)
+        idle: list[bool] = []
+        result = await job.generator.generate(
+            1,
+            on_finished=job.finished.append,
+            progress=lambda *_: idle.append(job.generator.idle("r1") and job.generator.idle("r2")),
+            tail=tail,  # type: ignore[arg-type]
+        )
+        job.check()
+        job.reported_once()
+        assert result.migrated == sum(len(s.aborted) for s in servers[1:])
+        assert result.retries == result.migrated > 0
+        assert servers[0].aborted == []
+        assert any(idle)
+
+    play(tmp_path, scenario, count=24)
+
+
+def test_without_its_destination_the_tail_goes_on_elsewhere(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        first, second = await job.server("r0", step=0.005), await job.server("r1", step=0.005)
+        _, tail = gather_at(16)
+        first.die_after = 8 * 12
+        await job.generator.generate(1, on_finished=job.finished.append, tail=tail)  # type: ignore[arg-type]
+        job.check()
+        job.reported_once()
+        assert len(second.requests) > 8, "it took the tail back"
+
+    play(tmp_path, scenario)
+
+
+def test_a_source_that_dies_as_it_is_left_costs_nothing(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.server("r0", step=0.005)
+        source = await job.server("r1", step=0.005)
+        source.faults["deaf"] = None
+        _, tail = gather_at(16)
+
+        def kill(done: int, total: int, tokens: int) -> None:
+            if source.aborted:
+                source.die_after = 1
+
+        await job.generator.generate(1, on_finished=job.finished.append, progress=kill, tail=tail)  # type: ignore[arg-type]
+        job.check()
+        job.reported_once()
+
+    play(tmp_path, scenario)
+
+
+def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        await job.server("r0", step=0.01)
+        await job.server("r1", step=0.01)
+        asked, tail = gather_at(16)
+
+        task = asyncio.create_task(job.generator.generate(1, on_finished=job.finished.append, tail=tail))  # type: ignore[arg-type]
+        await until(lambda: bool(asked))
+        late = await job.server("r2")
+        await task
+        job.check()
+        assert late.requests == []
+
+    play(tmp_path, scenario)
