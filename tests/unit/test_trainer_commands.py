@@ -66,7 +66,7 @@ def test_refused_commands_change_nothing(trainer: LocalTrainer) -> None:
 def test_out_of_memory_names_the_micro_batch_size(trainer: LocalTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.metrics(load_command(Stage.SFT))
 
-    def run(self: Engine, *_: object) -> None:
+    def run(self: Engine, *_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
 
     with monkeypatch.context() as patch:

@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dovetail.api.plan import Layout
 from dovetail.api.types import ScratchModel, Stage
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward, backward; or the backward in two: input gradient, and later weight gradient."""
 
 
 class Message(BaseModel):
@@ -65,11 +69,11 @@ class ModelRef(Message):
 
 
 class Action(Message):
-    """One entry of a rank's schedule: model, pipeline stage's micro-batch, forward (F) or backward (B)."""
+    """One entry of a rank's schedule; micro-batches count through all mini-batches of the schedule."""
 
     model: str
     micro_batch: int
-    kind: Literal["F", "B"]
+    kind: Kind
 
 
 class Load(Message):
@@ -83,6 +87,9 @@ class Load(Message):
     )
     total_steps: int = Field(description="Optimizer steps of the stage, for the learning-rate schedule.")
     checkpoint: str | None = None
+    layouts: dict[str, Layout] = Field(
+        default_factory=dict, description="Where a model's stages are, if not where the plan's layout puts them."
+    )
 
 
 class Step(Message):
@@ -93,7 +100,10 @@ class Step(Message):
     stage: Stage
     step: int = Field(description="1 for the first step after `load` without a checkpoint.")
     batch: str = Field(description="GET /v1/batches/{batch}")
-    actions: list[list[Action]] = Field(description="Per rank; PPO: of one mini-batch, repeated for each.")
+    actions: list[list[Action]] = Field(description="Per rank; PPO: of `mini_batches` of them, repeated for the rest.")
+    mini_batches: int = Field(
+        default=1, ge=1, description="PPO: optimizer steps of each model within one run of the actions."
+    )
     kl_coef: float = 0.0
     train_actor: bool = True
 
@@ -153,12 +163,24 @@ class Stop(Message):
 Command = Annotated[Load | Step | Evaluate | Save | Export | Publish | Stop, Field(discriminator="kind")]
 
 
+class StageTimes(Message):
+    """What one rank measured of one model's stage during a step."""
+
+    rank: int
+    model: str
+    seconds: dict[Kind, list[float]] = Field(
+        description="Of compute, waits left out: by micro-batch of a mini-batch, the median over mini-batches."
+    )
+    activation: list[float] = Field(description="Bytes that a micro-batch holds from forward to backward, likewise.")
+
+
 class CommandResult(Message):
     id: str
     ok: bool
     error: str | None = Field(default=None, description="One sentence; the traceback is in the rank's log.")
     metrics: dict[str, float] = Field(default_factory=dict)
     spans: list[Span] = Field(default_factory=list)
+    times: list[StageTimes] = Field(default_factory=list, description="PPO step: of every rank and model.")
 
 
 class NextRequest(Message):

@@ -4,9 +4,9 @@ The rank convention lives here and nowhere else: see `coordinates`."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 
@@ -25,21 +25,48 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+class Layout(Parallelism):
+    """A layout with the place of its stages among the ranks of a schedule that two models share.
+
+    The ranks are N = pp * pipelines positions of D = dp / pipelines * tp ranks each, the same N and D for both models.
+    Pipeline k has positions [k * pp, (k + 1) * pp), its first stage at the last of them where `reverse` is true."""
+
+    pipelines: int = Field(default=1, ge=1, description="Pipelines side by side (the fusion factor K).")
+    reverse: bool = Field(default=False, description="Stages run from the last position to the first.")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.dp % self.pipelines:
+            raise ValueError(f"dp {self.dp} is not a multiple of the {self.pipelines} pipelines")
+        return self
+
+
 def coordinates(rank: int, layout: Parallelism) -> Coordinates:
     """Place of trainer rank `rank` in `layout`: rank = (pp * layout.dp + dp) * layout.tp + tp.
 
-    Ranks of one tensor-parallel group are neighbours (they talk most), pipeline stages are furthest apart. Raises
-    ValueError for a rank outside the layout."""
+    Ranks of one tensor-parallel group are neighbours (they talk most), pipeline stages are furthest apart. In a
+    `Layout` of several pipelines, rank = (position * D + d) * tp + t and dp = pipeline * D + d. Raises ValueError for
+    a rank outside the layout."""
     if not 0 <= rank < world_size(layout):
         raise ValueError(f"rank {rank} is outside a layout of {world_size(layout)} ranks")
+    pipelines, reverse = _placed(layout)
     rest, tp = divmod(rank, layout.tp)
-    pp, dp = divmod(rest, layout.dp)
-    return Coordinates(pp, dp, tp)
+    position, d = divmod(rest, layout.dp // pipelines)
+    pipeline, pp = divmod(position, layout.pp)
+    return Coordinates(layout.pp - 1 - pp if reverse else pp, pipeline * (layout.dp // pipelines) + d, tp)
 
 
 def rank_at(place: Coordinates, layout: Parallelism) -> int:
     """Inverse of `coordinates`."""
-    return (place.pp * layout.dp + place.dp) * layout.tp + place.tp
+    pipelines, reverse = _placed(layout)
+    copies = layout.dp // pipelines
+    pipeline, d = divmod(place.dp, copies)
+    pp = layout.pp - 1 - place.pp if reverse else place.pp
+    return ((pipeline * layout.pp + pp) * copies + d) * layout.tp + place.tp
+
+
+def _placed(layout: Parallelism) -> tuple[int, bool]:
+    return (layout.pipelines, layout.reverse) if isinstance(layout, Layout) else (1, False)
 
 
 def world_size(layout: Parallelism) -> int:
@@ -113,7 +140,10 @@ class Plan(Model):
     world_size: int = Field(description="Trainer ranks.")
     parallelism: dict[str, Parallelism] = Field(description="By trained model: actor, critic, reward.")
     batching: list[Batching]
-    schedule: Literal["Serial1F1B"] = Field(default="Serial1F1B", description="Family of the training schedule.")
+    schedule: Literal["Auto", "Fused", "TimeSharing", "Serial"] = Field(
+        default="Auto",
+        description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
+    )
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
     rollouts: list[Rollout]

@@ -25,6 +25,7 @@ from dovetail.api.messages import (
     Publish,
     Save,
     Span,
+    StageTimes,
     Step,
 )
 from dovetail.api.types import RLHFJobSpec, Stage
@@ -106,10 +107,27 @@ class CommandRunner:
         mine = [span.model_dump(mode="json") for span in self.timeline.take()]
         gathered = self._groups.gather_json(mine)
         spans = [Span.model_validate(span) for part in gathered or [] for span in part]
+        times: list[StageTimes] = []
+        if isinstance(command, Step):
+            times, metrics["activation_peak_bytes"] = self._measured()
+            times = times if command.stage is Stage.PPO else []
         metrics["seconds"] = time.time() - started
         return CommandResult(
-            id=command.id, ok=error is None, error=error, metrics=metrics if error is None else {}, spans=spans
+            id=command.id,
+            ok=error is None,
+            error=error,
+            metrics=metrics if error is None else {},
+            spans=spans,
+            times=times if error is None else [],
         )
+
+    def _measured(self) -> tuple[list[StageTimes], float]:
+        """What all ranks measured since the last call, and the largest peak of activations in bytes; on rank 0."""
+        peak = self.engine.measured.peak_bytes
+        mine = self.engine.measured.take(self._groups.rank)
+        gathered = self._groups.gather_json([peak, [part.model_dump(mode="json") for part in mine]]) or []
+        times = [StageTimes.model_validate(part) for _, parts in gathered for part in parts]
+        return times, float(max((peak for peak, _ in gathered), default=0))
 
     # ------------------------------------------------------------ the two halves
 

@@ -5,6 +5,7 @@ Every public method is collective: all ranks call it with the same arguments (wo
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,13 +21,17 @@ from dovetail.api.types import Stage as StageName
 from dovetail.trainer import checkpoint
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.engine_model import EngineModel
-from dovetail.trainer.executor import Executor, MicroBatch, Pipe, Record
+from dovetail.trainer.executor import Executor, MicroBatch, Pipe, Record, agree_on_work, check_actions
 from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
+from dovetail.trainer.measure import Collected
 from dovetail.trainer.optim import local
 from dovetail.trainer.parallel import reshard, set_last_backward
+from dovetail.trainer.reduction import Reduction
 
 __all__ = ["Engine", "EngineModel", "MicroBatch"]
+
+Stepped = Callable[[str, dict[str, float]], None]
 
 
 class Engine:
@@ -41,7 +46,7 @@ class Engine:
         self.stage: StageName | None = None
         self.step = 0
         self.ema: dict[str, Tensor] = {}
-        self._calls = 0
+        self.measured = Collected()
 
     # ------------------------------------------------------------ state
 
@@ -52,6 +57,8 @@ class Engine:
         self.models, self.ema, self.stage, self.step = {}, {}, None, 0
         error = None
         try:
+            for name, layout in sorted(command.layouts.items()):
+                self.groups.place(name, layout)
             for name, ref in command.models.items():
                 self.models[name] = EngineModel.build(
                     name,
@@ -90,15 +97,30 @@ class Engine:
 
     # ------------------------------------------------------------ work
 
-    def run(self, actions: Sequence[Action], work: dict[str, list[MicroBatch]]) -> dict[str, dict[str, float]]:
+    def run(
+        self,
+        actions: Sequence[Action],
+        work: dict[str, list[MicroBatch]],
+        mini_batches: int = 1,
+        stepped: Stepped | None = None,
+        schedule: str = "",
+    ) -> dict[str, dict[str, float]]:
         """Execute this rank's actions, accumulating gradients.
 
-        `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages. Returns, on every rank
-        alike, each model's loss statistics summed over micro-batches and dp ranks."""
-        pipes = {name: self._training_pipe(self.models[name], batches) for name, batches in work.items()}
-        self._executor(pipes).run(actions)
+        `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages, those of `mini_batches`
+        optimizer steps one after another. With `stepped` a model's steps are applied within the run, each before the
+        model's next mini-batch, and reported to it with what `optimizer_step` returns; without, the caller steps.
+        `schedule` is compared among all ranks. Returns, on every rank alike, each model's loss statistics summed over
+        micro-batches and dp ranks."""
+        check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches)
+        pipes = {n: self._training_pipe(self.models[n], b, mini_batches, stepped) for n, b in work.items()}
+        agree_on_work(pipes, schedule, self.groups.control, self.groups.rank)
+        executor = self._executor(pipes)
+        executor.run(actions)
         for name in pipes:
             self.models[name].module.eval()
+        counts = {name: pipe.mini_batch for name, pipe in pipes.items()}
+        self.measured.add(executor.watch.seconds(), executor.saved_bytes, executor.peak_bytes, counts)
         mine = {
             name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
         }
@@ -117,6 +139,8 @@ class Engine:
         held = self.models[model]
         pipe = Pipe(held.module, held.groups, batches, self.groups.device, held.compute, read=read)
         actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
+        check_actions(actions, {model: len(batches)}, False)
+        agree_on_work({model: pipe}, "", self.groups.control, self.groups.rank)
         self._executor({model: pipe}).run(actions, training=False)
         reshard(held.module)
         if held.groups.pp_size == 1 or not batches:
@@ -129,15 +153,13 @@ class Engine:
         Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
         `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
         held = self.models[model]
-        self._sum_tied_gradients(held)
-        skip = {"lm_head.weight"} if held.module.tied_copy == "lm_head.weight" else set()
-        squared = torch.tensor([held.optimizer.squared_norm(skip)], dtype=torch.float64)
-        with peer_errors(f"adding up the gradient norm of {model}"):
-            dist.all_reduce(squared, group=self.groups.control)
-        norm = float(squared.sqrt())
-        if not torch.isfinite(squared).all():
+        return self._apply(held, Reduction(held, self.groups.device))
+
+    def _apply(self, held: EngineModel, reduction: Reduction) -> dict[str, float]:
+        norm = reduction.norm(self.groups.timeout)
+        if not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient of {model} is not finite at optimizer step {held.optimizer.steps + 1}; "
+                f"the gradient of {held.name} is not finite at optimizer step {held.optimizer.steps + 1}; "
                 "lower the learning rate"
             )
         limit = held.optimizer.config.max_grad_norm
@@ -164,10 +186,12 @@ class Engine:
     def _executor(self, pipes: dict[str, Pipe]) -> Executor:
         return Executor(pipes, self.groups.timeout, self.record, clock=time.time)
 
-    def _training_pipe(self, held: EngineModel, batches: list[MicroBatch]) -> Pipe:
+    def _training_pipe(
+        self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None
+    ) -> Pipe:
         held.module.train()
         set_last_backward(held.module, False)
-        return Pipe(
+        pipe = Pipe(
             held.module,
             held.groups,
             batches,
@@ -175,29 +199,33 @@ class Engine:
             held.compute,
             before_forward=self._seeder(held),
             before_last_backward=lambda: set_last_backward(held.module, True),
+            mini_batch=len(batches) // mini_batches,
         )
+        if stepped is not None:
+            begun: list[Reduction] = []
+
+            def step() -> None:
+                applied = self._apply(held, begun.pop())
+                set_last_backward(held.module, False)
+                if held.name == "actor":
+                    self.after_actor_step()
+                stepped(held.name, applied)
+
+            pipe.reduce, pipe.step = lambda: begun.append(Reduction(held, self.groups.device)), step
+        return pipe
 
     def _seeder(self, held: EngineModel) -> Callable[[int], None] | None:
         """Seeds LoRA dropout by position, so that neither the schedule nor a restart changes it."""
         if held.trained.lora is None or held.trained.lora.dropout == 0.0:
             return None
-        place = f"{self.spec.seed}/{held.name}/{held.optimizer.steps}/{held.groups.pp_rank}/{held.groups.dp_rank}"
+        place = f"{held.groups.pp_rank}/{held.groups.dp_rank}"
 
         def seed(micro_batch: int) -> None:
-            digest = hashlib.sha256(f"{place}/{micro_batch}".encode()).digest()
+            now = f"{self.spec.seed}/{held.name}/{held.optimizer.steps}"
+            digest = hashlib.sha256(f"{now}/{place}/{micro_batch}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         return seed
-
-    def _sum_tied_gradients(self, held: EngineModel) -> None:
-        """Both stages that hold a tied weight get the sum of their gradients, and so make the same step."""
-        name = held.module.tied_copy
-        if name is None:
-            return
-        parameter = dict(held.module.named_parameters())[name]
-        if parameter.requires_grad and parameter.grad is not None:
-            with peer_errors(f"adding up the tied embedding's gradient of {held.name}"):
-                dist.all_reduce(local(parameter.grad), group=held.groups.tied)
 
     def _share_results(self, held: EngineModel, results: list[Tensor]) -> list[Tensor]:
         source, group = held.groups.pp_ranks[-1], held.groups.pp_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dovetail.api.plan import coordinates
+from dovetail.api.plan import Layout, coordinates
 from dovetail.api.types import Parallelism
 
 _FORMING_SECONDS = 60.0
+# A rank joins a sum over its gradients as soon as it has them, so it may wait there while others still compute; how
+# long it waits with nothing left to do is bounded by the executor.
+_PATIENCE = 20
 
 
 class PeerLost(RuntimeError):
@@ -55,9 +58,11 @@ class ModelGroups:
     """One model's place in the world (`dovetail.api.plan.coordinates`).
 
     `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
-    two models that share a pair of ranks can never take each other's tensors."""
+    two models that share a pair of ranks can never take each other's tensors. `mesh` has a dimension dp, over which a
+    stage is sharded; where a layout has several pipelines side by side, `copies` joins their ranks of one shard."""
 
     name: str
+    layout: Parallelism
     pp_rank: int
     pp_size: int
     dp_rank: int
@@ -67,6 +72,8 @@ class ModelGroups:
     mesh: DeviceMesh
     pp_ranks: list[int]
     pp_group: dist.ProcessGroup
+    everyone: dist.ProcessGroup  # all ranks, for this model's gradient norm alone
+    copies: dist.ProcessGroup | None
     forward_in: dist.ProcessGroup | None
     forward_out: dist.ProcessGroup | None
     backward_in: dist.ProcessGroup | None
@@ -137,18 +144,24 @@ class Groups:
                 self.control = dist.new_group(backend="gloo", timeout=timeout)
                 for name in sorted(layouts):
                     self.model[name] = self._form_model(name, layouts[name])
-                self._warm_up()
+                self._warm_up(self.model)
         except BaseException:
             self.close()
             raise
         return self
 
     def _form_model(self, name: str, layout: Parallelism) -> ModelGroups:
+        pipelines = layout.pipelines if isinstance(layout, Layout) else 1
+        shards = layout.dp // pipelines
         ranks = torch.empty(layout.pp, layout.dp, layout.tp, dtype=torch.int64)
         for rank in range(self.world_size):
             ranks[tuple(coordinates(rank, layout))] = rank
         pp, dp, tp = coordinates(self.rank, layout)
-        mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
+        if pipelines > 1:
+            names: tuple[str, ...] = ("pp", "copies", "dp", "tp")
+            mesh = DeviceMesh(self.device.type, ranks.view(layout.pp, pipelines, shards, -1), mesh_dim_names=names)
+        else:
+            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
         edges: dict[tuple[str, int], dist.ProcessGroup] = {}
         tied = None
         for d in range(layout.dp):
@@ -166,6 +179,7 @@ class Groups:
                         tied = group
         return ModelGroups(
             name=name,
+            layout=layout,
             pp_rank=pp,
             pp_size=layout.pp,
             dp_rank=dp,
@@ -175,6 +189,8 @@ class Groups:
             mesh=mesh,
             pp_ranks=ranks[:, dp, tp].tolist(),
             pp_group=mesh.get_group("pp"),
+            everyone=dist.new_group(timeout=self.timeout * _PATIENCE),
+            copies=mesh.get_group("copies") if pipelines > 1 else None,
             forward_in=edges.get(("forward", pp - 1)),
             forward_out=edges.get(("forward", pp)),
             backward_in=edges.get(("backward", pp)),
@@ -182,13 +198,13 @@ class Groups:
             tied=tied,
         )
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, models: Iterable[str]) -> None:
         """One collective in every group, in the same order on all ranks: NCCL makes communicators lazily, and making
         them in unlike orders during a step can deadlock."""
         dist.all_reduce(torch.zeros(1), group=self.control)
-        for name in sorted(self.model):
+        for name in sorted(models):
             model = self.model[name]
-            groups = [model.mesh.get_group(dim) for dim in ("pp", "dp", "tp")]
+            groups = [model.everyone, *(model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ())]
             # Edge s before edge s + 1 on every rank.
             groups += [model.forward_in, model.backward_out, model.forward_out, model.backward_in, model.tied]
             for group in groups:
@@ -196,6 +212,15 @@ class Groups:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def place(self, name: str, layout: Parallelism) -> None:
+        """Make the groups of `layout` for a model unless it has them; a collective call. Raises PeerLost."""
+        held = self.model.get(name)
+        if held is not None and _same_places(held.layout, layout, self.world_size):
+            return
+        with peer_errors(f"forming the groups of {name}"):
+            self.model[name] = self._form_model(name, layout)
+            self._warm_up([name])
 
     def of(self, model: str) -> ModelGroups:
         """Groups of `model`; a model without a layout of its own (reward) uses the actor's."""
@@ -264,6 +289,12 @@ class Groups:
         """Wait for every rank. Raises `PeerLost` past the deadline."""
         with peer_errors("waiting for the other trainer ranks"):
             dist.all_reduce(torch.zeros(1), group=self.control)
+
+
+def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
+    return [coordinates(r, a) for r in range(world)] == [coordinates(r, b) for r in range(world)] and (
+        getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
+    )
 
 
 class RankFailed(RuntimeError):

@@ -33,7 +33,7 @@ def shard(stage: Stage, groups: ModelGroups, compute: torch.dtype, device: torch
     float32. Does nothing on one CPU rank in float32."""
     if groups.tp_size > 1:
         raise ModelError("tensor parallel training (tp above 1) is not supported yet; use pp and dp")
-    if device.type == "cpu" and groups.dp_size == 1 and compute == torch.float32:
+    if device.type == "cpu" and groups.mesh["dp"].size() == 1 and compute == torch.float32:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -52,6 +52,11 @@ def _sharded(stage: Stage) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def is_sharded(stage: Stage) -> bool:
+    """Whether FSDP2 holds the stage's weights."""
+    return bool(_sharded(stage))
 
 
 def set_last_backward(stage: Stage, last: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ from dovetail.api.wire import Arrays
 from dovetail.trainer.batches import Padded, Sequences, split_padded
 from dovetail.trainer.engine import Engine, EngineModel
 from dovetail.trainer.errors import BadCommand
-from dovetail.trainer.executor import MicroBatch
+from dovetail.trainer.executor import MicroBatch, check_actions
 from dovetail.trainer.groups import Groups, peer_errors
+from dovetail.trainer.parallel import is_sharded
 from dovetail.trainer.timeline import Timeline
 
 Metrics = dict[str, float]
@@ -41,21 +43,30 @@ class Context:
             raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
         return self.engine.models[name]
 
-    def actions(self, actions: Sequence[Sequence[Action]], micro_batches: dict[str, int]) -> list[Action]:
-        """This rank's list, of the models in `micro_batches` alone. Raises BadCommand when the lists do not fit."""
+    def actions(
+        self, actions: Sequence[Sequence[Action]], micro_batches: dict[str, int], mini_batches: int = 1
+    ) -> list[Action]:
+        """This rank's list, of the models in `micro_batches` (of one mini-batch) alone. Raises BadCommand when the
+        lists do not fit."""
         if len(actions) != self.groups.world_size:
             raise BadCommand(
                 f"the command has schedules for {len(actions)} ranks, the trainers are {self.groups.world_size}"
             )
         mine = [action for action in actions[self.groups.rank] if action.model in micro_batches]
         for model, count in micro_batches.items():
-            for kind in ("F", "B"):
-                found = sorted(a.micro_batch for a in mine if a.model == model and a.kind == kind)
-                if found != list(range(count)):
-                    raise BadCommand(
-                        f"the schedule of rank {self.groups.rank} runs {len(found)} {kind} of {model}, the batch makes "
-                        f"{count} micro-batches; check batch size, microBatchSize and dp"
-                    )
+            forwards = sum(action.model == model and action.kind == "F" for action in mine)
+            if forwards != count * mini_batches:
+                raise BadCommand(
+                    f"the schedule of rank {self.groups.rank} runs {forwards} F of {model}, the batch makes "
+                    f"{count * mini_batches} micro-batches; check batch size, microBatchSize and dp"
+                )
+            split = any(action.model == model and action.kind in "IW" for action in mine)
+            if split and is_sharded(self.model(model).module):
+                raise BadCommand(f"the schedule splits the backward of {model}, whose stages are sharded; use B")
+        try:
+            check_actions(mine, {m: n * mini_batches for m, n in micro_batches.items()}, True, mini_batches)
+        except ValueError as error:
+            raise BadCommand(f"rank {self.groups.rank}: {error}") from error
         return mine
 
     def check_vocabulary(self, model: EngineModel, sequences: Sequences) -> None:
@@ -103,6 +114,12 @@ class Context:
             with peer_errors("summing over the trainer ranks"):
                 dist.all_reduce(table, group=self.groups.control)
         return table
+
+
+def digest(actions: Sequence[Sequence[Action]]) -> str:
+    """Hash of all ranks' lists: what the ranks compare before they run them."""
+    text = ";".join(",".join(f"{a.model} {a.kind}{a.micro_batch}" for a in mine) for mine in actions)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def mean(stats: dict[str, float], name: str, count: str) -> float:

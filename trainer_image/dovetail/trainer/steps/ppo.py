@@ -16,7 +16,7 @@ from dovetail.trainer.algorithms.losses import entropy_bonus, policy_loss, ptx_l
 from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
-from dovetail.trainer.steps.context import Context, Metrics, Run, mean
+from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
 from dovetail.trainer.steps.experience import (
     Samples,
     Targets,
@@ -35,6 +35,15 @@ class Ptx:
 
     sequences: Sequences
     mask: Tensor
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """This rank's list for `mini_batches` of each model; `digest` is of all ranks' lists."""
+
+    actions: list[Action]
+    mini_batches: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,13 @@ def prepare_step(context: Context, step: Step) -> Run:
         context.check_vocabulary(context.model(name), samples.sequences)
     ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
     minis = _mini_batches(context, step, samples, models, ptx)
-    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in models})
+    if len(minis) % step.mini_batches or (ptx is not None and step.mini_batches > 1):
+        raise BadCommand(
+            f"a schedule of {step.mini_batches} mini-batches cannot be repeated for {len(minis)} optimizer steps"
+            + (" with ptxCoef above 0" if ptx is not None else "")
+        )
+    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in models}, step.mini_batches)
+    schedule = Schedule(actions, step.mini_batches, digest(step.actions))
     recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
@@ -79,7 +94,7 @@ def prepare_step(context: Context, step: Step) -> Run:
             _check_returns(models, goals)
         else:
             goals = ready
-        return _train(context, samples, goals, ptx, minis, actions, models)
+        return _train(context, samples, goals, ptx, minis, schedule, models)
 
     return run
 
@@ -128,27 +143,34 @@ def _train(
     goals: Targets,
     ptx: Ptx | None,
     minis: list[MiniBatch],
-    actions: list[Action],
+    schedule: Schedule,
     models: list[str],
 ) -> Metrics:
     totals: dict[str, float] = defaultdict(float)
     applied: dict[str, list[float]] = defaultdict(list)
-    for index, mini in enumerate(minis):
-        work: dict[str, list[MicroBatch]] = {}
-        if "actor" in models:
-            work["actor"] = [_actor_micro_batch(context, samples, goals, mini, r) for r in mini.work["actor"]]
-        if "critic" in models:
-            work["critic"] = [_critic_micro_batch(context, samples, goals, mini, r) for r in mini.work["critic"]]
-        with context.timeline.phase(f"mini-batch {index}"):
-            for stats in context.engine.run(actions, work).values():
+
+    def stepped(name: str, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            applied[f"{name}_{key}"].append(value)
+
+    make = {"actor": _actor_micro_batch, "critic": _critic_micro_batch}
+    for start in range(0, len(minis), schedule.mini_batches):
+        span = minis[start : start + schedule.mini_batches]
+        work = {m: [make[m](context, samples, goals, mini, r) for mini in span for r in mini.work[m]] for m in models}
+        name = f"mini-batch {start}" if len(span) == 1 else f"mini-batches {start}-{start + len(span) - 1}"
+        with context.timeline.phase(name):
+            # Demonstrations add to the gradient before the step.
+            during = stepped if ptx is None else None
+            found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest)
+            for stats in found.values():
                 _add(totals, stats)
-            if ptx is not None and mini.ptx_rows:
-                _add(totals, _run_ptx(context, ptx, mini, actions))
-        with context.timeline.phase("optimizer"):
-            for name in models:
-                for key, value in context.engine.optimizer_step(name).items():
-                    applied[f"{name}_{key}"].append(value)
-            if "actor" in models:
+        if ptx is not None:
+            if span[0].ptx_rows:
+                with context.timeline.phase(f"demonstrations {start}"):
+                    _add(totals, _run_ptx(context, ptx, span[0], schedule.actions))
+            with context.timeline.phase("optimizer"):
+                for model in models:
+                    stepped(model, context.engine.optimizer_step(model))
                 context.engine.after_actor_step()
     metrics = dict(goals.metrics)
     if "actor" in models:

@@ -10,7 +10,7 @@ from dovetail.trainer.algorithms.losses import reward_loss
 from dovetail.trainer.batches import Sequences, split
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
-from dovetail.trainer.steps.context import Context, Metrics, Run, mean
+from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
 
 
 def at_last_token(values: Tensor, lengths: Tensor) -> Tensor:
@@ -52,10 +52,11 @@ def prepare_step(context: Context, step: Step) -> Run:
         return MicroBatch(part.tokens, part.lengths, loss)
 
     work = [micro_batch(rows) for rows in micro_batches]
+    schedule = digest(step.actions)
 
     def run() -> Metrics:
         with context.timeline.phase("reward step"):
-            stats = context.engine.run(actions, {"reward": work})["reward"]
+            stats = context.engine.run(actions, {"reward": work}, schedule=schedule)["reward"]
             applied = context.engine.optimizer_step("reward")
         return {
             "loss": mean(stats, "reward_loss", "pairs"),

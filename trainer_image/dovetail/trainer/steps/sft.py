@@ -11,7 +11,7 @@ from dovetail.trainer.algorithms.losses import sft_loss
 from dovetail.trainer.batches import Sequences, read, shifted, split
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
-from dovetail.trainer.steps.context import Context, Metrics, Run, mean
+from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
 
 
 def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
@@ -51,10 +51,11 @@ def prepare_step(context: Context, step: Step) -> Run:
         return MicroBatch(part.tokens, part.lengths, loss)
 
     work = [micro_batch(rows) for rows in micro_batches]
+    schedule = digest(step.actions)
 
     def run() -> Metrics:
         with context.timeline.phase("sft step"):
-            stats = context.engine.run(actions, {"actor": work})["actor"]
+            stats = context.engine.run(actions, {"actor": work}, schedule=schedule)["actor"]
             applied = context.engine.optimizer_step("actor")
         return {"loss": mean(stats, "loss", "tokens"), "tokens": stats["tokens"], **applied}
 
