@@ -6,6 +6,9 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dovetail.api.kv import KVAbility
+from dovetail.rollout.kv.config import CONNECTORS
+
 
 @dataclass
 class ServerState:
@@ -19,12 +22,17 @@ class ServerState:
     weight_engine: str = "dovetail"
     weight_version: int | None = None
     kv_connector: str | None = None
+    kv: KVAbility | None = None
     max_model_len: int = 0
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""
         own = ("name", "incarnation", "weight_version")
-        return {key: value for key, value in asdict(self).items() if key not in own}
+        return {key: value for key, value in self.described().items() if key not in own}
+
+    def described(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        return asdict(self) | {"kv": None if self.kv is None else self.kv.model_dump()}
 
 
 STATE = ServerState()
@@ -44,7 +52,7 @@ class InfoRoutes:
         router = APIRouter()
 
         async def info() -> Any:
-            return JSONResponse(asdict(STATE))
+            return JSONResponse(STATE.described())
 
         async def start_weight_update(request: Request) -> Any:
             # Before the engine hears of it: from here on its weights may be in pieces.
@@ -80,3 +88,8 @@ class InfoRoutes:
             STATE.max_model_len = int(config.model_config.max_model_len)
             transfer = config.kv_transfer_config
             STATE.kv_connector = transfer.kv_connector if transfer is not None else None
+            if STATE.kv is not None:
+                # The group's own arguments may ask for another connector, of which nothing is known here.
+                ours = STATE.kv_connector == CONNECTORS[STATE.kv.transport]
+                size = {"block_tokens": int(config.cache_config.block_size)}
+                STATE.kv = STATE.kv.model_copy(update=size) if ours else None

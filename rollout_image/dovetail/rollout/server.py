@@ -20,6 +20,7 @@ from typing import Any
 from dovetail.api.env import ProcessEnv
 from dovetail.api.scratch import cpu_head_error, head_size
 from dovetail.api.types import Dtype, Group, RLHFJob
+from dovetail.rollout.kv.config import KVSetup, prepare
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
 ACTOR_CONFIG_SECONDS = 300.0
@@ -45,14 +46,18 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
     os.environ.update(environment(on_cpu, os.environ))
     arguments = vllm_arguments(env, job, group, config, on_cpu)
-    return serve([*arguments, *(argv or [])], env, on_cpu)
+    kv = kv_setup(env, job, group, config, on_cpu)
+    if kv is not None:
+        os.environ.update(kv.environment)
+        arguments = [*kv.arguments, *arguments]
+    return serve([*arguments, *(argv or [])], env, on_cpu, kv)
 
 
 def has_gpu() -> bool:
     """Whether a CUDA device is at hand; without one, GPU groups run on CPUs, as trainers and scorers do."""
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def _group(job: RLHFJob, name: str) -> Group:
@@ -154,18 +159,34 @@ def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
 def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, item_bytes: int = 4) -> int:
     """Bytes of KV cache for `concurrent` sequences of `length` tokens, at most a quarter of the machine's memory but
     always enough for two sequences."""
-    heads = int(config.get("num_attention_heads", 1))
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    layers = int(config.get("num_hidden_layers", 1))
     blocks = -(-length // KV_BLOCK_TOKENS)
-    sequence = blocks * KV_BLOCK_TOKENS * layers * kv_heads * (head_size(config) or 64) * 2 * item_bytes
+    sequence = blocks * KV_BLOCK_TOKENS * kv_token_bytes(config, item_bytes)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # One block more: vLLM keeps one for itself.
     wanted = concurrent * sequence + sequence // blocks
     return max(min(wanted, int(memory * MAX_KV_SHARE)), 3 * sequence)
 
 
-def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool) -> int:
+def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
+    """Bytes of one token's keys and values, over all layers."""
+    heads = int(config.get("num_attention_heads", 1))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    layers = int(config.get("num_hidden_layers", 1))
+    return layers * kv_heads * (head_size(config) or 64) * 2 * item_bytes
+
+
+def kv_setup(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool) -> KVSetup | None:
+    """How this server hands keys and values to others; None for models with several kinds of layers, whose caches
+    vLLM lays out by kind only without such a connector."""
+    if len(set(config.get("layer_types") or ())) > 1:
+        return None
+    dtype = dtype_of(group, job.spec.models.actor.dtype, on_cpu)
+    ranks = 1 if on_cpu else max(1, group.gpu.per_pod)
+    item_bytes = 4 if dtype == "float32" else 2
+    return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))
+
+
+def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | None = None) -> int:
     """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
     import uvloop
     import vllm
@@ -182,6 +203,8 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool) -> int:
     STATE.incarnation = uuid.uuid4().hex
     STATE.vllm_version = vllm.__version__
     STATE.sampler = "counter" if on_cpu else "native"
+    if kv is not None:
+        STATE.kv = kv.ability
     if on_cpu:
         fork_engine_core()
     # The engine core, when forked: plug-ins are already loaded in it.

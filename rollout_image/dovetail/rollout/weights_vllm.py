@@ -21,6 +21,16 @@ BACKEND = "dovetail"
 
 
 @dataclass
+class Loaded:
+    """The version of the weights in this worker process; None while they are not whole."""
+
+    version: int | None = None
+
+
+LOADED = Loaded()
+
+
+@dataclass
 class DovetailInitInfo(WeightTransferInitInfo):
     """`receive`: a `dovetail.api.messages.Receive` as JSON."""
 
@@ -47,12 +57,14 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         parallel = vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = WeightReceiver(device, rank)
+        self._arrived: int | None = None
         self._parameters = {name for name, _ in model.named_parameters()}
 
     def init_transfer_engine(self, init_info: DovetailInitInfo) -> None:
         self._receiver.connect(Receive.model_validate(init_info.receive))
 
     def start_weight_update(self) -> None:
+        LOADED.version = None
         # A session that broke off leaves fused modules with some of their tensors (q without k and v), which vLLM
         # would count as part of this one and so take a module for complete too early.
         for module in self.model.modules():
@@ -65,6 +77,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
     def receive_weights(self, update_info: DovetailUpdateInfo) -> None:
         """Raises TransferError unless every tensor came intact and every parameter of the model got its weights."""
         receive = Receive.model_validate(update_info.receive)
+        self._arrived = None
         arriving = self._receiver.receive(receive, self._nothing_held)
         try:
             loaded = self.model.load_weights(arriving)
@@ -75,9 +88,11 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
             raise TransferError(
                 f"weights {receive.offer.version} lack {len(missing)} parameters of the model, such as {min(missing)}"
             )
+        self._arrived = receive.offer.version
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        LOADED.version = self._arrived
 
     def shutdown(self) -> None:
         self._receiver.close()

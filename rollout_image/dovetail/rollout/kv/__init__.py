@@ -1,0 +1,1 @@
+"""Keys and values of a migrating sample, from one vLLM server to another: an out-of-tree KV connector over TCP."""

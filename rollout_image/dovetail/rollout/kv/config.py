@@ -1,0 +1,84 @@
+"""Which KV connector a server runs, with which settings, and what it tells the coordinator of it. No vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dovetail.api.kv import KVAbility
+
+Transport = Literal["tcp", "nixl"]
+
+CONNECTORS: dict[Transport, str] = {"tcp": "DovetailConnector", "nixl": "NixlConnector"}
+TCP_MODULE = "dovetail.rollout.kv.connector"
+
+# How long blocks of an aborted request are kept for the server that takes it over.
+HOLD_SECONDS = 30.0
+PULL_SECONDS = 20.0
+# How long a request that is just being aborted may take to appear at the other end.
+WAIT_SECONDS = 5.0
+# Host memory for kept blocks, over all ranks.
+MAX_HELD_BYTES = 4 << 30
+
+
+@dataclass
+class KVSetup:
+    """`arguments` and `environment` for vLLM, the `ability` to announce. `reserved` keeps ports from other programs
+    until the workers bind them, and must stay open as long."""
+
+    ability: KVAbility
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    reserved: list[socket.socket] = field(default_factory=list)
+
+
+def choose_transport(on_cpu: bool) -> Transport:
+    """NIXL (GPU memory to GPU memory) where it is installed and there are GPUs, else TCP from host memory."""
+    return "tcp" if on_cpu or importlib.util.find_spec("nixl") is None else "nixl"
+
+
+def reserve_ports(host: str, count: int) -> list[socket.socket]:
+    """Bound, not listening: while these are open, only sockets of this user with SO_REUSEPORT get the ports."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    sockets = []
+    for _ in range(count):
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host, 0))
+        sockets.append(reserved)
+    return sockets
+
+
+def prepare(host: str, on_cpu: bool, ranks: int, layout: str, token_bytes: int) -> KVSetup:
+    """`host`: where other servers reach this one. `ranks`: tensor-parallel. `layout`: see KVAbility. Raises OSError if
+    `host` is no address of this machine."""
+    transport = choose_transport(on_cpu)
+    reserved = reserve_ports(host, ranks if transport == "tcp" else 1)
+    ports = [s.getsockname()[1] for s in reserved]
+    # A load that fails is recomputed, never an error of the request.
+    config: dict[str, Any] = {
+        "kv_connector": CONNECTORS[transport],
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    environment = {}
+    if transport == "tcp":
+        config["kv_connector_module_path"] = TCP_MODULE
+        config["kv_connector_extra_config"] = {
+            "host": host,
+            "ports": ports,
+            "layout": layout,
+            "held_bytes": MAX_HELD_BYTES // ranks,
+            "hold_seconds": HOLD_SECONDS,
+            "pull_seconds": PULL_SECONDS,
+            "wait_seconds": WAIT_SECONDS,
+        }
+    else:
+        # NIXL binds its port itself, without SO_REUSEPORT.
+        reserved.pop().close()
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pop())}
+    ability = KVAbility(transport=transport, host=host, ports=ports, layout=layout, token_bytes=token_bytes)
+    return KVSetup(ability, ["--kv-transfer-config", json.dumps(config)], environment, reserved)

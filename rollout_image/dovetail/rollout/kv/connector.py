@@ -1,0 +1,331 @@
+"""vLLM KV connector: a request that is aborted leaves its keys and values for the server that goes on with it.
+
+Source: a request with `dovetail_hold` in its kv_transfer_params that is aborted after its prefill keeps its blocks for
+one step, in which each worker copies them to host memory and serves them (`dovetail.rollout.kv.wire`).
+
+Destination: a request with `dovetail_pull` waits, while others are decoded, until a thread has fetched the blocks of
+all its tokens but the last; they are copied in between two steps, and one decode step computes the last token. If
+anything goes wrong the request is prefilled as if it had not asked.
+
+Blocks carry the weight version that computed them. They are kept, and taken, only where the worker holds that same
+version now; an update starts by forgetting the version, so nothing survives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from dovetail.api.env import TOKEN
+from dovetail.api.kv import HOLD, PULL, KVHold, KVPull
+from dovetail.rollout.kv.held import Held, HeldBlocks
+from dovetail.rollout.kv.wire import HeldServer, PullError, pull
+from dovetail.rollout.weights_vllm import LOADED
+
+# vLLM configures loggers below this name only.
+logger = init_logger("vllm.dovetail.kv")
+
+# Fetched at a time; each needs host memory for its blocks.
+PULLERS = 4
+
+
+@dataclass
+class Export:
+    """Blocks of a finished request, `tokens` tokens of which are computed."""
+
+    request_id: str
+    hold: KVHold
+    block_ids: list[int]
+    tokens: int
+
+
+@dataclass
+class Load:
+    """Blocks [first, last) of a waiting request, to fetch from elsewhere, with `tokens` tokens from its start."""
+
+    request_id: str
+    pull: KVPull
+    block_ids: list[int]
+    first: int
+    tokens: int
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    exports: list[Export] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+
+
+class DovetailConnector(KVConnectorBase_V1):
+    """Both roles; vLLM makes one per process and role. One KV cache group, one port per tensor-parallel rank."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._half: Scheduling | Working = (
+            Scheduling(vllm_config.cache_config.block_size)
+            if role is KVConnectorRole.SCHEDULER
+            else Working(vllm_config, kv_cache_config)
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is lost is recomputed
+
+    @property
+    def _scheduling(self) -> Scheduling:
+        assert isinstance(self._half, Scheduling)
+        return self._half
+
+    @property
+    def _working(self) -> Working:
+        assert isinstance(self._half, Working)
+        return self._half
+
+    # ------------------------------------------------------------ scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduling.take()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduling.loading -= set(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, block_ids), None
+
+    # ------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._working.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for load in self._metadata().loads:
+            self._working.start(load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        for export in self._metadata().exports:
+            self._working.export(export)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._working.results()
+
+    def shutdown(self) -> None:
+        if isinstance(self._half, Working):
+            self._half.close()
+
+    def _metadata(self) -> Metadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        return metadata
+
+
+def asked(request: Any, key: str, kind: Any) -> Any:
+    """The request's parameters of one kind; None if it has none, or none that make sense."""
+    given = (request.kv_transfer_params or {}).get(key)
+    if given is None:
+        return None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        logger.warning("%s of request %s is ignored: %s", key, request.request_id, error)
+        return None
+
+
+class Scheduling:
+    """The scheduler's half: which blocks to keep and which to fetch."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._next = Metadata()
+        self._tried: set[str] = set()
+        self.loading: set[str] = set()
+
+    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+        """How many tokens after `computed` (whole blocks) could come from elsewhere: all but the last. Only once."""
+        if request.request_id in self._tried or asked(request, PULL, KVPull) is None:
+            return 0, False
+        tokens = request.num_prompt_tokens - 1 - computed
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def allocated(self, request: Any, blocks: Any, external: int) -> None:
+        if external == 0:
+            return
+        tokens = request.num_prompt_tokens - 1
+        first, last = (tokens - external) // self._block_size, -(-tokens // self._block_size)
+        (ids,) = blocks.get_block_ids()
+        self._tried.add(request.request_id)
+        self.loading.add(request.request_id)
+        params = asked(request, PULL, KVPull)
+        self._next.loads.append(Load(request.request_id, params, list(ids[first:last]), first, tokens))
+
+    def take(self) -> Metadata:
+        """What the workers are to do in the step that is being scheduled."""
+        metadata, self._next = self._next, Metadata()
+        return metadata
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """True: the blocks are kept until the workers have copied them."""
+        self._tried.discard(request.request_id)
+        if request.request_id in self.loading or request.status is not RequestStatus.FINISHED_ABORTED:
+            return False
+        hold = asked(request, HOLD, KVHold)
+        tokens = request.num_computed_tokens
+        if hold is None or tokens < max(request.num_prompt_tokens, hold.min_tokens) or not block_ids:
+            return False
+        self._next.exports.append(Export(request.request_id, hold, list(block_ids), tokens))
+        return True
+
+
+class Working:
+    """A worker's half: copies out of the cache and into it, the server, and the threads that fetch."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._rank = get_tensor_model_parallel_rank()
+        self._token = os.environ.get(TOKEN, "")
+        self._extra = extra
+        self._layout = ""
+        self._pull_seconds = float(extra["pull_seconds"])
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self._caches: dict[str, torch.Tensor] = {}
+        self._block_bytes: list[int] = []
+        self._held = HeldBlocks(int(extra["held_bytes"]), float(extra["hold_seconds"]), lambda: LOADED.version)
+        self._server: HeldServer | None = None
+        self._pool = ThreadPoolExecutor(PULLERS, thread_name_prefix="dovetail-kv-pull")
+        self._fetching: dict[str, tuple[Load, Future[list[torch.Tensor]], float]] = {}
+        self._copied: set[str] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError for a cache that is not made of blocks."""
+        seen: set[int] = set()
+        for name, cache in kv_caches.items():
+            if cache.data_ptr() in seen:
+                continue  # a layer that shares another one's
+            seen.add(cache.data_ptr())
+            blocks = [d for d, size in enumerate(cache.shape[:2]) if size == self._num_blocks]
+            if not blocks:
+                raise ValueError(
+                    f"the KV cache of {name} has shape {tuple(cache.shape)}, not {self._num_blocks} blocks"
+                )
+            self._caches[name] = cache.movedim(blocks[0], 0)
+        self._block_bytes = [c[0].numel() * c.element_size() for c in self._caches.values()]
+        shapes = sorted({f"{c.dtype}{list(c.shape[1:])}" for c in self._caches.values()})
+        self._layout = f"{self._extra['layout']} {len(self._caches)} x {' '.join(shapes)}"
+        self._serve()
+
+    def _serve(self) -> None:
+        if not self._token:
+            logger.warning("%s is empty: keys and values are neither served nor fetched", TOKEN)
+            return
+        host, port, wait = (
+            self._extra["host"],
+            int(self._extra["ports"][self._rank]),
+            float(self._extra["wait_seconds"]),
+        )
+        try:
+            self._server = HeldServer(host, port, self._held, self._token, self._layout, self._pull_seconds, wait)
+        except OSError as error:
+            logger.warning("keys and values cannot be served on port %d: %s", port, error)
+
+    # ------------------------------------------------------------ out
+
+    def export(self, export: Export) -> None:
+        """Copy blocks to host memory and serve them."""
+        self._copied.add(export.request_id)
+        began, size = time.monotonic(), len(export.block_ids) * sum(self._block_bytes)
+        if self._server is None or not self._held.may_hold(export.hold.weights, size):
+            logger.info("%s is not kept: no room, or not computed with the weights of now", export.hold.key)
+            return
+        layers = []
+        for cache, nbytes in zip(self._caches.values(), self._block_bytes, strict=True):
+            ids = torch.tensor(export.block_ids, device=cache.device)
+            chosen = cache.index_select(0, ids).contiguous().cpu()
+            layers.append(chosen.view(len(ids), -1).view(torch.uint8).view(len(ids), nbytes))
+        self._held.put(export.hold.key, Held(export.hold.weights, export.tokens, tuple(layers)))
+        logger.info(
+            "%s: %d tokens, %d bytes kept in %.1f ms",
+            *(export.hold.key, export.tokens, size, 1e3 * (time.monotonic() - began)),
+        )
+
+    # ------------------------------------------------------------ in
+
+    def start(self, load: Load) -> None:
+        future = self._pool.submit(self._fetch, load, time.monotonic() + self._pull_seconds)
+        self._fetching[load.request_id] = (load, future, time.monotonic())
+
+    def _fetch(self, load: Load, end: float) -> list[torch.Tensor]:
+        if len(load.pull.ports) <= self._rank or not self._token:
+            raise PullError("there is no port for this rank")
+        left = end - time.monotonic()
+        if left <= 0:
+            raise PullError(f"others took all of the {self._pull_seconds:g} s")
+        blocks = (load.first, load.first + len(load.block_ids))
+        address = (load.pull.host, load.pull.ports[self._rank])
+        weights = load.pull.weights
+        return pull(
+            address, self._token, load.pull.key, blocks, load.tokens, weights, self._layout, self._block_bytes, left
+        )
+
+    def _install(self, load: Load, layers: Sequence[torch.Tensor]) -> None:
+        if LOADED.version != load.pull.weights:
+            raise PullError(f"it is of weights {load.pull.weights}, this worker holds {LOADED.version}")
+        for cache, layer in zip(self._caches.values(), layers, strict=True):
+            ids = torch.tensor(load.block_ids, device=cache.device)
+            cache.index_copy_(0, ids, layer.view(cache.dtype).view(len(ids), *cache.shape[1:]).to(cache.device))
+
+    def results(self) -> KVConnectorTransferResults:
+        """What ended since the last step. Blocks that came are in the cache when this returns."""
+        results = KVConnectorTransferResults(finished_sending=self._copied)
+        self._copied = set()
+        for request_id in [r for r, (_, future, _) in self._fetching.items() if future.done()]:
+            load, future, began = self._fetching.pop(request_id)
+            results.finished_recving.add(request_id)
+            try:
+                self._install(load, future.result())
+                size = len(load.block_ids) * sum(self._block_bytes)
+                logger.info(
+                    "%s: %d tokens, %d bytes taken over from %s in %.1f ms",
+                    *(load.pull.key, load.tokens, size, load.pull.host, 1e3 * (time.monotonic() - began)),
+                )
+            except PullError as error:
+                results.failed_recving.add(request_id)
+                logger.warning(
+                    "%s is computed anew, its keys and values did not come from %s: %s",
+                    *(load.pull.key, load.pull.host, error),
+                )
+        return results
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            with contextlib.suppress(OSError):
+                server.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._held.clear()

@@ -1,0 +1,90 @@
+"""What a worker keeps of aborted requests for a while, so that another server may fetch it. No vLLM, no sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Held:
+    """`layers`: per layer (blocks, bytes of a block) uint8 in host memory. `tokens`: how many have keys and values.
+    `weights`: the version that computed them."""
+
+    weights: int
+    tokens: int
+    layers: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.numel() for layer in self.layers)
+
+
+class HeldBlocks:
+    """Entries by key, at most `capacity` bytes, each for `seconds` at most and never past `weights()`, the version in
+    this worker (None: an update is under way). Thread-safe. `clock`: monotonic seconds."""
+
+    def __init__(
+        self,
+        capacity: int,
+        seconds: float,
+        weights: Callable[[], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._seconds = seconds
+        self._weights = weights
+        self._clock = clock
+        self._entries: dict[str, tuple[float, Held]] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        with self._changed:
+            return sum(held.nbytes for _, held in self._entries.values())
+
+    def may_hold(self, weights: int, nbytes: int) -> bool:
+        """Whether `put` would keep this much; asked before the copy is made."""
+        with self._changed:
+            self._purge()
+            used = sum(held.nbytes for _, held in self._entries.values())
+        return weights == self._weights() and used + nbytes <= self._capacity
+
+    def put(self, key: str, held: Held) -> bool:
+        """Keep an entry; False (and nothing kept) if there is no room or its weights are not the current ones."""
+        if not self.may_hold(held.weights, held.nbytes):
+            return False
+        with self._changed:
+            self._entries[key] = (self._clock() + self._seconds, held)
+            self._changed.notify_all()
+        return True
+
+    def get(self, key: str, wait: float = 0.0) -> Held | None:
+        """The entry, waiting up to `wait` seconds for a request that is just being aborted."""
+        with self._changed:
+            if key not in self._entries:
+                self._changed.wait_for(lambda: key in self._entries, wait)
+            self._purge()
+            entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def drop(self, key: str) -> None:
+        with self._changed:
+            self._entries.pop(key, None)
+
+    def purge(self) -> None:
+        """Forget what is too old."""
+        with self._changed:
+            self._purge()
+
+    def clear(self) -> None:
+        with self._changed:
+            self._entries.clear()
+
+    def _purge(self) -> None:
+        now, weights = self._clock(), self._weights()
+        self._entries = {k: (end, h) for k, (end, h) in self._entries.items() if now < end and h.weights == weights}

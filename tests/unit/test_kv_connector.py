@@ -1,0 +1,224 @@
+"""Both halves of the KV connector, between two workers in one process: real caches and sockets, a scheduler in name."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from dovetail.api.kv import HOLD, PULL
+from dovetail.rollout.kv import config, connector
+from dovetail.rollout.kv.connector import Scheduling, Working
+from dovetail.rollout.weights_vllm import LOADED
+
+BLOCK, BLOCKS, VERSION = 16, 10, 3
+
+
+def request(**changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "num_prompt_tokens": 40,
+        "num_computed_tokens": 50,
+        "status": RequestStatus.FINISHED_ABORTED,
+        "kv_transfer_params": {HOLD: {"key": "k", "weights": VERSION}},
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def allocated(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+def pulling(ports: list[int], **changes: Any) -> Any:
+    params = {"key": "k", "host": "127.0.0.1", "ports": ports, "weights": VERSION}
+    return request(num_computed_tokens=0, kv_transfer_params={PULL: params | changes})
+
+
+# ---------------------------------------------------------------- the scheduler's half
+
+
+def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() -> None:
+    half = Scheduling(BLOCK)
+    assert half.finished(request(), [4, 5, 6, 7])
+    (export,) = half.take().exports
+    assert (export.hold.key, export.block_ids, export.tokens) == ("k", [4, 5, 6, 7], 50)
+    assert half.take().exports == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": RequestStatus.FINISHED_STOPPED},
+        {"status": RequestStatus.FINISHED_LENGTH_CAPPED},
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {HOLD: {"key": "k"}}},
+        {"kv_transfer_params": {HOLD: "nonsense"}},
+        {"kv_transfer_params": {HOLD: {"key": "k", "weights": VERSION, "min_tokens": 51}}},
+        {"num_computed_tokens": 39},
+        {"num_computed_tokens": 0},
+    ],
+    ids=["stopped", "length", "not asked", "no version", "nonsense", "too short", "in prefill", "preempted"],
+)
+def test_other_requests_let_go_of_their_blocks_at_once(changes: dict[str, Any]) -> None:
+    half = Scheduling(BLOCK)
+    assert not half.finished(request(**changes), [4, 5, 6, 7])
+    assert half.take().exports == []
+
+
+def test_all_tokens_but_the_last_are_asked_for_once() -> None:
+    half, asking = Scheduling(BLOCK), pulling([1])
+    assert half.matched(asking, 0) == (39, True)
+    assert half.matched(asking, 16) == (23, True), "asking changes nothing"
+    half.allocated(asking, allocated(2, 8, 9), 23)
+    (load,) = half.take().loads
+    assert (load.first, load.block_ids, load.tokens) == (1, [8, 9], 39)
+    half.allocated(asking, allocated(2, 8, 9), 0)
+    assert half.take().loads == []
+    assert half.matched(asking, 0) == (0, False), "after a failure, or a preemption, it is computed"
+
+
+@pytest.mark.parametrize("params", [None, {PULL: None}, {PULL: {"key": "k"}}, {PULL: 7}])
+def test_parameters_that_make_no_sense_are_no_error(params: Any) -> None:
+    assert Scheduling(BLOCK).matched(request(kv_transfer_params=params), 0) == (0, False)
+
+
+def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
+    half = Scheduling(BLOCK)
+    both = {**pulling([1]).kv_transfer_params, **request().kv_transfer_params}
+    asking = request(kv_transfer_params=both, num_computed_tokens=39)
+    half.allocated(asking, allocated(1, 2, 3), 39)
+    assert not half.finished(asking, [1, 2, 3]), "it counts as computed what has not come yet"
+
+
+# ---------------------------------------------------------------- two workers
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Working, dict[str, torch.Tensor], list[int]]]]:
+    """Source and destination, with their caches and ports."""
+    monkeypatch.setenv("DOVETAIL_TOKEN", "job-token")
+    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(LOADED, "version", VERSION)
+    monkeypatch.setattr(config, "PULL_SECONDS", 30.0)
+    monkeypatch.setattr(config, "WAIT_SECONDS", 0.0)
+    made, setups = [], []
+    for _ in range(2):
+        setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
+        extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
+        vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        worker = Working(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
+        # CPUs: blocks first; a GPU back end: keys and values first.
+        caches = {"layer.0": torch.randn(BLOCKS, 2, BLOCK, 8), "layer.1": torch.randn(2, BLOCKS, BLOCK, 4)}
+        worker.register(caches)
+        made.append((worker, caches, setup.ability.ports))
+        setups.append(setup)
+    yield made
+    for worker, _, _ in made:
+        worker.close()
+    for setup in setups:
+        setup.reserved[0].close()
+
+
+def export(worker: Working, block_ids: list[int], **changes: Any) -> None:
+    half = Scheduling(BLOCK)
+    assert half.finished(request(**changes), block_ids)
+    for each in half.take().exports:
+        worker.export(each)
+
+
+def load(worker: Working, asking: Any, block_ids: list[int], computed: int = 0) -> Any:
+    half = Scheduling(BLOCK)
+    tokens, _ = half.matched(asking, computed)
+    half.allocated(asking, allocated(*block_ids), tokens)
+    for each in half.take().loads:
+        worker.start(each)
+    deadline = time.monotonic() + 60
+    while not (results := worker.results()).finished_recving:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return results
+
+
+def test_blocks_move_from_cache_to_cache(workers: Any) -> None:
+    (source, theirs, ports), (target, ours, _) = workers
+    before = {name: cache.clone() for name, cache in ours.items()}
+    export(source, [4, 5, 6, 7])
+    assert source.results().finished_sending == {"r"}, "its blocks are free again"
+    theirs["layer.0"].zero_().add_(1)  # and may be written at once
+    results = load(target, pulling(ports), [9, 2, 0], computed=16)
+    assert results.failed_recving == set()
+    # 39 tokens are three blocks, the first of which was there already.
+    assert torch.equal(ours["layer.1"][:, [2, 0]], theirs["layer.1"][:, [5, 6]])
+    assert not torch.equal(ours["layer.0"][[2, 0]], before["layer.0"][[2, 0]])
+    others = [1, 3, 4, 5, 6, 7, 8, 9]
+    assert torch.equal(ours["layer.0"][others], before["layer.0"][others])
+    assert torch.equal(ours["layer.1"][:, others], before["layer.1"][:, others])
+
+
+def test_older_weights_are_neither_kept_nor_taken(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source, _, ports), (target, ours, _) = workers
+    before = {name: cache.clone() for name, cache in ours.items()}
+    export(source, [4, 5, 6, 7], kv_transfer_params={HOLD: {"key": "k", "weights": VERSION - 1}})
+    assert source.results().finished_sending == {"r"}
+    assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+
+    export(source, [4, 5, 6, 7])
+    assert load(target, pulling(ports, weights=VERSION + 1), [1, 2, 3]).failed_recving == {"r"}
+
+    # The destination took new weights while the blocks were on their way.
+    real = connector.pull
+
+    def slow(*args: Any) -> Any:
+        layers = real(*args)
+        monkeypatch.setattr(LOADED, "version", VERSION + 1)
+        return layers
+
+    monkeypatch.setattr(connector, "pull", slow)
+    assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+    assert all(torch.equal(ours[name], before[name]) for name in ours)
+
+
+def test_a_missing_key_or_a_dead_source_is_a_failed_load(workers: Any) -> None:
+    (source, _, ports), (target, _, _) = workers
+    assert load(target, pulling(ports, key="never seen"), [1, 2, 3]).failed_recving == {"r"}
+    assert load(target, pulling([]), [1, 2, 3]).failed_recving == {"r"}
+    source.close()
+    assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+
+
+def test_a_full_host_memory_keeps_no_more(workers: Any) -> None:
+    (source, _, ports), (target, _, _) = workers
+    source._held._capacity = 10
+    export(source, [4, 5, 6, 7])
+    assert source.results().finished_sending == {"r"}, "blocks are never kept waiting"
+    assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+
+
+def test_a_worker_without_a_token_neither_serves_nor_fetches(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, _, ports), _ = workers
+    monkeypatch.setenv("DOVETAIL_TOKEN", "")
+    setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
+    extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
+    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    worker = Working(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
+    worker.register({"layer.0": torch.randn(BLOCKS, 2, BLOCK, 8)})
+    export(worker, [1, 2, 3, 4])
+    assert worker.results().finished_sending == {"r"}
+    assert load(worker, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+    worker.close()
+    setup.reserved[0].close()
+
+
+def test_a_cache_that_is_not_made_of_blocks_is_refused(workers: Any) -> None:
+    (source, _, _), _ = workers
+    with pytest.raises(ValueError, match="not 10 blocks"):
+        source.register({"layer": torch.zeros(3, 4, 10)})
