@@ -232,6 +232,7 @@ def test_events_bring_rows_status_and_the_end(api):
     first = api.events(f"{BASE}/job/events", until=lambda kind, _: kind == "status")
     assert [(kind, number) for kind, _, number in first] == [("iteration", "1"), ("status", None)]
     assert first[0][1]["metrics"] == {"reward": 0.1}
+    assert first[1][1] == api.get(f"{BASE}/job").json(), "the same document"
     api.run.add(2, reward=0.2)
     api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Completed")], stage="ppo")
     rest = api.events(f"{BASE}/job/events", until=lambda *_: False, last=1)

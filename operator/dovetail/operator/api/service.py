@@ -150,8 +150,8 @@ class Service:
                 progress = await self._coordinators.progress(job, now=over)  # the last rows, too
                 total = len(progress.rows)
                 for number, row in enumerate(progress.rows[after:total], after + 1):
-                    yield _event("iteration", row.model_dump_json(), number)
-                text = detail.model_dump_json()
+                    yield _event("iteration", row.model_dump_json(by_alias=True), number)
+                text = detail.model_dump_json(by_alias=True)
                 if text != said:
                     yield _event("status", text)
                 if text != said or total > after:
