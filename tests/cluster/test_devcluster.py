@@ -124,8 +124,8 @@ def test_the_application_image_runs_this_checkout_under_the_restricted_standard(
         program = pod("program", script, "a100", image="dovetail-dev/trainer:dev", securityContext=RESTRICTED)
         cluster.apply(program, namespace=namespace)
         where, user = log_of(cluster, namespace, "program").splitlines()
-        assert where.startswith(str(helper.REPOSITORY / "api"))
-        assert user == "1000"
+        assert where == "/opt/checkout/api/dovetail/api/types.py"
+        assert user == "65532"
 
 
 def test_a_claim_is_shared_by_nodes_and_its_folder_goes_with_it(cluster: KubeCluster, namespace: str) -> None:

@@ -2,16 +2,22 @@
 
 import os
 import subprocess
-from pathlib import Path
 from string import Template
 
 from devcluster import binaries, images, nodes
 from devcluster.control_plane import kubectl
-from devcluster.settings import REPOSITORY, SOURCES, Cluster, ClusterError
+from devcluster.settings import REPOSITORY, SOURCES, Cluster, ClusterError, digest
 from devcluster.supervisor import Supervisor
 
 MANIFESTS = SOURCES / "manifests"
 ROLLOUT_SECONDS = 300
+KWOK_STAGES = (
+    "node/fast/node-initialize",
+    "node/heartbeat-with-lease/node-heartbeat-with-lease",
+    "pod/fast/pod-ready",
+    "pod/fast/pod-complete",
+    "pod/fast/pod-delete",
+)
 
 
 def apply(cluster: Cluster, name: str) -> None:
@@ -36,9 +42,13 @@ def helm(cluster: Cluster, *words: str) -> None:
 
 
 def _chart(cluster: Cluster, name: str, path: str, values: str) -> None:
-    source = binaries.module_folder(name, path)
-    flags = ["--create-namespace", f"--namespace={name}-system", f"--values={MANIFESTS / values}"]
-    helm(cluster, "upgrade", "--install", name, str(source / "charts" / name), *flags)
+    """Installs the chart in the source of a Go module; does nothing if it is installed with these values."""
+    source = binaries.module_folder(name, path) / "charts" / name
+    done = cluster.state / f"chart-{name}-{digest(str(source), (MANIFESTS / values).read_bytes())}"
+    if not done.exists():
+        flags = ["--create-namespace", f"--namespace={name}-system", f"--values={MANIFESTS / values}"]
+        helm(cluster, "upgrade", "--install", name, str(source), *flags)
+        done.touch()
 
 
 def wait_rollout(cluster: Cluster, namespace: str, *deployments: str) -> None:
@@ -84,10 +94,8 @@ def install_kueue(cluster: Cluster, supervisor: Supervisor) -> None:
 
 def start_kwok(cluster: Cluster, supervisor: Supervisor) -> None:
     """Plays the kubelet of every node that is annotated `kwok.x-k8s.io/node: fake`."""
-    flags = [f"--kubeconfig={cluster.kubeconfig}", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"]
-    config = Path(binaries.module_folder("kwok", "sigs.k8s.io/kwok")) / "kustomize/stage"
-    for stage in ("node/fast/node-initialize.yaml", "node/heartbeat-with-lease/node-heartbeat-with-lease.yaml"):
-        flags.append(f"--config={config / stage}")
-    for stage in ("pod-ready", "pod-complete", "pod-delete", "pod-remove-finalizer"):
-        flags.append(f"--config={config / 'pod/fast' / stage}.yaml")
+    selector = "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"
+    flags = [f"--kubeconfig={cluster.kubeconfig}", selector, "--node-lease-duration-seconds=40"]
+    stages = binaries.module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize/stage"
+    flags += [f"--config={stages / stage}.yaml" for stage in KWOK_STAGES]
     supervisor.start("kwok", [str(binaries.path_of("kwok")), *flags])

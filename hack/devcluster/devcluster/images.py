@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ from pathlib import Path
 from devcluster import binaries
 from devcluster.settings import REPOSITORY, cache_root, digest
 
-USER = 1000
+USER = 65532
+CHECKOUT = "/opt/checkout"
 BUSYBOX = Path("/bin/busybox")
 PASSWD = f"root:x:0:0:root:/root:/bin/sh\ndovetail:x:{USER}:{USER}:dovetail:/tmp:/bin/sh\n"
 GROUP = f"root:x:0:\ndovetail:x:{USER}:\n"
@@ -31,11 +33,21 @@ def repository_python() -> Path:
     return (python.resolve() if python.exists() else Path(sys.executable).resolve()).parent.parent
 
 
-def host_mounts() -> list[Path]:
-    """What every container sees of this machine, read-only: enough to run the repository's .venv."""
-    wanted = [Path("/usr"), Path("/etc/ld.so.cache"), Path("/etc/alternatives"), repository_python(), REPOSITORY]
-    there = [path for path in wanted if path.exists()]
-    return [path for path in there if not any(path != other and path.is_relative_to(other) for other in there)]
+def host_mounts() -> dict[str, Path]:
+    """Folder in every container: what it is on this machine. Read-only, and enough to run the repository's .venv.
+
+    The repository has a place of its own: where it is here, a pod's volume may hide it.
+    """
+    same = [Path("/usr"), Path("/etc/ld.so.cache"), Path("/etc/alternatives"), repository_python()]
+    same = [path for path in same if path.exists()]
+    outer = [path for path in same if not any(path != other and path.is_relative_to(other) for other in same)]
+    return {**{str(path): path for path in outer}, CHECKOUT: REPOSITORY}
+
+
+def python_path() -> str:
+    """The folders of the repository that its editable installation names, as containers see them."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    return ":".join(f"{CHECKOUT}/{folder}" for folder in project["tool"]["hatch"]["build"]["dev-mode-dirs"])
 
 
 @dataclass
@@ -122,15 +134,21 @@ def application() -> Image:
     """One image for operator, trainer and rollout: its programs are this machine's, mounted by the runtime."""
     names = tuple(f"dovetail-dev/{name}:dev" for name in APPLICATIONS)
     links = {name: f"usr/{name}" for name in ("bin", "sbin", "lib", "lib64")}
-    mounts = {str(path).lstrip("/"): 0o755 for path in host_mounts() if path.is_dir()}
-    path = f"{REPOSITORY}/.venv/bin:/usr/local/bin:/usr/bin:/bin"
+    mounts = {name.lstrip("/"): 0o755 for name, path in host_mounts().items() if path.is_dir()}
+    environment = {
+        "PATH": f"{CHECKOUT}/.venv/bin:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": python_path(),
+        "HOME": "/tmp",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     return Image(
         names,
         [],
         {"etc/passwd": PASSWD.encode(), "etc/group": GROUP.encode(), "etc/nsswitch.conf": b"hosts: files dns\n"},
         links=links,
         folders=mounts,
-        environment={"PATH": path, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        environment=environment,
         user=f"{USER}:{USER}",
     )
 
@@ -162,7 +180,7 @@ def _sources() -> bytes:
 def cluster_archive() -> Path:
     """Everything that a cluster's nodes get at once: pause, busybox, CoreDNS, JobSet and the application image."""
     programs = [binaries.build(module) for module in ("coredns", "jobset")]
-    key = digest(_sources(), BUSYBOX.read_bytes(), *map(str, [*programs, *host_mounts(), REPOSITORY]))
+    key = digest(_sources(), BUSYBOX.read_bytes(), python_path(), *map(str, [*programs, *host_mounts()]))
     images = (*busybox(), application(), _one_program("coredns", "/coredns"), _one_program("jobset", "/manager"))
     return _cached("cluster", key, images)
 

@@ -73,8 +73,8 @@ def _runtime_spec(containerd: Path) -> dict[str, Any]:
     spec["linux"].pop("seccomp", None)
     options = ["rbind", "ro", "nosuid", "nodev"]
     spec["mounts"] += [
-        {"destination": str(path), "source": str(path), "type": "bind", "options": options}
-        for path in images.host_mounts()
+        {"destination": name, "source": str(path), "type": "bind", "options": options}
+        for name, path in images.host_mounts().items()
     ]
     return spec
 
