@@ -57,7 +57,7 @@ COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--override requirements/overrides.txt --extra coordinator --extra operator --extra trainer --extra rollout-cpu \
-		--extra dev pyproject.toml -o requirements/cpu.txt
+		--extra schedules --extra dev pyproject.toml -o requirements/cpu.txt
 	for image in operator trainer rollout-cpu; do \
 		$(COMPILE) --override requirements/overrides.txt --constraint requirements/cpu.txt \
 			--extra $$image pyproject.toml -o requirements/$$image.txt || exit 1; done

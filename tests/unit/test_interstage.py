@@ -216,6 +216,10 @@ def test_the_chosen_threshold_is_never_worse_than_off(stage: dict[str, Any]) -> 
     twin = ThresholdController("Auto", 60, early=stage["early"])
     twin.observe(stage["lengths"])
     assert twin.decide(stage["prompt_lengths"], stage["profiles"]) == decision
+    for _ in range(5):
+        controller.observe([3] * len(stage["lengths"]))
+    later = controller.decide(stage["prompt_lengths"], stage["profiles"])
+    assert later.fused_seconds <= later.serial_seconds, "what was in use is not kept at a loss"
 
 
 def gpu(**changes: Any) -> StageProfile:

@@ -112,7 +112,7 @@ class ThresholdController:
         best = min(seconds, key=lambda f: (seconds[f], f is not None, f or 0.0))
         known = f"lengths of {self._history.iterations} iterations" if self._history.iterations else "prior lengths"
         current = self._current if self._chosen else None
-        if seconds[current] - seconds[best] <= HYSTERESIS * seconds[None]:
+        if seconds[current] <= min(seconds[None], seconds[best] + HYSTERESIS * seconds[None]):
             best = current
             why = "no threshold saves enough" if best is None else "the one in use is still about the best"
         else:

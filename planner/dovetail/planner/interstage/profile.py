@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 # A step this much longer than that of one sample is no longer "almost constant" (RLHFuse section 4.2).
-SATURATED = 1.2
+SATURATED = 1.1
 
 
 class ProfileError(ValueError):

@@ -1,0 +1,246 @@
+"""The coordinator's own cost: its real generator and store against emulated vLLM servers in another process.
+
+The servers speak vLLM's streaming protocol over HTTP and only wait between the events: what is measured is what the
+coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), STEP: seconds of a decode step (0.03),
+INTERVAL: tokens in an event (default: the coordinator's own), MEAN: tokens of a mean response (200), SEED (0), PROFILE:
+a file for cProfile."""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.api.messages import Register
+from dovetail.api.sampling import SEED
+from dovetail.api.types import Generation
+from dovetail.coordinator.fleet import Fleet
+from dovetail.coordinator.generation import Generator
+from dovetail.coordinator.samples import NewSample, State
+from dovetail.coordinator.store import Store
+from dovetail.coordinator.work import Settings
+
+MAX_TOKENS = 2048
+PROMPT_TOKENS = 128
+LAG_PERIOD = 0.01
+DEADLINE = 1200.0
+
+
+def length_of(seed: int, mean: float) -> int:
+    """Log-normal, the longest about ten times the median."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - 0.745**2 / 2, 0.745)
+    return int(np.clip(np.rint(drawn), 1, MAX_TOKENS))
+
+
+# ------------------------------------------------------------ the servers
+
+
+class Server(asyncio.Protocol):
+    """One connection of an instance. Its streams are written by the instance's clock, so a server is cheap."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            head = self.buffer[:end].lower()
+            size = int(head.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in head else 0
+            if len(self.buffer) < end + 4 + size:
+                return
+            body, self.buffer = self.buffer[end + 4 : end + 4 + size], self.buffer[end + 4 + size :]
+            self.instance.begin(self, json.loads(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.instance.streams.pop(self, None)
+
+
+class Instance:
+    """`streams`: connection -> [tokens made, tokens to make]. A tick is one event of every stream."""
+
+    def __init__(self, step: float, mean: float) -> None:
+        self.step, self.mean = step, mean
+        self.streams: dict[Server, list[int]] = {}
+        self.interval = 8
+
+    def begin(self, server: Server, body: dict[str, Any]) -> None:
+        params = body["sampling_params"]
+        self.interval = params["stream_interval"]
+        made = len(body["token_ids"]) - PROMPT_TOKENS
+        self.streams[server] = [made, length_of(params["extra_args"][SEED], self.mean)]
+        server.transport.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self.step * self.interval)
+            for server, state in list(self.streams.items()):
+                made, total = state
+                count = min(self.interval, total - made)
+                state[0] += count
+                server.transport.write(event(count, state[0] == total))
+                if state[0] == total:
+                    del self.streams[server]
+
+
+EVENTS: dict[tuple[int, bool], bytes] = {}
+
+
+def event(count: int, last: bool) -> bytes:
+    """A chunk with `count` tokens, as vLLM writes it."""
+    if (count, last) not in EVENTS:
+        tokens = [1000 + 17 * k for k in range(count)]
+        content = [
+            {"token_id": t, "logprob": -1.25, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": -1.25}]}
+            for t in tokens
+        ]
+        choice = {"index": 0, "finish_reason": "stop" if last else None, "token_ids": tokens}
+        choice["logprobs"] = {"content": content}
+        message = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
+        parts = [f"data: {json.dumps(message)}\n\n".encode()] + [b"data: [DONE]\n\n"] * last
+        EVENTS[count, last] = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n" * last
+    return EVENTS[count, last]
+
+
+def servers(count: int, step: float, mean: float, pipe: Connection) -> None:
+    """A process of `count` instances: sends their ports, then serves until the pipe closes."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        ports, tasks = [], []
+        for _ in range(count):
+            instance = Instance(step, mean)
+            listening = await loop.create_server(lambda i=instance: Server(i), "127.0.0.1", 0, backlog=1024)
+            ports.append(listening.sockets[0].getsockname()[1])
+            tasks.append(asyncio.create_task(instance.run()))
+        pipe.send(ports)
+        over = asyncio.Event()
+        loop.add_reader(pipe.fileno(), over.set)
+        await over.wait()
+
+    most_files()
+    asyncio.run(main())
+
+
+def most_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# ------------------------------------------------------------ the coordinator
+
+
+async def watch_lag(lags: list[float]) -> None:
+    """How much later than asked the event loop wakes a sleeper."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(LAG_PERIOD)
+        lags.append(time.perf_counter() - before - LAG_PERIOD)
+
+
+def resident() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmRSS")
+
+
+async def coordinate(folder: Path, ports: list[int], samples: int, mean: float, settings: Settings) -> dict[str, Any]:
+    store = Store(folder)
+    seeds = list(range(1, samples + 1))
+    prompt = list(range(PROMPT_TOKENS))
+    store.samples.begin_iteration(1, [NewSample(i, 0, prompt, seed) for i, seed in enumerate(seeds)])
+    fleet = Fleet(time.monotonic, lambda event, **fields: None)
+    fleet.publish(1)
+    for index, port in enumerate(ports):
+        message = {"name": f"r{index:03}", "kind": "rollout", "group": "g", "url": f"http://127.0.0.1:{port}"}
+        abilities = {"sampler": "counter", "max_model_len": 4096}
+        more = {"ready": True, "incarnation": "1", "weight_version": 1, "abilities": abilities}
+        fleet.register(Register.model_validate({**message, **more}))
+    generation = Generation.model_validate({"maxTokens": MAX_TOKENS, "maxConcurrent": 256})
+    lags: list[float] = []
+    before = resident()
+    async with Generator(store, fleet, generation, "token", lambda event, **fields: None, settings) as generator:
+        watcher = asyncio.create_task(watch_lag(lags))
+        cpu = time.process_time()
+        async with asyncio.timeout(DEADLINE):
+            result = await generator.generate(1)
+        cpu = time.process_time() - cpu
+        watcher.cancel()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    wrong = [
+        s.key
+        for s in store.samples.samples(1)
+        if s.state is not State.GENERATED or len(s.tokens) != length_of(s.seed, mean)
+    ]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} samples were not answered as they should, the first {wrong[0]}")
+    store.close()
+    return {
+        "samples": result.samples,
+        "tokens": result.tokens,
+        "retries": result.retries,
+        "seconds": round(result.seconds, 2),
+        "cpu_seconds": round(cpu, 2),
+        "cpu_ms_per_sample": round(1000 * cpu / result.samples, 3),
+        "cpu_us_per_token": round(1e6 * cpu / result.tokens, 2),
+        "cpu_share": round(cpu / result.seconds, 3),
+        "memory_mb": round((peak - before) / 1e6, 1),
+        "lag_ms_p50": round(1000 * float(np.quantile(lags, 0.5)), 2),
+        "lag_ms_p99": round(1000 * float(np.quantile(lags, 0.99)), 2),
+        "lag_ms_max": round(1000 * max(lags), 1),
+    }
+
+
+def main() -> None:
+    samples, instances = int(os.environ.get("SAMPLES", "10000")), int(os.environ.get("INSTANCES", "256"))
+    step, mean = float(os.environ.get("STEP", "0.03")), float(os.environ.get("MEAN", "200"))
+    settings = Settings()
+    if "INTERVAL" in os.environ:
+        settings = replace(settings, stream_interval=int(os.environ["INTERVAL"]))
+    most_files()
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=servers, args=(instances, step, mean, theirs), daemon=True)
+    process.start()
+    if not ours.poll(60):
+        raise RuntimeError("the emulated servers did not start within 60 s")
+    ports = ours.recv()
+    profiler = cProfile.Profile() if "PROFILE" in os.environ else None
+    # The longest response, never waiting for the coordinator.
+    ideal = step * max(length_of(seed, mean) for seed in range(1, samples + 1))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            if profiler is not None:
+                profiler.enable()
+            result = asyncio.run(coordinate(Path(folder), ports, samples, mean, settings))
+            if profiler is not None:
+                profiler.disable()
+                profiler.dump_stats(os.environ["PROFILE"])
+    finally:
+        ours.send("stop")
+        process.join(10)
+        process.kill()
+    load = {"instances": instances, "step_seconds": step, "ideal_seconds": round(ideal, 2), **asdict(settings)}
+    print(json.dumps({"benchmark": "coordinator", **result, **load}))
+
+
+if __name__ == "__main__":
+    main()
