@@ -21,7 +21,8 @@ def anneal(  # type: ignore[no-untyped-def]
     """Minimise max(makespan, target) + price * (memory above `limit`, summed over ranks); price < 0: a hard limit.
 
     `limit` (N,). Temperatures `hot` to `cold` in units of time over `moves` moves of up to `reach` places. Returns
-    (best energy, its makespan); stops at `target` within the limit, or where stop[i] is set for some i < task."""
+    (best energy, its makespan); stops at `target` within the limit, or where stop[i] is set for some i < task or for
+    the last i, which says that time is up."""
     np.random.seed(seed)
     n = words.shape[0]
     finish = np.zeros(duration.shape)
@@ -70,7 +71,9 @@ def anneal(  # type: ignore[no-untyped-def]
     lowest = np.zeros(6, np.int64)
     ratio = np.log(cold / hot)
     for move in range(moves):
-        if move % 1024 == 0:
+        if move % 64 == 0:
+            if stop[-1]:
+                return best, best_makespan
             for i in range(task):
                 if stop[i]:
                     return best, best_makespan
@@ -167,7 +170,7 @@ def anneal(  # type: ignore[no-untyped-def]
                     if kind == 0:
                         prior = before[m, y]
                         if prior >= 0:
-                            start = max(start, finish[m, 0, prior, q] + comm)
+                            start = max(start, finish[m, 0, prior, q] + comm[m, 0, y])
                         if q % group[m] == 0:
                             for other in range(2):
                                 need = wait[m, q // group[m], other]
@@ -178,7 +181,7 @@ def anneal(  # type: ignore[no-untyped-def]
                     elif kind == 1:
                         onward = after[m, y]
                         if onward >= 0:
-                            start = max(start, finish[m, 1, onward, q] + comm)
+                            start = max(start, finish[m, 1, onward, q] + comm[m, 1, y])
                         else:
                             start = max(start, finish[m, 0, y, q])
                     else:
@@ -315,7 +318,7 @@ def _critical_path(  # type: ignore[no-untyped-def]
         other_i = -1
         if kind == 0:
             prior = before[m, x]
-            if prior >= 0 and (finish[m, 0, prior, q] + comm) + duration[m, 0, x, q] == t:
+            if prior >= 0 and (finish[m, 0, prior, q] + comm[m, 0, x]) + duration[m, 0, x, q] == t:
                 other_x = prior
                 other_i = where[m, 0, prior, q]
             elif q % group[m] == 0:
@@ -330,7 +333,7 @@ def _critical_path(  # type: ignore[no-untyped-def]
         elif kind == 1:
             onward = after[m, x]
             if onward >= 0:
-                if (finish[m, 1, onward, q] + comm) + duration[m, 1, x, q] == t:
+                if (finish[m, 1, onward, q] + comm[m, 1, x]) + duration[m, 1, x, q] == t:
                     other_x = onward
                     other_i = where[m, 1, onward, q]
             elif finish[m, 0, x, q] + duration[m, 1, x, q] == t:

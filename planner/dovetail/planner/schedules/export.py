@@ -35,7 +35,10 @@ def document(schedule: Schedule) -> dict[str, Any]:
     for p in schedule.passes():
         row = {"model": p.model, "pipeline": p.pipeline, "stage": p.stage, "micro_batch": p.micro_batch}
         actions[p.rank].append({**row, "kind": p.kind, "start": _number(p.start), "end": _number(p.end)})
-    result: dict[str, Any] = {"ranks": problem.ranks, "communication": _number(problem.communication), "models": models}
+    result: dict[str, Any] = {"ranks": problem.ranks, "models": models}
+    edges = problem.latencies
+    uniform = np.ndim(problem.communication) == 0
+    result["communication"] = _number(edges.flat[0]) if uniform else edges.tolist()
     if problem.mini_batches > 1:
         result["mini_batches"] = problem.mini_batches
     return {

@@ -70,8 +70,8 @@ def _one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
     """1F1B of one mini-batch of one model on one rank."""
     count = int(instance.group[m])
     ahead = min(int(instance.stages[m] - instance.position[m, rank]), count)
-    f, b = KINDS * m + F, KINDS * m + B
-    return [f] * ahead + [b, f] * (count - ahead) + [b] * ahead
+    f, b = [KINDS * m + F], [KINDS * m + kind for kind in range(B, instance.kinds)]
+    return f * ahead + (b + f) * (count - ahead) + b * ahead
 
 
 def _stitched(instance: Instance, rank: int, mini_batches: int) -> list[int]:

@@ -42,6 +42,7 @@ class Instance:
     group: Ints  # (2,): micro-batches of one mini-batch
     wait: Ints  # (2, n, 2): mini-batches of each model to be finished everywhere before this mini-batch's forwards
     step: Floats  # (2,)
+    latency: Floats  # (2, 2, N): before a rank's forward, from the previous stage; before its backward, from the next
     tail: Floats  # (2, 3, N, Q): least time from an operation's end to the last end that depends on it
 
     @property
@@ -65,6 +66,7 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
     duration = np.zeros((2, KINDS, n, int(total.max())))
     activation = np.zeros((2, n, int(total.max())))
     before, after, position = (np.full((2, n), -1, dtype=np.int64) for _ in range(3))
+    latency, edges = np.zeros((2, 2, n)), problem.latencies
     for index, m in enumerate(problem.models):
         backwards = reverse and index == 1
         for k in range(m.pipelines):
@@ -74,6 +76,10 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
                 position[index, rank] = stage
                 before[index, rank] = path[stage - 1] if stage else -1
                 after[index, rank] = path[stage + 1] if stage + 1 < m.stages else -1
+                if stage:
+                    latency[index, F, rank] = edges[path[stage - 1], rank]
+                if stage + 1 < m.stages:
+                    latency[index, B, rank] = edges[path[stage + 1], rank]
                 source, q = block[stage], slice(0, int(total[index]))
                 duration[index, F, rank, q] = problem.array(index, "forward")[source]
                 whole, half = problem.array(index, "backward")[source], problem.array(index, "input_gradient")[source]
@@ -103,6 +109,7 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
         np.array([m.micro_batches for m in problem.models], dtype=np.int64),
         wait,
         np.array([m.optimizer_step for m in problem.models]),
+        latency,
         np.zeros_like(duration),
     )
     _fill_tails(instance)
@@ -110,19 +117,19 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
 
 
 def _fill_tails(instance: Instance) -> None:
-    d, t, c = instance.duration, instance.tail, instance.problem.communication
+    d, t, latency = instance.duration, instance.tail, instance.latency
     for m in (0, 1):
         by_stage = np.argsort(instance.position[m], kind="stable")
         for rank in by_stage:
             t[m, B, rank] = d[m, W, rank]
             if (back := instance.before[m, rank]) >= 0:
-                t[m, B, rank] = np.maximum(t[m, B, rank], c + d[m, B, back] + t[m, B, back])
+                t[m, B, rank] = np.maximum(t[m, B, rank], latency[m, B, back] + d[m, B, back] + t[m, B, back])
         for rank in by_stage[::-1]:
             onward = instance.after[m, rank]
             if onward < 0:
                 t[m, F, rank] = d[m, B, rank] + t[m, B, rank]
             else:
-                t[m, F, rank] = c + d[m, F, onward] + t[m, F, onward]
+                t[m, F, rank] = latency[m, F, onward] + d[m, F, onward] + t[m, F, onward]
 
 
 def lower_bound(instance: Instance) -> float:
@@ -179,5 +186,5 @@ def _arrival(instance: Instance, m: int, q: int) -> Floats:
     result = np.zeros(instance.ranks)
     for rank in np.argsort(instance.position[m], kind="stable"):
         if (back := instance.before[m, rank]) >= 0:
-            result[rank] = result[back] + instance.duration[m, F, back, q] + instance.problem.communication
+            result[rank] = result[back] + instance.duration[m, F, back, q] + instance.latency[m, F, rank]
     return result

@@ -68,7 +68,7 @@ def list_schedule(  # type: ignore[no-untyped-def]
                             continue
                         prior = before[m, x]
                         if prior >= 0:
-                            ready = finish[m, 0, prior, q] + comm
+                            ready = finish[m, 0, prior, q] + comm[m, 0, x]
                         if q % group[m] == 0:
                             for other in range(2):
                                 need = wait[m, q // group[m], other]
@@ -81,7 +81,7 @@ def list_schedule(  # type: ignore[no-untyped-def]
                         onward = after[m, x]
                         ready = finish[m, 0, x, q]
                         if onward >= 0:
-                            ready = finish[m, 1, onward, q] + comm
+                            ready = finish[m, 1, onward, q] + comm[m, 1, x]
                     if ready >= far:
                         continue
                     if ready > t + look[m, kind]:
@@ -142,7 +142,7 @@ def search_rules(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`tries` random and mutated rules; the best schedule's words and makespan (1e300 where none fits).
 
-    Stops early at `target`, or where stop[i] is set for some i < task."""
+    Stops early at `target`, or where stop[i] is set for some i < task or for the last i, which says that time is up."""
     np.random.seed(seed)
     n = best_words.shape[0]
     words = np.zeros_like(best_words)
@@ -161,6 +161,8 @@ def search_rules(  # type: ignore[no-untyped-def]
     kept_lateness = 0.0
     span = 8 if n > 4 else 2 * n
     for trial in range(tries):
+        if stop[-1]:
+            return best
         if trial % 16 == 0:
             for i in range(task):
                 if stop[i]:

@@ -45,11 +45,12 @@ class Model:
 class Problem:
     """Two models on the same ranks; the first is the actor. Raises ProblemError if the numbers do not fit together.
 
-    `communication`: time from the end of a pass to the start of the next stage's, without occupying either rank.
+    `communication`: time from the end of a pass to the start of the next stage's, without occupying either rank; one
+    number, or an array (N, N) from rank to rank where edges differ.
     `memory_limit`: of activations, per rank."""
 
     models: tuple[Model, Model]
-    communication: float = 0.0
+    communication: float | Floats = 0.0
     mini_batches: int = 1
     memory_limit: float | None = None
 
@@ -59,6 +60,11 @@ class Problem:
     @property
     def ranks(self) -> int:
         return self.models[0].stages * self.models[0].pipelines
+
+    @property
+    def latencies(self) -> Floats:
+        """Latency from rank to rank, (N, N)."""
+        return np.broadcast_to(np.asarray(self.communication, dtype=np.float64), (self.ranks, self.ranks))
 
     def array(self, model: int, field: str) -> Floats:
         """A model's times or sizes as (ranks, micro-batches): rank r holds stage r % stages of pipeline r // stages."""
@@ -78,7 +84,8 @@ class Problem:
     @property
     def digest(self) -> str:
         """SHA-256 of everything that determines the answer."""
-        parts: list[Any] = [self.communication, self.mini_batches, self.memory_limit]
+        edges = hashlib.sha256(self.latencies.tobytes()).hexdigest()
+        parts: list[Any] = [edges, self.mini_batches, self.memory_limit]
         for index, m in enumerate(self.models):
             parts += [m.name, m.stages, m.pipelines, m.micro_batches, m.optimizer_step]
             for field in ("forward", "backward", "input_gradient", "activation"):
@@ -174,8 +181,16 @@ def _check(problem: Problem) -> None:
             f"{second.pipelines} of {second.stages} do not occupy the same ranks ({first.stages * first.pipelines} and "
             f"{second.stages * second.pipelines})"
         )
-    if not (math.isfinite(problem.communication) and problem.communication >= 0):
-        raise ProblemError(f"communication is {problem.communication}; it must be 0 or more")
+    try:
+        edges = problem.latencies
+    except ValueError:
+        shape = np.shape(problem.communication)
+        raise ProblemError(
+            f"communication has the shape {shape}; {problem.ranks} ranks need one number or a square"
+        ) from None
+    if not (np.isfinite(edges) & (edges >= 0)).all():
+        worst = float(edges.min()) if np.isfinite(edges).all() else math.inf
+        raise ProblemError(f"communication is {worst:g}; it must be 0 or more and finite")
     for index, m in enumerate(problem.models):
         _check_values(problem, index, m)
     limit = problem.memory_limit

@@ -28,7 +28,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Words (N, length) with their evaluation. `how`: what found it."""
+    """Words (N, length) with their evaluation. `how`: what found it. `proved`: no schedule of the family within the
+    problem's memory limit is faster."""
 
     family: str
     instance: Instance
@@ -39,6 +40,7 @@ class Schedule:
     how: str = "rule"
     seed: int = 0
     seconds: float = 0.0
+    proved: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -46,8 +48,8 @@ class Schedule:
 
     @property
     def bound(self) -> float:
-        """The family's lower bound on the makespan."""
-        return lower_bound(self.instance)
+        """The family's lower bound on the makespan, or what was proved beyond it."""
+        return max(lower_bound(self.instance), self.proved)
 
     @property
     def at_bound(self) -> bool:
@@ -84,19 +86,25 @@ def evaluate(instance: Instance, words: Ints, family: str = "", how: str = "rule
 
 def timing_arguments(i: Instance) -> tuple[object, ...]:
     """What `run_words` and `anneal` take between the words and their own arguments."""
-    return (i.duration, i.before, i.after, i.total, i.group, i.wait, i.step, float(i.problem.communication), i.split)
+    return (i.duration, i.before, i.after, i.total, i.group, i.wait, i.step, i.latency, i.split)
 
 
 def mirror(instance: Instance) -> Instance:
     """The instance run backwards in time: forwards and backwards change places. Only where backwards are
     whole and barriers look alike from both ends."""
     duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
+    latency = np.zeros_like(instance.latency)
     for m in (0, 1):
         n = int(instance.total[m])
         duration[m, 0, :, :n] = instance.duration[m, 1, :, :n][:, ::-1]
         duration[m, 1, :, :n] = instance.duration[m, 0, :, :n][:, ::-1]
+        for rank in range(instance.ranks):
+            if (back := instance.before[m, rank]) >= 0:
+                latency[m, 0, rank] = instance.latency[m, 1, back]
+            if (onward := instance.after[m, rank]) >= 0:
+                latency[m, 1, rank] = instance.latency[m, 0, onward]
         activation[m, :, :n] = instance.activation[m, :, :n][:, ::-1]
-    return replace(instance, duration=duration, activation=activation)
+    return replace(instance, duration=duration, activation=activation, latency=latency)
 
 
 _SWAPPED = np.array([1, 0, 2, 4, 3, 5])

@@ -2,29 +2,43 @@
 
 1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
 2. Annealing on the critical path from the best of those, under a hard limit of activation memory.
+3. CP-SAT, where OR-Tools is installed, on what these do not reach; it also proves that nothing is faster.
 
 Work is done in rounds of fixed size, by tasks with seeds of their own, on any number of threads (the kernels hold no
-lock): the answer depends on the seed and the effort, not on the number of cores; a deadline ends the search between
-rounds with the best so far."""
+lock): the answer depends on the seed and the effort, not on the number of cores, unless the time runs out, which ends
+the search with the best so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
 from dovetail.planner.schedules.annealing import anneal
+from dovetail.planner.schedules.exact import Answer, ExactSearch, available, time_unit
 from dovetail.planner.schedules.families import Family, family_instance, fixed_words
 from dovetail.planner.schedules.instance import Coupling, Instance, Ints, lower_bound
 from dovetail.planner.schedules.jit import COMPILED
 from dovetail.planner.schedules.listing import search_rules
 from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
-from dovetail.planner.schedules.schedule import Schedule, evaluate, mirror, timing_arguments, unmirror
+from dovetail.planner.schedules.schedule import (
+    DeadlockError,
+    Schedule,
+    evaluate,
+    mirror,
+    timing_arguments,
+    unmirror,
+)
 
 TASKS = 4
 UNLIMITED = 1e300
+EXACT_TASKS = 2
+EXACT_SIZE = 4000  # passes; beyond, CP-SAT takes more memory and time than it is worth
+_POLL = 0.05  # seconds
+T = TypeVar("T")
 Clock = Callable[[], float]
 Progress = Callable[[str, float, float], None]
 """Called with what is being tried, the best makespan so far and its peak memory."""
@@ -32,7 +46,8 @@ Progress = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to search. `clock` in seconds; `seconds` after the start no further round begins."""
+    """How long to search. `clock` in seconds; `seconds` after the start the search ends, within a tenth of a second or
+    the time that the first, smallest round takes."""
 
     seconds: float = 20.0
     clock: Clock = lambda: 0.0
@@ -40,6 +55,7 @@ class Effort:
     seed: int = 0
     memory: bool = True  # look for less memory once the latency is found
     scale: float = 1.0  # work of a round
+    exact: bool = True  # ask CP-SAT too
     progress: Progress | None = None
 
 
@@ -52,6 +68,7 @@ class _Search:
     best: Schedule | None = None
     started: float = 0.0
     rounds: int = field(default=0)
+    proved: float = 0.0  # no schedule within the problem's own memory limit is faster
 
     def __post_init__(self) -> None:
         self.started = self.effort.clock()
@@ -101,31 +118,29 @@ class _Search:
     def _rules(self, limit: float, target: float, part: float) -> list[Schedule]:
         tries = min(20000, 1.5e7 / self.size) * self.effort.scale * part if COMPILED else 20
         tries = max(8, int(tries))
-        stop = np.zeros(TASKS, np.int64)
 
-        def task(number: int) -> tuple[float, Ints]:
+        def task(number: int, stop: Ints) -> tuple[float, Ints]:
             use_mirror = self.mirrored is not None and number % 4 != 3
             i = self.mirrored if use_mirror and self.mirrored is not None else self.instance
             words = np.zeros((i.ranks, i.length), np.int64)
             end = search_rules(
                 i.duration, i.activation, i.before, i.after, i.position, i.stages, i.total, i.group, i.wait, i.step,
-                float(i.problem.communication), i.split, np.full(i.ranks, limit * (1 + 1e-9)), tries,
+                i.latency, i.split, np.full(i.ranks, limit * (1 + 1e-9)), tries,
                 self._seed(number), target, self.unit, stop, number, words,
             )  # fmt: skip
             return float(end), unmirror(words) if use_mirror else words
 
-        found = self._first(self.pool.map(task, range(TASKS)), target)
+        found = self._first(self._run(task, TASKS), target)
         return [self.keep(words, "rules") for words in found]
 
     def _anneal(self, starts: list[Schedule], limit: float, target: float, part: float) -> list[Schedule]:
         # A move's cost grows with the schedule.
         moves = min(150_000, 6e7 / self.size) * self.effort.scale * part if COMPILED else 200
         moves = max(500 if COMPILED else 200, int(moves))
-        stop = np.zeros(TASKS, np.int64)
         i = self.instance
         quantum = self.unit / 5
 
-        def task(number: int) -> tuple[float, Ints]:
+        def task(number: int, stop: Ints) -> tuple[float, Ints]:
             start = starts[0] if number < 2 else starts[min(number - 1, len(starts) - 1)]
             words = start.words.copy()
             hot, reach = ((2.0, 8), (1.0, 20), (3.0, 20), (2.0, 40))[number]
@@ -136,8 +151,57 @@ class _Search:
             )  # fmt: skip
             return float(end), words
 
-        found = self._first(self.pool.map(task, range(TASKS)), target)
+        found = self._first(self._run(task, TASKS), target)
         return [self.keep(words, "annealing") for words in found]
+
+    def exact(self, limit: float, target: float, work: float) -> Answer:
+        """CP-SAT's answer; a schedule that it finds is kept."""
+        work *= self.effort.scale
+        if not self.effort.exact or work < 0.02 or self.size > EXACT_SIZE or not available() or self.left() <= 0:
+            return Answer(None)
+        self.rounds += 1
+        cap = None if limit >= UNLIMITED else limit
+        searches: list[ExactSearch | None] = [None] * EXACT_TASKS
+
+        def task(number: int, stop: Ints) -> Answer:
+            if stop[:number].any() or stop[-1]:
+                return Answer(None)
+            search = ExactSearch(self.instance, target, cap)
+            searches[number] = search
+            answer = search.run(work, self._seed(number), stopped=lambda: bool(stop[:number].any() or stop[-1]))
+            if answer.words is not None or answer.impossible:
+                stop[number] = 1
+            return answer
+
+        def poll(stop: Ints) -> None:
+            for number, search in enumerate(searches):
+                if search is not None and (stop[-1] or stop[:number].any()):
+                    search.stop()
+
+        for answer in self._run(task, EXACT_TASKS, poll):
+            if answer.words is not None:
+                self.keep(answer.words, "CP-SAT")
+                self.report("CP-SAT")
+                return answer
+            if answer.impossible:
+                return answer
+        return Answer(None)
+
+    def _run(
+        self, task: Callable[[int, Ints], T], count: int, poll: Callable[[Ints], None] | None = None
+    ) -> Iterable[T]:
+        """The results of task(number, stop), in order. stop[i] is for task i to set once the later ones need not go on;
+        the last is set here when the time is up, though not before there is any answer."""
+        stop = np.zeros(count + 1, np.int64)
+        futures: list[Future[T]] = [self.pool.submit(task, number, stop) for number in range(count)]
+        pending = set(futures)
+        while pending:
+            _, pending = wait(pending, timeout=_POLL)
+            if self.best is not None and self.left() <= 0:
+                stop[-1] = 1
+            if poll is not None and pending:
+                poll(stop)
+        return [future.result() for future in futures]
 
     def _seed(self, task: int) -> int:
         return (self.effort.seed * 1_000_003 + self.rounds * 101 + task * 7919) % (2**31 - 1)
@@ -154,28 +218,57 @@ class _Search:
                 break
         return taken
 
-    def run(self) -> Schedule | None:
+    def run(self, start: Ints | None = None) -> Schedule | None:
         limit = self.instance.problem.memory_limit
         cap = UNLIMITED if limit is None else limit
-        for start in self._starts(cap):
-            self.keep(start, "rule")
-        found: Schedule | None = None
-        for part, rule_rounds, anneal_rounds in ((1 / 16, 1, 0), (1 / 4, 1, 0), (1.0, 1, 0), (1.0, 1, 6)):
-            found = self.attempt(cap, self.bound, rule_rounds, anneal_rounds, part) or found
-            if found is not None and found.at_bound:
+        for words in self._starts(cap, start):
+            self.keep(words, "rule")
+        for part, rule_rounds, anneal_rounds, work in _LATENCY:
+            if self.best is not None and self.best.at_bound:
                 break
-        if found is None:
+            self.attempt(cap, self.bound, rule_rounds, anneal_rounds, part)
+            if work and not (self.best is not None and self.best.at_bound) and self.proved <= self.bound:
+                self._prove(cap, self.bound, work)
+        if self.best is None:
             return None
         if self.effort.memory:
             self._less_memory(serial_memory(self.instance.problem))
-        return self.best
+        if self.proved < self.best.makespan:
+            self._close(cap)
+        return replace(self.best, proved=self.proved)
 
-    def _starts(self, cap: float) -> Iterable[Ints]:
-        """Plain 1F1B of one model after the other, if it fits: never worse than that."""
-        if not self.instance.split:
-            words = fixed_words(self.instance, Family("overlapped", "", self.instance.coupling))
-            if evaluate(self.instance, words).peak <= cap * (1 + 1e-9):
-                yield words
+    def _starts(self, cap: float, start: Ints | None) -> Iterable[Ints]:
+        """A known schedule, and plain 1F1B of one model after the other, where they fit: never worse than those."""
+        words = fixed_words(self.instance, Family("overlapped", "", self.instance.coupling))
+        for known in (start, words):
+            if known is None:
+                continue
+            try:
+                if evaluate(self.instance, known).peak <= cap * (1 + 1e-9):
+                    yield known
+            except DeadlockError:
+                continue
+
+    def _prove(self, cap: float, target: float, work: float) -> bool:
+        """Whether CP-SAT settled it: a schedule of `target`, or the proof that all are slower."""
+        answer = self.exact(cap, target, work)
+        if answer.impossible:
+            unit = time_unit(self.instance)
+            self.proved = max(self.proved, target + (unit or 0.0))
+        return answer.impossible or answer.words is not None
+
+    def _close(self, cap: float) -> None:
+        """Narrow the gap between what is proved and what was found, while CP-SAT answers."""
+        unit = time_unit(self.instance)
+        if unit is None:
+            return
+        while self.best is not None and self.left() > 0:
+            low, high = max(self.bound, self.proved), self.best.makespan
+            if high <= low * (1 + 1e-9):
+                return
+            middle = min(high - unit, unit * np.floor((low + high) / 2 / unit + 1e-6))
+            if middle < low * (1 - 1e-9) or not self._prove(cap, float(middle), _EXACT_WORK):
+                return
 
     def _less_memory(self, serial: float) -> None:
         """Down to serial 1F1B's memory: halve the interval between what failed and what was reached.
@@ -184,17 +277,37 @@ class _Search:
         assert self.best is not None
         target = self.best.makespan
         goal = serial * 1.0045  # 1.00 in two decimals
-        for part, rule_rounds, anneal_rounds in _LADDER:
-            failed = 0.0
+        impossible = 0.0
+        for part, rule_rounds, anneal_rounds, work in _MEMORY:
+            failed = impossible
             while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
                 trial = goal if not failed else (failed + self.best.peak) / 2
-                found = self.attempt(trial, target, rule_rounds, anneal_rounds, part)
-                if found is None or found.makespan > target * (1 + 1e-9):
+                if work:
+                    answer = self.exact(trial, target, work)
+                    if answer.impossible:
+                        impossible = trial
+                    reached = answer.words is not None
+                else:
+                    found = self.attempt(trial, target, rule_rounds, anneal_rounds, part)
+                    reached = found is not None and found.makespan <= target * (1 + 1e-9)
+                if not reached:
                     failed = trial
+                    if work:  # it takes long to fail, and what it did not settle it rarely settles nearby
+                        break
 
 
-# Part of a round's work, rounds of rules, rounds of annealing.
-_LADDER = ((1 / 16, 1, 0), (1 / 4, 1, 0), (1.0, 1, 0), (1.0, 1, 3), (1.0, 2, 5))
+# Part of a round's work, rounds of rules, rounds of annealing, then CP-SAT's deterministic seconds.
+_LATENCY = ((1 / 16, 1, 0, 0.0), (1 / 4, 1, 0, 0.3), (1.0, 1, 0, 0.0), (1.0, 1, 6, 8.0))
+_MEMORY = (
+    (1 / 16, 1, 0, 0.0),
+    (0.0, 0, 0, 0.3),
+    (1 / 4, 1, 0, 0.0),
+    (1.0, 1, 0, 0.0),
+    (0.0, 0, 0, 8.0),
+    (1.0, 1, 3, 0.0),
+    (1.0, 2, 5, 0.0),
+)
+_EXACT_WORK = 8.0
 
 
 def _key(schedule: Schedule) -> tuple[float, float]:
@@ -202,10 +315,21 @@ def _key(schedule: Schedule) -> tuple[float, float]:
     return (float(f"{schedule.makespan:.9g}"), schedule.peak)
 
 
-def find(problem: Problem, family: Family, effort: Effort) -> Schedule:
+def _same_shape(instance: Instance, start: Schedule | None) -> Ints | None:
+    if start is None or start.words.shape != (instance.ranks, instance.length):
+        return None
+    counts = np.zeros(6, np.int64)
+    for m in (0, 1):
+        counts[3 * m : 3 * m + instance.kinds] = instance.total[m]
+    same = all((np.bincount(word, minlength=6) == counts).all() for word in start.words)
+    return start.words if same else None
+
+
+def find(problem: Problem, family: Family, effort: Effort, start: Schedule | None = None) -> Schedule:
     """The family's best schedule within the problem's memory limit: the fastest, of those the one of the lowest peak.
 
-    Raises ProblemError where nothing within the limit was found."""
+    `start`: a schedule to improve on, as of the same problem with other times; without effect if its words are
+    no schedule of this one. Raises ProblemError where nothing within the limit was found."""
     instance = family_instance(problem, family)
     started = effort.clock()
     limit = problem.memory_limit
@@ -218,7 +342,7 @@ def find(problem: Problem, family: Family, effort: Effort) -> Schedule:
             )
         return replace(found, seconds=effort.clock() - started)
     with ThreadPoolExecutor(effort.workers) as pool:
-        best = _Search(instance, family, effort, pool).run()
+        best = _Search(instance, family, effort, pool).run(_same_shape(instance, start))
     if best is None:
         raise ProblemError(
             f"no {family.name} schedule within a memory limit of {limit:g} was found; serial 1F1B takes "

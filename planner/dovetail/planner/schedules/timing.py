@@ -14,7 +14,9 @@ from dovetail.planner.schedules.jit import kernel
 def run_words(  # type: ignore[no-untyped-def]
     words, length, duration, before, after, total, group, wait, step, comm, split, finish
 ):
-    """Fill `finish` (2, 3, N, Q) with ends; returns the makespan, or -1 where the words deadlock."""
+    """Fill `finish` (2, 3, N, Q) with ends; returns the makespan, or -1 where the words deadlock.
+
+    `comm` (2, 2, N): latency before rank x's forward and before its backward."""
     n = words.shape[0]
     mini = wait.shape[1]
     place = np.zeros(n, np.int64)
@@ -48,7 +50,7 @@ def run_words(  # type: ignore[no-untyped-def]
                 if prior >= 0:
                     if count[prior, code] <= q:
                         break
-                    ready = finish[m, 0, prior, q] + comm
+                    ready = finish[m, 0, prior, q] + comm[m, 0, x]
                 if q % group[m] == 0:
                     blocked = False
                     for other in range(2):
@@ -66,7 +68,7 @@ def run_words(  # type: ignore[no-untyped-def]
                 if onward >= 0:
                     if count[onward, code] <= q:
                         break
-                    ready = finish[m, 1, onward, q] + comm
+                    ready = finish[m, 1, onward, q] + comm[m, 1, x]
                 if count[x, code - 1] <= q:
                     break
                 ready = max(ready, finish[m, 0, x, q])
