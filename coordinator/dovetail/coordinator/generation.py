@@ -20,6 +20,7 @@ from dovetail.api.sampling import sampling_params
 from dovetail.api.types import Generation
 from dovetail.coordinator.dispatch import Speeds, excess, place
 from dovetail.coordinator.fleet import Fleet, Health, Instance
+from dovetail.coordinator.kv_migration import KVMigration
 from dovetail.coordinator.samples import Assignment, Delta, Key, Sample, State
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.stream import RequestRefused, ServerFailure, abort, stream
@@ -63,6 +64,7 @@ class Generator:
         self._settings = settings or Settings()
         self._clock = clock
         self._speeds = Speeds()
+        self.kv = KVMigration(clock)
         self._session: aiohttp.ClientSession | None = None
         self._wake = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
@@ -263,11 +265,16 @@ class Generator:
 
     async def _run(self, work: Work, instance: Instance) -> None:
         def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None) -> None:
+            if tokens and (move := arrived()) is not None:
+                source = departure.source.name if departure is not None else None
+                fields = {"sample": list(work.key), "instance": instance.name, "tokens": len(work.tokens)}
+                self._log("sample.moved", **fields, source=source, mechanism=move[0].value, seconds=move[1])
             work.tokens += tokens
             work.logprobs += logprobs
             work.heard = self._clock()
             work.reason = reason
 
+        departure, work.departure = work.departure, None
         try:
             room = int(instance.abilities.get("max_model_len") or 2**31) - len(work.prompt) - len(work.tokens)
             left = min(self._generation.max_tokens - len(work.tokens), room)
@@ -275,7 +282,11 @@ class Generator:
                 # The end was reached, but the coordinator died before it was stored; or the context is full.
                 work.reason = "length"
                 return
-            await stream(self._http(), instance.url, self._body(work, instance, left), on_tokens)
+            body = self._body(work, instance, left)
+            arrived = await self.kv.prepare(self._http(), body, instance, departure, bool(work.tokens))
+            await stream(self._http(), instance.url, body, on_tokens)
+            if work.reason == "abort" and len(work.tokens) > work.before:
+                work.departure = self.kv.left(instance, work.request_id)
         except ServerFailure as error:
             work.failure = str(error)
         except RequestRefused as error:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from dovetail.api.messages import Span
+from dovetail.coordinator.kv_migration import Departure
 from dovetail.coordinator.samples import Key, Sample
 
 
@@ -44,7 +45,7 @@ class Work:
     """One sample on its way. `stored`: how many of `tokens` are in the store; `before`: how many it had when its
     current attempt began. `heard`, `ending`: when its last token came and when it was asked to end, monotonic seconds.
     `reason`: the server's finish reason. `failure`, `refusal`: why its stream broke. `fruitless`: attempts in a row
-    without a token."""
+    without a token. `departure`: where its keys and values may still be."""
 
     key: Key
     prompt: list[int]
@@ -63,6 +64,7 @@ class Work:
     failure: str | None = None
     refusal: str | None = None
     fruitless: int = 0
+    departure: Departure | None = None
 
     @staticmethod
     def of(sample: Sample) -> Work:

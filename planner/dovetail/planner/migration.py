@@ -1,0 +1,76 @@
+"""How one sample migrates (RLHFuse section 4.2): its tokens are prefilled again, or its keys and values are moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+# Weight of a new measurement.
+SMOOTHING = 0.2
+
+
+class Mechanism(StrEnum):
+    TOKENS = "tokens"
+    KV = "kv"
+
+
+@dataclass(frozen=True)
+class MigrationCosts:
+    """What a sample's move takes its new server, from resubmission to the next token: a fixed part, and a prefill or
+    `token_bytes` (keys and values of a token, moved in whole blocks of `block_tokens`) at `bytes_per_second`."""
+
+    token_bytes: int
+    block_tokens: int = 1
+    bytes_per_second: float = 1e9
+    prefill_seconds_per_token: float = 5e-5
+    tokens_fixed_seconds: float = 0.01
+    kv_fixed_seconds: float = 0.015
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that a sample of `tokens` (prompt and response) has to move."""
+        return -(-tokens // self.block_tokens) * self.block_tokens * self.token_bytes
+
+    def seconds(self, mechanism: Mechanism, tokens: int) -> float:
+        if mechanism is Mechanism.TOKENS:
+            return self.tokens_fixed_seconds + tokens * self.prefill_seconds_per_token
+        return self.kv_fixed_seconds + self.nbytes(tokens) / self.bytes_per_second
+
+    def choose(self, tokens: int) -> Mechanism:
+        """The cheaper one; tokens when they cost the same, as they need nothing of the old server."""
+        cheaper = self.seconds(Mechanism.KV, tokens) < self.seconds(Mechanism.TOKENS, tokens)
+        return Mechanism.KV if cheaper else Mechanism.TOKENS
+
+    def least_tokens(self) -> int | None:
+        """With fewer tokens than this, moving keys and values is never the cheaper way; None: it is with no number."""
+        gain = self.prefill_seconds_per_token - self.token_bytes / self.bytes_per_second
+        if gain <= 0:
+            return None
+        return max(0, int((self.kv_fixed_seconds - self.tokens_fixed_seconds) / gain))
+
+
+class MeasuredCosts:
+    """`assumed`, scaled for each mechanism by how long its moves have taken against what was assumed; older ones fade.
+
+    A mechanism not yet used costs what is assumed."""
+
+    def __init__(self, assumed: MigrationCosts) -> None:
+        self._assumed = assumed
+        self._ratio: dict[Mechanism, float] = {}
+
+    def measured(self, mechanism: Mechanism, tokens: int, seconds: float) -> None:
+        ratio = seconds / self._assumed.seconds(mechanism, tokens)
+        if ratio > 0:
+            old = self._ratio.get(mechanism, ratio)
+            self._ratio[mechanism] = old + SMOOTHING * (ratio - old)
+
+    @property
+    def costs(self) -> MigrationCosts:
+        tokens, kv = (self._ratio.get(m, 1.0) for m in (Mechanism.TOKENS, Mechanism.KV))
+        a = self._assumed
+        return replace(
+            a,
+            prefill_seconds_per_token=a.prefill_seconds_per_token * tokens,
+            tokens_fixed_seconds=a.tokens_fixed_seconds * tokens,
+            kv_fixed_seconds=a.kv_fixed_seconds * kv,
+            bytes_per_second=a.bytes_per_second / kv,
+        )
