@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 # Measured speeds this close to the mean count as equal: noise must not unbalance like servers.
@@ -37,15 +38,14 @@ def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], cap
     """Instances for `count` more requests, one by one to the least loaded for its speed; fewer if all are full.
 
     `loads`: requests in flight on each candidate; `capacity`: most on one instance."""
-    loads = dict(loads)
+    heap = [((load + 1) / speeds[n], n, load + 1) for n, load in loads.items() if load < capacity]
+    heapq.heapify(heap)
     placed: list[str] = []
-    while len(placed) < count:
-        free = [n for n, load in loads.items() if load < capacity]
-        if not free:
-            break
-        best = min(free, key=lambda n: ((loads[n] + 1) / speeds[n], n))
-        loads[best] += 1
-        placed.append(best)
+    while heap and len(placed) < count:
+        _, name, load = heapq.heappop(heap)
+        placed.append(name)
+        if load < capacity:
+            heapq.heappush(heap, ((load + 1) / speeds[name], name, load + 1))
     return placed
 
 
