@@ -1,4 +1,4 @@
-"""Write tests/golden/objects/*.yaml anew: what the operator makes of some jobs. Look at the difference before committing.
+"""Write tests/golden/objects/*.yaml anew: what the operator makes of some jobs. Look at the difference then.
 
 python tests/golden/make_objects.py
 """

@@ -316,6 +316,11 @@ class FailurePolicy(Model):
         default=10, ge=0, description="Process restarts before the job fails, all processes together."
     )
     peer_timeout_seconds: PositiveInt = Field(default=120, description="Silence after which a worker counts as dead.")
+    start_timeout_seconds: PositiveInt | None = Field(
+        default=None,
+        description="On a cluster: fail the job when a pod it cannot start without still waits after this time, for a "
+        "node or an image; null: wait for ever.",
+    )
 
 
 class RLHFJobSpec(Model):

@@ -62,6 +62,11 @@ def _volume(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.checkpoint.volume"
 
 
+def _start_timeout(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.failure_policy.start_timeout_seconds is not None:
+        yield "spec.failurePolicy.startTimeoutSeconds"
+
+
 def _reference_dtype(spec: RLHFJobSpec) -> Iterator[str]:
     if spec.models.reference.dtype is not Dtype.AUTO:
         yield "spec.models.reference.dtype"
@@ -104,6 +109,9 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
         "the run directory is kept",
         on_cluster=True,
     ),
+    Unexecuted(
+        "spec.failurePolicy.startTimeoutSeconds", _start_timeout, "processes start at once or fail", on_cluster=True
+    ),
     Unexecuted("spec.checkpoint.volume", _volume, "checkpoints go to the run directory", on_cluster=True),
     Unexecuted("spec.groups[].image", _group_field("image", "image"), "processes run from this machine's Python", True),
     Unexecuted(
@@ -113,7 +121,7 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
     Unexecuted(
         "spec.models.reference.dtype", _reference_dtype, "scorers compute in float32 on CPUs and bfloat16 on GPUs"
     ),
-    Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with"),
+    Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
     Unexecuted("spec.groups[].roles", _turns, "trainer and rollouts share the GPUs without taking turns"),
     Unexecuted("spec.plan.placement", _placement, "models are placed apart (Separation)"),
     Unexecuted("spec.plan.interStageFusion", _inter, "inference starts when generation has ended (Off)"),

@@ -196,7 +196,11 @@ class Engines:
 
     def status(self) -> dict[str, Any]:
         instances = {i.name: {"kind": i.kind, "state": i.health.value} for i in self.fleet.instances()}
-        return self.progress.document(instances)
+        document = self.progress.document(instances)
+        stage = document["stage"]
+        step, path = self.session.checkpoint(Stage(stage)) if stage else (0, None)
+        checkpoint = {"stage": stage, "step": step, "path": path} if path else None
+        return document | {"weight_version": self.fleet.version, "checkpoint": checkpoint}
 
     def history_since(self, offset: int) -> dict[str, Any]:
         return self.history.since(offset)

@@ -6,6 +6,8 @@ stop; started again, it goes on from its store."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import signal
 import sys
 import traceback
@@ -28,6 +30,15 @@ from dovetail.coordinator.trainer_group import TrainerError
 # repeat either.
 EXPLAINED = (DataError, StoreError, TrainerError, GenerationError)
 EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
+# In a pod: where its status gets the reason of a failure, or the last figures, from.
+TERMINATION_LOG = Path("/dev/termination-log")
+
+
+def last_word(text: str) -> None:
+    """Leave `text` for the kubelet, which cuts it at 4096 bytes; outside of pods nothing happens."""
+    if TERMINATION_LOG.is_file():
+        with contextlib.suppress(OSError):
+            TERMINATION_LOG.write_text(text, encoding="utf-8")
 
 
 async def _run(env: ProcessEnv, log: EventLog) -> int:
@@ -55,8 +66,11 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
             except EXPECTED as error:
                 if not isinstance(error, EXPLAINED):
                     traceback.print_exc()
-                engines.fail(str(error) or type(error).__name__)
+                reason = str(error) or type(error).__name__
+                engines.fail(reason)
+                last_word(reason)
                 return 1
+            last_word(json.dumps({**engines.status(), "instances": {}}))
     except asyncio.CancelledError:
         log("coordinator.stopped")
         return 128 + signal.SIGTERM
@@ -74,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     except EXPECTED as error:
         reason = str(error) or type(error).__name__
         log("job.failed", reason=reason)
+        last_word(reason)
         write_json(env.run_dir / "summary.json", {"state": "failed", "reason": reason})
         return 1
     finally:

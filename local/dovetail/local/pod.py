@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -143,7 +144,7 @@ class Pod:
         """0 for an expected end; else the code, its reason kept as `message`."""
         if code == 0 and process.finishes:
             return 0
-        last = self._last.get(process.name, "")
+        last = words(self._last.get(process.name, ""))
         self.message = f"{process.name} ended ({how_it_ended(code)})" + (f": {last}" if last else "")
         return 128 - code if code < 0 else code or 1
 
@@ -194,6 +195,15 @@ class Pod:
         for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def words(line: str) -> str:
+    """A log line's sentence: our programs log JSON."""
+    with contextlib.suppress(ValueError):
+        event = json.loads(line)
+        if isinstance(event, dict):
+            return next((str(event[key]) for key in ("message", "reason", "error") if event.get(key)), line)
+    return line
 
 
 def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv]:

@@ -11,6 +11,7 @@ CONTAINER = "dovetail"  # of every pod: what a group's podTemplate patches
 TOKEN_KEY = "token"
 
 JOB_LABEL = "dovetail.dev/job"
+UID_LABEL = "dovetail.dev/job-uid"
 GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
@@ -65,12 +66,13 @@ def run_dir(job: RLHFJob, uid: str) -> str:
     return f"{VOLUME_MOUNT}/{job.metadata.name}-{uid[:8]}"
 
 
-def labels(job: str, component: str) -> dict[str, str]:
-    """Labels of a child."""
+def labels(job: str, uid: str, component: str) -> dict[str, str]:
+    """Labels of a child. The uid tells it from the children of an earlier job with the same name."""
     return {
         "app.kubernetes.io/name": "dovetail",
         "app.kubernetes.io/instance": job,
         "app.kubernetes.io/component": component,
         "app.kubernetes.io/managed-by": FIELD_MANAGER,
         JOB_LABEL: job,
+        UID_LABEL: uid,
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.api.plan import Plan, pod_count
@@ -17,12 +18,14 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Context:
-    """One job to render. `job` has its defaults filled in (`dovetail.api.resolve`); `uid` is the RLHFJob's."""
+    """One job to render. `job` has its defaults filled in (`dovetail.api.resolve`); `uid` is the RLHFJob's. `sizes`:
+    pods of each group in the JobSet that runs already, which cannot change."""
 
     job: RLHFJob
     uid: str
     plan: Plan
     settings: Settings
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -45,24 +48,28 @@ class Context:
         return {
             "name": name,
             "namespace": self.namespace,
-            "labels": names.labels(self.name, component),
+            "labels": self.labels(component),
             "ownerReferences": [owner],
             **more,
         }
 
+    def labels(self, component: str) -> dict[str, str]:
+        return names.labels(self.name, self.uid, component)
+
+    def guaranteed(self, group: Group) -> int:
+        """Pods of a group that start with the job: trainers all, rollouts the minimum."""
+        started = self.sizes.get(group.name)
+        if started is not None:
+            return started
+        return pod_count(group) if Role.TRAINER in group.roles else group.min_replicas or pod_count(group)
+
+    def wanted(self, group: Group) -> int:
+        """Pods of a group when there is room for all."""
+        return max(self.guaranteed(group), group.max_replicas or pod_count(group))
+
     def queueing(self) -> dict[str, str]:
         """Labels of the RLHFJob that Kueue is to see on what it admits."""
         return {key: value for key, value in self.job.metadata.labels.items() if key.startswith(names.KUEUE)}
-
-
-def guaranteed(group: Group) -> int:
-    """Pods of a group that start with the job: trainers all, rollouts the minimum."""
-    return pod_count(group) if Role.TRAINER in group.roles else group.min_replicas or pod_count(group)
-
-
-def wanted(group: Group) -> int:
-    """Pods of a group when there is room for all."""
-    return max(guaranteed(group), group.max_replicas or pod_count(group))
 
 
 def digest(document: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object, guaranteed
+from dovetail.operator.render.context import Context, Object
 from dovetail.operator.render.job import CONFIGURATION, FAILED, job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
 
@@ -16,7 +16,7 @@ def jobset(context: Context) -> Object:
     restarts = context.job.spec.failure_policy.max_restarts
     jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, restarts, hopeless=(FAILED, CONFIGURATION)))]
     jobs += [
-        (group.name, job_spec(group_pod(context, group), guaranteed(group), restarts))
+        (group.name, job_spec(group_pod(context, group), context.guaranteed(group), restarts))
         for group in context.job.spec.groups
     ]
     metadata = context.metadata(context.name, "jobset")
@@ -33,7 +33,7 @@ def jobset(context: Context) -> Object:
                 {
                     "name": name,
                     "replicas": 1,
-                    "template": {"metadata": {"labels": names.labels(context.name, name)}, "spec": spec},
+                    "template": {"metadata": {"labels": context.labels(name)}, "spec": spec},
                 }
                 for name, spec in jobs
             ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dovetail.operator import names
 from dovetail.operator.render.config_map import config_map
-from dovetail.operator.render.context import Context, Object, wanted
+from dovetail.operator.render.context import Context, Object
 from dovetail.operator.render.disruption_budget import disruption_budget
 from dovetail.operator.render.jobset import jobset
 from dovetail.operator.render.network_policy import network_policy
@@ -41,7 +41,7 @@ def name_problem(context: Context) -> str | None:
             return f"spec.groups[{index}].name is {names.COORDINATOR}, the name of another process; choose another"
     longest = max(
         [f"{context.name}-{names.COORDINATOR}-0-0-12345"]
-        + [f"{context.name}-{g.name}-0-{wanted(g)}-12345" for g in context.job.spec.groups],
+        + [f"{context.name}-{g.name}-0-{context.wanted(g)}-12345" for g in context.job.spec.groups],
         key=len,
     )
     if len(longest) <= names.LONGEST_POD_NAME:

@@ -141,7 +141,7 @@ def _template(
         *more.pop("volumes", []),
     ]
     template: Object = {
-        "metadata": {"labels": names.labels(context.name, component) | {names.ROLE_LABEL: component}},
+        "metadata": {"labels": context.labels(component) | {names.ROLE_LABEL: component}},
         "spec": {
             "serviceAccountName": names.account(context.name),
             "automountServiceAccountToken": False,

@@ -16,7 +16,11 @@ def service(context: Context) -> Object:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {names.JOB_LABEL: context.name, names.ROLE_LABEL: names.COORDINATOR},
+            "selector": {
+                names.JOB_LABEL: context.name,
+                names.UID_LABEL: context.uid,
+                names.ROLE_LABEL: names.COORDINATOR,
+            },
             "ports": [{"name": "http", "port": COORDINATOR_PORT, "targetPort": COORDINATOR_PORT, "protocol": "TCP"}],
         },
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dovetail.api.types import Role
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object, guaranteed, wanted
+from dovetail.operator.render.context import Context, Object
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import group_pod
 
@@ -15,7 +15,7 @@ def surplus_jobs(context: Context) -> list[Object]:
         _job(context, group.name, index)
         for group in context.job.spec.groups
         if Role.TRAINER not in group.roles
-        for index in range(guaranteed(group), wanted(group))
+        for index in range(context.guaranteed(group), context.wanted(group))
     ]
 
 

@@ -1,0 +1,83 @@
+"""What exists of a job now, and what can be read from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from dovetail.operator import names
+
+Object = Mapping[str, Any]
+Ref = tuple[str, str]  # kind and name
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """A Kubernetes timestamp."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+
+
+def condition(thing: Object, kind: str) -> Object | None:
+    """The condition of that type, if it is there."""
+    found = thing.get("status", {}).get("conditions") or []
+    return next((c for c in found if c.get("type") == kind), None)
+
+
+def is_true(thing: Object, kind: str) -> bool:
+    return (condition(thing, kind) or {}).get("status") == "True"
+
+
+def label(thing: Object, key: str) -> str:
+    return str((thing["metadata"].get("labels") or {}).get(key, ""))
+
+
+def deleting(thing: Object) -> bool:
+    return bool(thing["metadata"].get("deletionTimestamp"))
+
+
+@dataclass(frozen=True)
+class Children:
+    """Objects by kind and name."""
+
+    objects: Mapping[Ref, Object] = field(default_factory=dict)
+
+    def get(self, kind: str, name: str) -> Object | None:
+        return self.objects.get((kind, name))
+
+    def of(self, kind: str) -> list[Object]:
+        """All of a kind, by name."""
+        return [thing for (k, _), thing in sorted(self.objects.items(), key=lambda item: item[0]) if k == kind]
+
+    def pods(self, *, surplus: bool) -> list[Object]:
+        return [pod for pod in self.of("Pod") if bool(label(pod, names.SURPLUS_LABEL)) == surplus]
+
+    def jobs(self, *, surplus: bool) -> list[Object]:
+        return [job for job in self.of("Job") if bool(label(job, names.SURPLUS_LABEL)) == surplus]
+
+
+def is_ready(pod: Object) -> bool:
+    return is_true(pod, "Ready") and not deleting(pod)
+
+
+def is_over(pod: Object) -> bool:
+    """The pod has run its course, or is on its way out."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed") or deleting(pod)
+
+
+def live(pods: Iterable[Object]) -> list[Object]:
+    return [pod for pod in pods if not is_over(pod)]
+
+
+def matches(wanted: Any, actual: Any) -> bool:
+    """Whether `actual` already says what `wanted` does: what was applied is a part of what the API server made of it.
+    Lists must be of one length, so that what others added to a list of ours counts as drift."""
+    if isinstance(wanted, Mapping):
+        return isinstance(actual, Mapping) and all(matches(value, actual.get(key)) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return (
+            isinstance(actual, list)
+            and len(wanted) == len(actual)
+            and all(matches(w, a) for w, a in zip(wanted, actual, strict=True))
+        )
+    return bool(wanted == actual)

@@ -1,0 +1,138 @@
+"""The calls that the operator makes over the `kubernetes` package's connection: plain objects, no generated types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from dovetail.operator import names
+from dovetail.operator.resources import BY_KIND, Resource
+
+Object = dict[str, Any]
+APPLY = "application/apply-patch+yaml"
+JSON_PATCH = "application/json-patch+json"
+PAGE = 500
+
+
+class KubeError(Exception):
+    """The API server refused, or did not answer (`status` 0)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def rejected(self) -> bool:
+        """Asking again for the same would give the same answer, until somebody changes something."""
+        return self.status in (400, 403, 404, 405, 422)
+
+
+async def connect() -> client.ApiClient:
+    """In a pod by its ServiceAccount, elsewhere by KUBECONFIG."""
+    settings = client.Configuration()
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        config.load_incluster_config(settings)
+    else:
+        await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
+    return client.ApiClient(settings)
+
+
+class Client:
+    """`seconds`: the deadline of each call. `requests` counts them. Every method raises KubeError."""
+
+    def __init__(self, api: client.ApiClient, seconds: float = 30.0) -> None:
+        self._api = api
+        self._seconds = seconds
+        self.requests = 0
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Object:
+        return await self._call("GET", resource.path(namespace, name))
+
+    async def list(self, resource: Resource, namespace: str | None, selector: str = "") -> Sequence[Object]:
+        """All, page by page, with kind and apiVersion that lists leave out."""
+        found: list[Object] = []
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            page = await self._call("GET", resource.path(namespace), query)
+            found += [{"kind": resource.kind, **item} for item in page["items"]]
+            token = page["metadata"].get("continue")
+            if not token:
+                return found
+            query["continue"] = token
+
+    async def create(self, thing: Object) -> Object:
+        resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
+        return await self._call("POST", resource.path(metadata["namespace"]), {"fieldManager": _MANAGER}, thing)
+
+    async def apply(self, thing: Mapping[str, Any]) -> Object:
+        """Server-side apply; fields of ours that others took are taken back."""
+        resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
+        query = {"fieldManager": _MANAGER, "force": "true"}
+        path = resource.path(metadata["namespace"], metadata["name"])
+        return await self._call("PATCH", path, query, dict(thing), APPLY)
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
+        """In the foreground: it is gone when all that it owned is. Nothing happens if it is gone already, or is another
+        object than the one with that uid."""
+        body: Object = {"propagationPolicy": "Foreground"}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        try:
+            await self._call("DELETE", BY_KIND[kind].path(namespace, name), None, body)
+        except KubeError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def write_status(self, job: Mapping[str, Any], status: Object) -> Object:
+        """Of the RLHFJob as it was read: refused (409 or 422) when it has changed since."""
+        metadata = job["metadata"]
+        patch = [
+            {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
+            {"op": "add", "path": "/status", "value": status},
+        ]
+        path = BY_KIND[job["kind"]].path(metadata["namespace"], metadata["name"], "status")
+        return await self._call("PATCH", path, {"fieldManager": _MANAGER}, patch, JSON_PATCH)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content: str = "application/json",
+    ) -> Object:
+        self.requests += 1
+        url = path + (f"?{urlencode(query)}" if query else "")
+        headers = {"Accept": "application/json", "Content-Type": content}
+        try:
+            async with asyncio.timeout(self._seconds):
+                request = await self._api.param_serialize(
+                    method, url, header_params=headers, body=body, auth_settings=["BearerToken"]
+                )
+                reply = await self._api.call_api(*request)
+                text = bytes(await reply.read()).decode(errors="replace")
+        except client.ApiException as error:
+            raise KubeError(int(error.status or 0), _sentence(error.body or str(error.reason))) from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
+        if reply.status >= 300:
+            raise KubeError(int(reply.status), _sentence(text))
+        return dict(json.loads(text))
+
+
+_MANAGER = names.FIELD_MANAGER
+
+
+def _sentence(body: str) -> str:
+    """The message of a metav1.Status, or the text as it is."""
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.strip()

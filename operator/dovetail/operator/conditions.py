@@ -1,0 +1,73 @@
+"""A job's conditions: which changed, and since when. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from dovetail.api.status import Condition, ConditionType
+from dovetail.operator import reasons
+
+ORDER: tuple[ConditionType, ...] = ("Planned", "Suspended", "Scheduled", "Running", "Degraded", "Completed", "Failed")
+# Reasons whose appearance is worth an event, as opposed to what every job goes through every few seconds.
+QUIET = {reasons.IN_PROGRESS, reasons.CREATING, reasons.STARTING, reasons.NOT_PLANNED, reasons.STOPPED}
+QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED}
+GOOD = {reasons.PLANNED, reasons.SUSPENDED, reasons.QUEUED, reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.COMPLETED}
+LONGEST_MESSAGE = 2000
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """A Kubernetes Event to record."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+class Conditions:
+    """Collects the conditions of one reconciliation on top of the last ones."""
+
+    def __init__(self, old: Sequence[Condition], generation: int, now: datetime) -> None:
+        self._old = {c.type: c for c in old}
+        self._new: dict[ConditionType, Condition] = {}
+        self._generation = generation
+        self._now = now.replace(microsecond=0)
+
+    def set(self, kind: ConditionType, status: bool, reason: str, message: str = "") -> None:
+        """The time of the last transition stays while the status does."""
+        said: Literal["True", "False"] = "True" if status else "False"
+        old = self._old.get(kind)
+        since = old.last_transition_time if old is not None and old.status == said else self._now
+        self._new[kind] = Condition(
+            type=kind,
+            status=said,
+            observed_generation=self._generation,
+            last_transition_time=since,
+            reason=reason,
+            message=message[:LONGEST_MESSAGE],
+        )
+
+    def is_true(self, kind: ConditionType) -> bool:
+        """As set now, else as it was."""
+        found = self._new.get(kind) or self._old.get(kind)
+        return found is not None and found.status == "True"
+
+    def result(self) -> list[Condition]:
+        """In a fixed order; what was not set stays as it was."""
+        merged = self._old | self._new
+        return [merged[kind] for kind in ORDER if kind in merged]
+
+    def events(self) -> list[JobEvent]:
+        """One for each condition whose status or reason is new, with something to tell."""
+        found = []
+        for kind in ORDER:
+            new, old = self._new.get(kind), self._old.get(kind)
+            if new is None or new.reason in QUIET or (old and (old.status, old.reason) == (new.status, new.reason)):
+                continue
+            good = new.reason in GOOD
+            found.append(JobEvent("Normal" if good else "Warning", new.reason, new.message or new.reason))
+        # Failed and Degraded often say the same.
+        return list({(e.reason, e.message): e for e in found}.values())

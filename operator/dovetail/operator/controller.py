@@ -1,0 +1,223 @@
+"""Carries out what `reconcile` says: one worker at a time per job, for as long as this replica leads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from dovetail.api.status import RLHFJobStatus
+from dovetail.api.types import KIND
+from dovetail.operator import names, reasons
+from dovetail.operator.children import Object
+from dovetail.operator.client import Client, KubeError
+from dovetail.operator.conditions import Conditions, JobEvent
+from dovetail.operator.coordinators import Coordinators
+from dovetail.operator.log import log
+from dovetail.operator.metrics import Metrics
+from dovetail.operator.planning import Planner
+from dovetail.operator.reconcile import Refused, Result, Seen, is_over, old_status, reconcile
+from dovetail.operator.render.context import Context
+from dovetail.operator.resources import CHILDREN, RLHFJOB, Resource
+from dovetail.operator.settings import Settings
+from dovetail.operator.store import Key, Store
+from dovetail.operator.tokens import Tokens
+from dovetail.operator.workqueue import WorkQueue
+
+RESYNC_SECONDS = 600.0
+PROCESS_SECONDS = 300.0
+MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
+
+
+class Controller:
+    """`now`: the time of day, for what goes into objects."""
+
+    def __init__(
+        self,
+        client: Client,
+        planner: Planner,
+        coordinators: Coordinators,
+        settings: Settings,
+        metrics: Metrics,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._client = client
+        self._planner = planner
+        self._coordinators = coordinators
+        self._settings = settings
+        self._metrics = metrics
+        self._now = now
+        self._tokens = Tokens(client)
+        self.store = Store()
+        self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
+
+    async def observe(self, thing: Object, deleted: bool) -> None:
+        """A watch event: remember it and enqueue the job that it is about."""
+        key = self.store.remove(thing) if deleted else self.store.put(thing)
+        if key is not None:
+            await self.queue.add(key)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._settings.workers):
+                group.create_task(self._work())
+            group.create_task(self._resync_forever())
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.get()
+            started = time.monotonic()
+            outcome = "ok"
+            try:
+                async with asyncio.timeout(PROCESS_SECONDS):
+                    again = await self.process(key)
+            except KubeError as error:
+                outcome = "conflict" if error.status == 409 else "refused" if error.rejected else "error"
+                pause = await self.queue.failed(key)
+                log("reconcile.again", job="/".join(key), status=error.status, error=str(error), seconds=pause)
+            except Exception as error:
+                outcome = "error"
+                pause = await self.queue.failed(key)
+                log("reconcile.failed", job="/".join(key), error=f"{type(error).__name__}: {error}", seconds=pause)
+            else:
+                await self.queue.done(key, again)
+            self._metrics.reconciled(outcome, time.monotonic() - started, len(self.queue), self._client.requests)
+
+    async def process(self, key: Key) -> float | None:
+        """Reconcile one job; seconds until it wants to be looked at again. Raises KubeError."""
+        document = self.store.job(key)
+        if document is None:
+            self._coordinators.forget(key)
+            return None
+        uid, children = str(document["metadata"]["uid"]), self.store.children(key)
+        planned: tuple[Any, Any] | Refused = Refused(reasons.NOT_PLANNED, "the job is over")
+        reported = None
+        if not is_over(old_status(document)):
+            planned = await self._planner.planned(document, children)
+            reported = await self._coordinators.report(key, children, self._tokens.known(uid))
+        result = reconcile(Seen(document, planned, children, reported, self._settings), self._now())
+        if is_over(result.status):
+            self._tokens.forget(uid)
+            await self._report(document, result.status, result.events)
+            await self._delete(document, result)
+            return result.requeue
+        try:
+            if result.token and not isinstance(planned, Refused):
+                await self._tokens.ensure(Context(planned[0], uid, planned[1], self._settings))
+            for thing in result.apply:
+                self.store.put(await self._client.apply(thing))
+        except KubeError as error:
+            if error.rejected:
+                status, events = _rejected(document, result, str(error), self._now())
+                await self._report(document, status, events)
+            raise
+        await self._delete(document, result)
+        await self._report(document, result.status, result.events)
+        if any(c.reason == reasons.CONFIG_MISSING for c in result.status.conditions):
+            self._tokens.doubt(uid)
+        return result.requeue
+
+    # ------------------------------------------------------------ effects
+
+    async def _delete(self, document: Object, result: Result) -> None:
+        namespace = document["metadata"]["namespace"]
+        children = self.store.children((namespace, document["metadata"]["name"]))
+        for kind, name in result.delete:
+            there = children.get(kind, name)
+            if there is not None:
+                await self._client.delete(kind, namespace, name, str(there["metadata"].get("uid", "")))
+        if result.expired:
+            log("job.expired", job=f"{namespace}/{document['metadata']['name']}")
+            await self._client.delete(KIND, namespace, document["metadata"]["name"], str(document["metadata"]["uid"]))
+
+    async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> None:
+        """Write the status if it says something new, and then the events of what is new."""
+        wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
+        if wanted == document.get("status"):
+            return
+        try:
+            self.store.put({"kind": KIND, **await self._client.write_status(document, wanted)})
+        except KubeError as error:
+            if error.status == 404:
+                return  # deleted meanwhile
+            if error.status in (409, 422):
+                metadata = document["metadata"]
+                fresh = await self._client.get(RLHFJOB, metadata["namespace"], metadata["name"])
+                self.store.put(fresh)
+                if fresh["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+                    raise KubeError(409, "the job changed meanwhile") from error
+            raise
+        for event in events:
+            await self._record(document, event)
+
+    async def _record(self, document: Object, event: JobEvent) -> None:
+        """A core/v1 Event; one that cannot be written is no trouble."""
+        metadata, at = document["metadata"], self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        reference = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
+        thing = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}", "namespace": metadata["namespace"]},
+            "involvedObject": {"apiVersion": document["apiVersion"], "kind": KIND, **reference},
+            "type": event.type,
+            "reason": event.reason,
+            "message": event.message[:1000],
+            "source": {"component": names.FIELD_MANAGER},
+            "reportingComponent": names.FIELD_MANAGER,
+            "reportingInstance": self._settings.identity,
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "count": 1,
+        }
+        try:
+            await self._client.create(thing)
+        except KubeError as error:
+            log("event.lost", job=f"{metadata['namespace']}/{metadata['name']}", error=str(error))
+
+    # ------------------------------------------------------------ resync
+
+    async def _resync_forever(self) -> None:
+        """Watches may miss deletions while they reconnect: compare with lists from time to time."""
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            try:
+                await self.resync()
+            except KubeError as error:
+                log("resync.failed", error=str(error))
+
+    async def resync(self) -> None:
+        """Bring the store in line with the API server, and look at every job. Raises KubeError."""
+        for namespace in self._settings.namespaces or (None,):
+            for resource in (RLHFJOB, *CHILDREN):
+                await self._compare(resource, namespace)
+        self._tokens.doubt()
+        for key in self.store.jobs():
+            await self.queue.add(key)
+
+    async def _compare(self, resource: Resource, namespace: str | None) -> None:
+        known = self.store.of_kind(resource.kind, namespace)
+        listed = await self._client.list(resource, namespace, "" if resource is RLHFJOB else MANAGED)
+        there = {item["metadata"]["uid"] for item in listed}
+        for thing in known:
+            if thing["metadata"].get("uid") not in there:
+                await self.observe(thing, deleted=True)
+        for item in listed:
+            self.store.put(item)
+
+
+def _rejected(document: Object, result: Result, problem: str, now: datetime) -> tuple[RLHFJobStatus, list[JobEvent]]:
+    """The status of a job one of whose objects the API server does not accept."""
+    generation = int(document["metadata"].get("generation", 0))
+    conditions = Conditions(old_status(document).conditions, generation, now)
+    for kind in ("Planned", "Suspended", "Degraded", "Completed"):
+        found = next((c for c in result.status.conditions if c.type == kind), None)
+        if found is not None:
+            conditions.set(kind, found.status == "True", found.reason, found.message)  # type: ignore[arg-type]
+    conditions.set("Scheduled", False, reasons.APPLY_FAILED, problem)
+    conditions.set("Running", False, reasons.APPLY_FAILED, problem)
+    return result.status.model_copy(update={"conditions": conditions.result()}), conditions.events()

@@ -1,0 +1,28 @@
+"""The operator's own Prometheus metrics: base units, bounded labels."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._reconciles = Counter(
+            "dovetail_operator_reconciles", "Jobs looked at.", ["outcome"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "dovetail_operator_reconcile_seconds",
+            "Time for one job.",
+            registry=self.registry,
+            buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60),
+        )
+        self._waiting = Gauge("dovetail_operator_queue_length", "Jobs that wait.", registry=self.registry)
+        self._requests = Gauge("dovetail_operator_api_requests", "Requests made so far.", registry=self.registry)
+        self.leading = Gauge("dovetail_operator_leading", "1 while this replica leads.", registry=self.registry)
+
+    def reconciled(self, outcome: str, seconds: float, waiting: int, requests: int) -> None:
+        self._reconciles.labels(outcome).inc()
+        self._seconds.observe(seconds)
+        self._waiting.set(waiting)
+        self._requests.set(requests)

@@ -1,0 +1,62 @@
+"""From the coordinator's GET /v1/status to fields of the job's status. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.api.types import Stage
+from dovetail.operator import names
+from dovetail.operator.children import Children, Object, label
+
+
+def fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of RLHFJobStatus that a coordinator knows; those it doesn't know yet are left out."""
+    found: dict[str, Any] = {}
+    stage = document.get("stage")
+    if not isinstance(stage, str):
+        return found
+    metrics = document.get("metrics") or {}
+    counts = ("iteration", "total_iterations") if stage == Stage.PPO.value else ("step", "total_steps")
+    found["stage"] = stage
+    found["iteration"], found["iterations"] = (int(document.get(key) or 0) for key in counts)
+    if stage == Stage.PPO.value:
+        # Six digits: more would change with every iteration and tell nothing.
+        for ours, theirs in (
+            ("reward", "reward"),
+            ("kl", "kl"),
+            ("samples_per_second", "samples_per_second"),
+            ("measured_iteration_seconds", "iteration_seconds"),
+        ):
+            value = metrics.get(theirs)
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[ours] = float(f"{value:.6g}")
+    version = document.get("weight_version")
+    if isinstance(version, int):
+        found["weight_version"] = version
+    checkpoint = document.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.get("path"):
+        found["last_checkpoint"] = {key: checkpoint.get(key) for key in ("stage", "step", "path")}
+    return found
+
+
+def coordinator_pod(children: Children) -> Object | None:
+    """The coordinator's newest pod."""
+    pods = [p for p in children.pods(surplus=False) if label(p, names.ROLE_LABEL) == names.COORDINATOR]
+    return max(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", "")), default=None)
+
+
+def last_word(children: Children) -> dict[str, Any]:
+    """The figures that a coordinator left when it ended well."""
+    pod = coordinator_pod(children) or {}
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        ended = container.get("state", {}).get("terminated") or {}
+        if ended.get("exitCode") == 0:
+            try:
+                document = json.loads(ended.get("message") or "")
+            except ValueError:
+                return {}
+            return fields(document) if isinstance(document, dict) else {}
+    return {}

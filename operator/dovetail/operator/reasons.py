@@ -1,0 +1,44 @@
+"""Reasons of conditions and events: every word that programs may act on, in one place."""
+
+from __future__ import annotations
+
+# Planned
+PLANNED = "Planned"
+INVALID_SPEC = "InvalidSpec"
+INFEASIBLE = "PlanInfeasible"
+PLANNER_TIMEOUT = "PlannerTimeout"
+PLANNER_FAILED = "PlannerFailed"
+
+# Suspended
+SUSPENDED = "SuspendedByUser"
+QUEUED = "WaitingForQuota"
+NOT_SUSPENDED = "NotSuspended"
+
+# Scheduled, Running, Degraded
+ALL_SCHEDULED = "AllPodsScheduled"
+CREATING = "CreatingPods"
+UNSCHEDULABLE = "Unschedulable"
+ALL_READY = "AllPodsReady"
+STARTING = "PodsStarting"
+NOT_PLANNED = "NotPlanned"
+STOPPED = "Suspended"
+FINISHED = "JobFinished"
+AS_EXPECTED = "AsExpected"
+APPLY_FAILED = "ObjectRejected"
+
+# What becomes of pods
+IMAGE_PULL = "ImagePullFailed"
+CONFIG_MISSING = "SecretOrConfigMapMissing"
+OUT_OF_MEMORY = "OOMKilled"
+EVICTED = "PodEvicted"
+POD_FAILED = "PodFailed"
+TRAINER_FAILED = "TrainerFailed"
+ROLLOUT_FAILED = "RolloutFailed"
+COORDINATOR_FAILED = "CoordinatorFailed"
+
+# Completed, Failed
+COMPLETED = "AllStagesDone"
+IN_PROGRESS = "InProgress"
+DEADLINE_EXCEEDED = "DeadlineExceeded"
+MAX_RESTARTS = "MaxRestartsExceeded"
+JOBSET_FAILED = "JobSetFailed"

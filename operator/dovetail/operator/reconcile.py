@@ -1,0 +1,406 @@
+"""What to do for one job, given all that is seen of it: `reconcile`, a pure function.
+
+It is level-triggered: the same answer whatever happened before, so it may be asked at any time, and a step that did
+not work is simply asked for again. What must not be forgotten is in the job's status: above all that it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from dovetail.api.plan import Plan
+from dovetail.api.status import GroupStatus, PlanStatus, RLHFJobStatus
+from dovetail.api.types import Parallelism, RLHFJob
+from dovetail.operator import names, progress, reasons, rootcause
+from dovetail.operator.children import (
+    Children,
+    Object,
+    Ref,
+    deleting,
+    is_ready,
+    is_true,
+    label,
+    live,
+    matches,
+    parse_time,
+)
+from dovetail.operator.conditions import Conditions, JobEvent
+from dovetail.operator.render.context import Context, digest
+from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
+from dovetail.operator.settings import Settings
+
+# How soon to look again at what no event tells of.
+AGAIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no plan: a reason of condition Planned and a sentence."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `reported`:
+    the coordinator's own status, if it answered."""
+
+    document: Object
+    planned: tuple[RLHFJob, Plan] | Refused
+    children: Children
+    reported: Mapping[str, Any] | None = None
+    settings: Settings = field(default_factory=Settings)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What to apply, then what to delete, then what to report (of a job that is over: report first, so that nobody can
+    take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself. `token`: the
+    token's Secret must be there before the pods."""
+
+    status: RLHFJobStatus
+    apply: list[Object] = field(default_factory=list)
+    delete: list[Ref] = field(default_factory=list)
+    requeue: float | None = None
+    events: list[JobEvent] = field(default_factory=list)
+    expired: bool = False
+    token: bool = False
+
+
+def old_status(document: Object) -> RLHFJobStatus:
+    return RLHFJobStatus.model_validate(document.get("status") or {})
+
+
+def is_over(status: RLHFJobStatus) -> bool:
+    """Completed or failed: nothing is ever created for the job again."""
+    return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)
+
+
+def reconcile(seen: Seen, now: datetime) -> Result:
+    """See the module's docstring. `now` is aware of its time zone."""
+    old = old_status(seen.document)
+    if deleting(seen.document):
+        return Result(old)  # the garbage collector does the rest
+    if is_over(old):
+        return _after_the_end(seen, old, now)
+    generation = int(seen.document["metadata"].get("generation", 0))
+    conditions = Conditions(old.conditions, generation, now)
+    status = old.model_copy(update={"observed_generation": generation})
+    planned = seen.planned
+    uid = str(seen.document["metadata"]["uid"])
+    if not isinstance(planned, Refused):
+        context = Context(planned[0], uid, planned[1], seen.settings, _sizes(_jobset(seen, uid)))
+        if problem := name_problem(context):
+            planned = Refused(reasons.INVALID_SPEC, problem)
+    if isinstance(planned, Refused):
+        return _refused(planned, conditions, status)
+    conditions.set("Planned", True, reasons.PLANNED, _summary(context.plan))
+    status = status.model_copy(update={"plan": _plan_status(context.plan)})
+    return _Reconciler(seen, context, conditions, status, now).run()
+
+
+class _Reconciler:
+    """A job with a plan that is not over."""
+
+    def __init__(
+        self, seen: Seen, context: Context, conditions: Conditions, status: RLHFJobStatus, now: datetime
+    ) -> None:
+        self._seen = seen
+        self._context = context
+        self._conditions = conditions
+        self._status = status
+        self._now = now
+        self._children = seen.children
+        self._jobset = _jobset(seen, context.uid)
+        self._pods = [p for p in seen.children.pods(surplus=False) if label(p, names.UID_LABEL) == context.uid]
+        self._requeue: list[float] = []
+
+    def run(self) -> Result:
+        if self._jobset is not None and is_true(self._jobset, "Completed"):
+            return self._completed()
+        self._progress()
+        if self._jobset is not None and (problem := self._failure(self._jobset)) is not None:
+            return self._failed(problem)
+        # An earlier job's JobSet of this name may still be on its way out.
+        gone = self._children.get("JobSet", self._context.name) is None
+        if self._context.job.spec.suspend:
+            return self._suspended()
+        apply = self._furniture()
+        if self._jobset is None:
+            self._say_stopped(reasons.CREATING, "")
+            self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
+            if gone:
+                apply.append(jobset(self._context))
+            else:
+                self._requeue.append(AGAIN_SECONDS)
+            return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+        if self._jobset["spec"].get("suspend") or deleting(self._jobset):
+            return self._queued(apply)
+        self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
+        self._say_running()
+        more, less = self._surplus()
+        return self._result(apply=apply + more, delete=less, token=True)
+
+    # ------------------------------------------------------------ states
+
+    def _completed(self) -> Result:
+        final = progress.last_word(self._children)
+        self._take(final or progress.fields(self._seen.reported or {}))
+        status = self._status
+        if status.iterations is not None and final:
+            self._status = status.model_copy(update={"iteration": status.iterations})
+        stages = ", ".join(self._context.job.spec.stages)
+        self._end("Completed", reasons.COMPLETED, f"all stages are done: {stages}")
+        self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        return self._result(delete=self._surplus_gone())
+
+    def _failed(self, problem: Refused) -> Result:
+        self._conditions.set("Completed", False, reasons.FINISHED)
+        self._end("Failed", problem.reason, problem.message)
+        return self._result(delete=[*self._surplus_gone(), *_unfinished(self._jobset)])
+
+    def _end(self, kind: Any, reason: str, message: str) -> None:
+        self._conditions.set(kind, True, reason, message)
+        self._conditions.set("Running", False, reasons.FINISHED)
+        self._status = self._status.model_copy(update={"completion_time": self._now.replace(microsecond=0)})
+
+    def _suspended(self) -> Result:
+        """Pods are deleted, everything else stays; the volume holds what the job resumes from."""
+        self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
+        self._say_stopped(reasons.STOPPED, "spec.suspend is true")
+        gone = [] if self._jobset is None or deleting(self._jobset) else [("JobSet", self._context.name)]
+        return self._result(apply=self._furniture(), delete=[*self._surplus_gone(), *gone])
+
+    def _queued(self, apply: list[Object]) -> Result:
+        assert self._jobset is not None
+        if deleting(self._jobset):
+            self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
+            self._say_stopped(reasons.CREATING, "an earlier JobSet is being deleted")
+            self._requeue.append(AGAIN_SECONDS)
+        else:
+            queue = label(self._jobset, names.QUEUE_LABEL)
+            why = f"waits for quota in queue {queue}" if queue else "the JobSet is suspended"
+            self._conditions.set("Suspended", True, reasons.QUEUED, why)
+            self._say_stopped(reasons.STOPPED, why)
+        return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+
+    def _say_stopped(self, reason: str, message: str) -> None:
+        for kind in ("Scheduled", "Running"):
+            self._conditions.set(kind, False, reason, message)  # type: ignore[arg-type]
+        self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        self._conditions.set("Completed", False, reasons.IN_PROGRESS)
+        # The deadline counts the time since the job last started, as a batch/v1 Job's does.
+        self._status = self._status.model_copy(update={"start_time": None, "groups": self._groups()})
+
+    def _say_running(self) -> None:
+        expected = sum(self._context.sizes.values())
+        pods = live(self._pods)
+        scheduled = sum(is_true(p, "PodScheduled") for p in pods)
+        ready = sum(is_ready(p) for p in pods)
+        cause = rootcause.worst(self._pods) if ready < expected else None
+        told = cause.sentence if cause else ""
+        if scheduled >= expected:
+            self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
+        elif cause and cause.reason == reasons.UNSCHEDULABLE:
+            self._conditions.set("Scheduled", False, cause.reason, told)
+        else:
+            self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")
+        if ready >= expected:
+            self._conditions.set("Running", True, reasons.ALL_READY, f"{expected} pods are ready")
+        else:
+            count = f"{ready} of {expected} pods are ready"
+            reason = cause.reason if cause else reasons.STARTING
+            self._conditions.set("Running", False, reason, f"{count}; {told}" if told else count)
+        started = self._status.start_time
+        if started is None and any(p.get("status", {}).get("phase") == "Running" for p in pods):
+            self._status = self._status.model_copy(update={"start_time": self._now.replace(microsecond=0)})
+        if cause and (started is not None or not cause.waiting):
+            self._conditions.set("Degraded", True, cause.reason, told)
+        else:
+            self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        self._conditions.set("Completed", False, reasons.IN_PROGRESS)
+        self._status = self._status.model_copy(update={"groups": self._groups()})
+        self._requeue.append(self._seen.settings.progress_seconds)
+
+    # ------------------------------------------------------------ failures
+
+    def _failure(self, jobset: Object) -> Refused | None:
+        cause = rootcause.worst(p for p in self._pods if p.get("status", {}).get("phase") == "Failed")
+        if is_true(jobset, "Failed"):
+            blamed = self._of_failed_jobs() or cause
+            if blamed is not None:
+                return Refused(blamed.reason, blamed.sentence)
+            told = next(c for c in jobset["status"]["conditions"] if c["type"] == "Failed")
+            return Refused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
+        if self._context.job.spec.suspend or jobset["spec"].get("suspend") or deleting(jobset):
+            return None
+        return self._too_many_restarts(cause) or self._too_long() or self._never_started()
+
+    def _of_failed_jobs(self) -> rootcause.Cause | None:
+        """Of the pods whose Job gave up first."""
+        jobs = [j for j in self._children.jobs(surplus=False) if is_true(j, "Failed")]
+        first = min(jobs, key=lambda j: _since(j, "Failed"), default=None)
+        if first is None:
+            return None
+        name = first["metadata"]["name"]
+        pods = [p for p in self._pods if label(p, "batch.kubernetes.io/job-name") == name]
+        return rootcause.worst(p for p in pods if p.get("status", {}).get("phase") == "Failed")
+
+    def _too_many_restarts(self, cause: rootcause.Cause | None) -> Refused | None:
+        most = self._context.job.spec.failure_policy.max_restarts
+        mine = [j for j in self._children.jobs(surplus=False) if label(j, names.UID_LABEL) == self._context.uid]
+        failed = sum(int(j.get("status", {}).get("failed") or 0) for j in mine)
+        if failed <= most:
+            return None
+        last = f"; the last: {cause.sentence}" if cause else ""
+        reason = cause.reason if cause else reasons.MAX_RESTARTS
+        return Refused(reason, f"{failed} pods failed, more than failurePolicy.maxRestarts, {most}, allows{last}")
+
+    def _too_long(self) -> Refused | None:
+        limit, started = self._context.job.spec.active_deadline_seconds, self._status.start_time
+        if limit is None or started is None:
+            return None
+        left = (started + timedelta(seconds=limit) - self._now).total_seconds()
+        if left <= 0:
+            return Refused(reasons.DEADLINE_EXCEEDED, f"the job ran longer than activeDeadlineSeconds, {limit} s")
+        self._requeue.append(left)
+        return None
+
+    def _never_started(self) -> Refused | None:
+        limit = self._context.job.spec.failure_policy.start_timeout_seconds
+        causes = [c for p in live(self._pods) if (c := rootcause.cause(p)) is not None and c.waiting]
+        if limit is None or not causes:
+            return None
+        cause = min(causes, key=lambda c: c.since)
+        since = parse_time(cause.since) or self._now
+        left = (since + timedelta(seconds=limit) - self._now).total_seconds()
+        if left <= 0:
+            text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
+            return Refused(cause.reason, text)
+        self._requeue.append(left)
+        return None
+
+    # ------------------------------------------------------------ objects
+
+    def _furniture(self) -> list[Object]:
+        """What is missing or was changed by somebody else. Running pods read the plan they started with, and a claim
+        cannot change."""
+        found: list[Object] = []
+        for thing in furniture(self._context):
+            kind, name = thing["kind"], thing["metadata"]["name"]
+            there = self._children.get(kind, name)
+            fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and self._jobset is not None)
+            if there is None or (not (fixed and self._is_mine(there)) and not matches(thing, there)):
+                found.append(thing)
+        return found
+
+    def _is_mine(self, thing: Object) -> bool:
+        return label(thing, names.UID_LABEL) == self._context.uid
+
+    def _surplus(self) -> tuple[list[Object], list[Ref]]:
+        """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""
+        pod = progress.coordinator_pod(Children({("Pod", p["metadata"]["name"]): p for p in live(self._pods)}))
+        if pod is None or pod.get("status", {}).get("phase") != "Running":
+            return [], []
+        wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
+        there = {j["metadata"]["name"] for j in self._children.jobs(surplus=True)}
+        return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted))
+
+    def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
+        jobs = [j for j in self._children.jobs(surplus=True) if not deleting(j)]
+        return [("Job", name) for j in jobs if (name := j["metadata"]["name"]) not in keep]
+
+    # ------------------------------------------------------------ status
+
+    def _progress(self) -> None:
+        if self._seen.reported is not None:
+            self._take(progress.fields(self._seen.reported))
+
+    def _take(self, fields: dict[str, Any]) -> None:
+        """Over what is known; figures of PPO mean nothing in another stage."""
+        merged = self._status.model_dump() | fields
+        self._status = RLHFJobStatus.model_validate(merged)
+
+    def _groups(self) -> list[GroupStatus]:
+        mine = [p for p in self._children.of("Pod") if self._is_mine(p)]
+        return [
+            GroupStatus(
+                name=group.name,
+                desired=self._context.wanted(group),
+                ready=sum(is_ready(p) and label(p, names.GROUP_LABEL) == group.name for p in mine),
+            )
+            for group in self._context.job.spec.groups
+        ]
+
+    def _result(
+        self, apply: list[Object] | None = None, delete: list[Ref] | None = None, token: bool = False
+    ) -> Result:
+        status = self._status.model_copy(update={"conditions": self._conditions.result()})
+        requeue = max(0.1, min(self._requeue)) if self._requeue else None
+        return Result(status, apply or [], delete or [], requeue, self._conditions.events(), token=token)
+
+
+def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Result:
+    """Nothing is created. A finished JobSet stays, for its logs, until the job goes; an unfinished one holds GPUs."""
+    uid = str(seen.document["metadata"]["uid"])
+    delete = [("Job", j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
+    delete += _unfinished(_jobset(seen, uid))
+    ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
+    if ttl is None or status.completion_time is None:
+        return Result(status, delete=delete)
+    left = (status.completion_time + timedelta(seconds=int(ttl)) - now).total_seconds()
+    return Result(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
+
+
+def _refused(problem: Refused, conditions: Conditions, status: RLHFJobStatus) -> Result:
+    conditions.set("Planned", False, problem.reason, problem.message)
+    for kind in ("Scheduled", "Running"):
+        conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]
+    conditions.set("Completed", False, reasons.IN_PROGRESS)
+    status = status.model_copy(update={"conditions": conditions.result()})
+    return Result(status, events=conditions.events())
+
+
+def _jobset(seen: Seen, uid: str) -> Object | None:
+    """The JobSet of this very job."""
+    there = seen.children.get("JobSet", str(seen.document["metadata"]["name"]))
+    return there if there is not None and label(there, names.UID_LABEL) == uid else None
+
+
+def _unfinished(jobset: Object | None) -> list[Ref]:
+    if jobset is None or deleting(jobset) or is_true(jobset, "Completed") or is_true(jobset, "Failed"):
+        return []
+    return [("JobSet", str(jobset["metadata"]["name"]))]
+
+
+def _sizes(jobset: Object | None) -> dict[str, int]:
+    """Pods of each group in a JobSet, the coordinator's among them."""
+    jobs = jobset["spec"]["replicatedJobs"] if jobset is not None else []
+    return {j["name"]: int(j["template"]["spec"].get("completions", 1)) for j in jobs}
+
+
+def _since(thing: Object, kind: str) -> str:
+    found = [c for c in thing["status"]["conditions"] if c["type"] == kind]
+    return str(found[0].get("lastTransitionTime", ""))
+
+
+def _layout(layout: Parallelism | None) -> str | None:
+    return None if layout is None else f"pp{layout.pp} tp{layout.tp} dp{layout.dp}"
+
+
+def _plan_status(plan: Plan) -> PlanStatus:
+    return PlanStatus(
+        actor=_layout(plan.parallelism.get("actor")),
+        critic=_layout(plan.parallelism.get("critic") or plan.parallelism.get("reward")),
+        schedule=plan.schedule,
+        hash=digest(plan.model_dump(mode="json", by_alias=True)),
+    )
+
+
+def _summary(plan: Plan) -> str:
+    return " ".join(
+        [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *(f"({w})" for w in plan.warnings)]
+    )

@@ -1,0 +1,45 @@
+"""The kinds of objects that the operator reads or writes: their paths in the Kubernetes API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.api.crd import GROUP, PLURAL, VERSION
+from dovetail.api.types import KIND
+
+
+@dataclass(frozen=True)
+class Resource:
+    """`watched`: children of which the operator wants every change."""
+
+    kind: str
+    group: str
+    version: str
+    plural: str
+    watched: bool = True
+
+    def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
+        """Of one object, of a namespace's, or of all."""
+        base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        parts = [base, *(["namespaces", namespace] if namespace else []), self.plural]
+        return "/".join([*parts, *(p for p in (name, subresource) if p)])
+
+
+RLHFJOB = Resource(KIND, GROUP, VERSION, PLURAL)
+EVENT = Resource("Event", "", "v1", "events", watched=False)
+# Not watched: the operator has no right to list Secrets.
+SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
+CHILDREN = (
+    Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets"),
+    Resource("Job", "batch", "v1", "jobs"),
+    Resource("Pod", "", "v1", "pods"),
+    Resource("ConfigMap", "", "v1", "configmaps"),
+    Resource("Service", "", "v1", "services"),
+    Resource("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims"),
+    Resource("ServiceAccount", "", "v1", "serviceaccounts"),
+    Resource("Role", "rbac.authorization.k8s.io", "v1", "roles"),
+    Resource("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings"),
+    Resource("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
+    Resource("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
+)
+BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, SECRET)}

@@ -1,0 +1,60 @@
+"""The jobs' tokens: each made once, kept in a Secret, never changed while the job lives."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets as random
+
+from dovetail.operator import names
+from dovetail.operator.children import label
+from dovetail.operator.client import Client, KubeError
+from dovetail.operator.render.context import Context
+from dovetail.operator.render.secret import secret
+from dovetail.operator.resources import SECRET
+
+
+class Tokens:
+    """The operator may read and make single Secrets, not list them: so it looks when it must, and remembers."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._known: dict[str, str] = {}
+        self._there: set[str] = set()
+
+    def known(self, uid: str) -> str | None:
+        return self._known.get(uid)
+
+    def forget(self, uid: str) -> None:
+        self._known.pop(uid, None)
+        self._there.discard(uid)
+
+    def doubt(self, uid: str | None = None) -> None:
+        """The Secret of this job, or all, may have been deleted: look again at the next `ensure`."""
+        if uid is None:
+            self._there.clear()
+        else:
+            self._there.discard(uid)
+
+    async def ensure(self, context: Context) -> None:
+        """The job's Secret is there afterwards: made anew with the same token, if running pods may hold that. Raises
+        KubeError."""
+        if context.uid in self._there:
+            return
+        name = names.token_secret(context.name)
+        try:
+            found = await self._client.get(SECRET, context.namespace, name)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            token = self._known.get(context.uid) or random.token_hex(32)
+            found = await self._client.create(secret(context, token))
+        if label(found, names.UID_LABEL) != context.uid:
+            # Of an earlier job with this name, whose children the garbage collector has not got to yet.
+            await self._client.delete("Secret", context.namespace, name, str(found["metadata"]["uid"]))
+            raise KubeError(409, f"Secret {name} of an earlier job is still there")
+        try:
+            self._known[context.uid] = base64.b64decode(found["data"][names.TOKEN_KEY]).decode()
+        except (KeyError, ValueError, binascii.Error) as error:
+            raise KubeError(422, f"Secret {name} holds no {names.TOKEN_KEY}; delete it and the job's pods") from error
+        self._there.add(context.uid)

@@ -1,0 +1,259 @@
+"""Kubernetes as far as `reconcile` can tell: an API server's store, and in a few lines the controllers of JobSets and
+Jobs. Carries out what `reconcile` says, and can be stepped and broken by tests."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import yaml
+from golden import make_objects
+
+from dovetail.api.types import RLHFJob
+from dovetail.operator import names
+from dovetail.operator.children import Children, deleting, is_true
+from dovetail.operator.planning import read_job
+from dovetail.operator.reconcile import Refused, Result, Seen, reconcile
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+
+START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
+JOBSET_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"
+JOB_NAME = "batch.kubernetes.io/job-name"
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    """An RLHFJob as the API server has it: one trainer pod, one guaranteed rollout and a surplus one."""
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart.yaml").read_text())
+    document["metadata"] = {"name": "demo", "namespace": "default", "uid": make_objects.UID, "generation": 1}
+    document["spec"]["groups"] = [
+        {"name": "train", "roles": ["trainer"], "replicas": 1},
+        {"name": "gen", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 2},
+    ]
+    document["spec"] |= spec
+    return document
+
+
+class FakeCluster:
+    """One RLHFJob and its children."""
+
+    def __init__(self, document: dict[str, Any] | None = None) -> None:
+        self.document = document or manifest()
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.now = START
+        self.reported: dict[str, Any] | None = None
+        self.gone = False
+        self.made: list[str] = []
+        self.queueing = False
+        self._numbers = itertools.count(1)
+
+    # ------------------------------------------------------------ the operator
+
+    def seen(self) -> Seen:
+        job = read_job(self.document)
+        planned: tuple[RLHFJob, Any] | Refused = job if isinstance(job, Refused) else (job, make_plan(job.spec))
+        return Seen(self.document, planned, Children(copy.deepcopy(self.objects)), self.reported, Settings())
+
+    def look(self) -> Result:
+        """What reconcile says, not carried out."""
+        return reconcile(self.seen(), self.now)
+
+    def reconcile(self) -> Result:
+        """Carried out, as the controller does."""
+        result = self.look()
+        for thing in result.apply:
+            self.apply(dict(thing))
+        for kind, name in result.delete:
+            self.delete(kind, name)
+        self.document["status"] = json.loads(result.status.model_dump_json(by_alias=True, exclude_none=True))
+        self.gone = self.gone or result.expired
+        return result
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found = self.document.get("status", {}).get("conditions", [])
+        return next((c for c in found if c["type"] == kind), {})
+
+    def over(self) -> bool:
+        return any(self.condition(kind).get("status") == "True" for kind in ("Completed", "Failed"))
+
+    def edit(self, **spec: Any) -> None:
+        """What a user does with kubectl edit."""
+        self.document["spec"] = self.document["spec"] | spec
+        self.document["metadata"]["generation"] += 1
+
+    # ------------------------------------------------------------ the API server
+
+    def apply(self, thing: dict[str, Any]) -> None:
+        place = (thing["kind"], thing["metadata"]["name"])
+        there = self.objects.get(place)
+        assert there is None or not deleting(there), f"{place} is applied while it is being deleted"
+        if there is None:
+            self.made.append(thing["kind"])
+        made = copy.deepcopy(thing)
+        made["metadata"] |= {
+            "uid": there["metadata"]["uid"] if there else f"uid-{next(self._numbers)}",
+            "creationTimestamp": self.stamp(),
+        }
+        made["status"] = there.get("status", {}) if there else {}
+        if thing["kind"] == "JobSet" and there is None and self.queueing:
+            made["spec"]["suspend"] = True
+        self.objects[place] = made
+
+    def delete(self, kind: str, name: str) -> None:
+        """In the foreground: pods and Jobs first, and the owner at the next `step`."""
+        thing = self.objects.get((kind, name))
+        if thing is not None:
+            thing["metadata"]["deletionTimestamp"] = self.stamp()
+
+    def remove(self, kind: str, name: str) -> None:
+        """At once, by somebody else."""
+        self.objects.pop((kind, name), None)
+
+    def stamp(self) -> str:
+        return self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    # ------------------------------------------------------------ the other controllers
+
+    def step(self) -> None:
+        """One round of garbage collector, JobSet controller and Job controller."""
+        for (kind, name), thing in list(self.objects.items()):
+            if deleting(thing) and kind in ("JobSet", "Job"):
+                self._remove_owned(name, kind)
+                del self.objects[kind, name]
+            elif deleting(thing):
+                del self.objects[kind, name]
+        jobset = self.objects.get(("JobSet", "demo"))
+        if jobset is not None:
+            self._step_jobset(jobset)
+        for (kind, name), job in list(self.objects.items()):
+            if kind == "Job" and not is_true(job, "Failed") and not is_true(job, "Complete"):
+                self._step_job(name, job)
+
+    def _remove_owned(self, name: str, kind: str) -> None:
+        for place, thing in list(self.objects.items()):
+            owner = thing.get("owner")
+            if owner == (kind, name):
+                if place[0] == "Job":
+                    self._remove_owned(place[1], "Job")
+                self.objects.pop(place, None)
+
+    def _step_jobset(self, jobset: dict[str, Any]) -> None:
+        if is_true(jobset, "Completed") or is_true(jobset, "Failed"):
+            return
+        if jobset["spec"].get("suspend"):
+            self._remove_owned("demo", "JobSet")
+            return
+        for group in jobset["spec"]["replicatedJobs"]:
+            name = f"demo-{group['name']}-0"
+            if ("Job", name) not in self.objects:
+                template = copy.deepcopy(group["template"])
+                self.objects["Job", name] = {
+                    "kind": "Job",
+                    "metadata": {"name": name, "namespace": "default", "uid": name, **template["metadata"]},
+                    "spec": template["spec"],
+                    "status": {},
+                    "owner": ("JobSet", "demo"),
+                }
+        jobs = {name: job for (kind, name), job in self.objects.items() if job.get("owner") == ("JobSet", "demo")}
+        if is_true(jobs["demo-coordinator-0"], "Complete"):
+            jobset["status"]["conditions"] = [{"type": "Completed", "status": "True"}]
+        elif any(is_true(job, "Failed") for job in jobs.values()):
+            jobset["status"]["conditions"] = [{"type": "Failed", "status": "True", "message": "a job failed"}]
+        if is_true(jobset, "Completed") or is_true(jobset, "Failed"):
+            for name, job in jobs.items():
+                if not is_true(job, "Complete") and not is_true(job, "Failed"):
+                    self._remove_owned(name, "Job")
+                    del self.objects["Job", name]
+
+    def _step_job(self, name: str, job: dict[str, Any]) -> None:
+        pods = self.pods(name)
+        failed = [p for p in pods if p["status"]["phase"] == "Failed"]
+        counted = [p for p in failed if not is_true(p, "DisruptionTarget")]
+        hopeless = job["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
+        if any(p["status"]["phase"] == "Succeeded" for p in pods):
+            job["status"]["conditions"] = [{"type": "Complete", "status": "True"}]
+            return
+        job["status"]["failed"] = len(counted)
+        codes = [c["state"]["terminated"]["exitCode"] for p in counted for c in p["status"]["containerStatuses"]]
+        if len(counted) > job["spec"]["backoffLimit"] or set(codes) & set(hopeless):
+            job["status"]["conditions"] = [{"type": "Failed", "status": "True", "lastTransitionTime": self.stamp()}]
+            return
+        for _ in range(job["spec"]["parallelism"] - (len(pods) - len(failed))):
+            self._make_pod(name, job)
+
+    def _make_pod(self, name: str, job: dict[str, Any]) -> None:
+        pod = f"{name}-{next(self._numbers)}"
+        template = job["spec"]["template"]
+        self.objects["Pod", pod] = {
+            "kind": "Pod",
+            "metadata": {
+                "name": pod,
+                "namespace": "default",
+                "uid": pod,
+                "creationTimestamp": self.stamp(),
+                "labels": dict(template["metadata"]["labels"]) | {JOB_NAME: name},
+            },
+            "status": {"phase": "Pending", "conditions": []},
+            "owner": ("Job", name),
+        }
+
+    def pods(self, job: str | None = None) -> list[dict[str, Any]]:
+        found = [thing for (kind, _), thing in sorted(self.objects.items()) if kind == "Pod"]
+        return [p for p in found if job is None or p["metadata"]["labels"][JOB_NAME] == job]
+
+    # ------------------------------------------------------------ kubelets and the scheduler
+
+    def start(self, pod: dict[str, Any]) -> None:
+        pod["status"] = {
+            "phase": "Running",
+            "podIP": "10.0.0.1",
+            "conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready")],
+        }
+
+    def unschedulable(
+        self, pod: dict[str, Any], why: str = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    ) -> None:
+        pod["status"]["conditions"] = [
+            {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
+        ]
+
+    def waiting(self, pod: dict[str, Any], reason: str, message: str) -> None:
+        pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+        state = {"waiting": {"reason": reason, "message": message}}
+        pod["status"]["containerStatuses"] = [{"name": names.CONTAINER, "image": "some/image:1", "state": state}]
+
+    def end(
+        self, pod: dict[str, Any], code: int, message: str = "", reason: str = "Error", disrupted: bool = False
+    ) -> None:
+        ended = {"exitCode": code, "reason": reason, "message": message, "finishedAt": self.stamp()}
+        pod["status"] = {
+            "phase": "Failed" if code else "Succeeded",
+            "conditions": [{"type": "DisruptionTarget", "status": "True", "message": "drained"}] if disrupted else [],
+            "containerStatuses": [{"name": names.CONTAINER, "state": {"terminated": ended}}],
+        }
+
+    def settle(self, rounds: int = 12) -> None:
+        """Let everybody work, every pod start, until nothing happens any more."""
+        for _ in range(rounds):
+            self.reconcile()
+            self.step()
+            for pod in self.pods():
+                if pod["status"]["phase"] == "Pending":
+                    self.start(pod)
+        self.reconcile()
+
+    def pod(self, role: str) -> dict[str, Any]:
+        """The first living pod of a role that the job cannot do without."""
+        return next(
+            p
+            for p in self.pods()
+            if p["metadata"]["labels"][names.ROLE_LABEL] == role
+            and names.SURPLUS_LABEL not in p["metadata"]["labels"]
+            and p["status"]["phase"] in ("Pending", "Running")
+        )

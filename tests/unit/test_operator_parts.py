@@ -1,0 +1,266 @@
+"""The operator's queue, store, planner process and settings."""
+
+import asyncio
+import datetime
+import time
+
+import pytest
+
+from dovetail.api.plan import Plan
+from dovetail.operator.children import Children, matches
+from dovetail.operator.conditions import Conditions
+from dovetail.operator.planning import Planner, read_job
+from dovetail.operator.reconcile import Refused
+from dovetail.operator.render.config_map import config_map
+from dovetail.operator.render.context import Context
+from dovetail.operator.settings import Settings
+from dovetail.operator.store import Store
+from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
+from dovetail.planner.simple import PlanError, make_plan
+from helpers.fake_cluster import manifest
+
+SECONDS = 60.0
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, SECONDS))
+
+
+# ---------------------------------------------------------------- queue
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_key_is_worked_on_once_however_often_it_is_asked_for():
+    async def test():
+        queue = WorkQueue(Clock())
+        for _ in range(3):
+            await queue.add("a")
+        await queue.add("b")
+        assert [await queue.get(), await queue.get()] == ["a", "b"]
+        assert len(queue) == 0
+
+    run(test())
+
+
+def test_a_key_at_work_is_not_given_to_a_second_worker():
+    async def test():
+        queue = WorkQueue(Clock())
+        await queue.add("a")
+        assert await queue.get() == "a"
+        await queue.add("a")
+        second = asyncio.create_task(queue.get())
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        await queue.done("a")
+        assert await second == "a"
+
+    run(test())
+
+
+def test_the_sooner_of_two_requests_counts():
+    async def test():
+        clock = Clock()
+        queue = WorkQueue(clock)
+        await queue.add("a", 100)
+        await queue.add("a", 5)
+        await queue.add("a", 50)
+        clock.now = 5.0
+        assert await queue.get() == "a"
+        assert len(queue) == 0
+        await queue.done("a", again=7)
+        assert len(queue) == 1
+
+    run(test())
+
+
+def test_failures_wait_longer_each_time_up_to_a_limit():
+    async def test():
+        clock = Clock()
+        queue = WorkQueue(clock)
+        pauses = []
+        await queue.add("a")
+        for _ in range(12):
+            clock.now += LONGEST_BACKOFF_SECONDS
+            assert await queue.get() == "a"
+            pauses.append(await queue.failed("a"))
+        assert pauses[:3] == [0.5, 1.0, 2.0]
+        assert pauses[-1] == LONGEST_BACKOFF_SECONDS
+        clock.now += LONGEST_BACKOFF_SECONDS
+        await queue.get()
+        await queue.done("a")
+        await queue.add("a")
+        await queue.get()
+        assert await queue.failed("a") == 0.5
+
+    run(test())
+
+
+def test_lag_is_of_what_waits():
+    async def test():
+        clock = Clock()
+        queue = WorkQueue(clock)
+        assert queue.lag() == 0.0
+        await queue.add("a")
+        await queue.add("later", 1000)
+        clock.now = 30.0
+        assert queue.lag() == 30.0
+        await queue.get()
+        assert queue.lag() < 0
+
+    run(test())
+
+
+# ---------------------------------------------------------------- store
+
+
+def a_pod(version, uid="1", job="demo", **status):
+    labels = {"dovetail.dev/job": job} if job else {}
+    metadata = {"name": "p", "namespace": "ns", "uid": uid, "resourceVersion": str(version), "labels": labels}
+    return {"kind": "Pod", "metadata": metadata | {"managedFields": [1]}, "spec": {"containers": []}, "status": status}
+
+
+def test_an_older_version_never_replaces_a_newer_one():
+    store = Store()
+    assert store.put(a_pod(9, phase="Running")) == ("ns", "demo")
+    store.put(a_pod(8, phase="Pending"))
+    (pod,) = store.children(("ns", "demo")).of("Pod")
+    assert pod["status"] == {"phase": "Running"}
+    assert "managedFields" not in pod["metadata"]
+    assert pod["spec"] == {}
+
+
+def test_the_end_of_an_earlier_object_does_not_remove_the_next_of_its_name():
+    store = Store()
+    store.put(a_pod(9, uid="2"))
+    store.remove(a_pod(10, uid="1"))
+    assert len(store.children(("ns", "demo")).of("Pod")) == 1
+    store.remove(a_pod(11, uid="2"))
+    assert store.children(("ns", "demo")).objects == {}
+
+
+def test_what_is_nobodys_is_not_kept():
+    store = Store()
+    assert store.put(a_pod(1, job="")) is None
+    assert store.of_kind("Pod", None) == []
+
+
+def test_matches_sees_drift_and_not_defaults():
+    assert matches({"a": [{"b": 1}]}, {"a": [{"b": 1, "default": 2}], "c": 3})
+    assert not matches({"a": [{"b": 1}]}, {"a": [{"b": 1}, {"b": 2}]})
+    assert not matches({"a": [{"b": 1}]}, {"a": [{"b": 2}]})
+    assert not matches({"a": {"b": 1}}, {"a": None})
+
+
+# ---------------------------------------------------------------- planner
+
+
+def slow(spec):
+    time.sleep(600)
+
+
+def broken(spec):
+    raise RuntimeError("no such table")
+
+
+def infeasible(spec):
+    raise PlanError("the critic needs 41.2 GiB")
+
+
+def dying(spec):
+    raise SystemExit(3)
+
+
+def plan_with(make, seconds=SECONDS, children=None, document=None):
+    async def test():
+        planner = Planner(seconds, make)
+        try:
+            return await planner.planned(document or manifest(), children or Children())
+        finally:
+            await planner.close()
+
+    return run(test())
+
+
+def test_plans_come_from_another_process_and_are_the_planners():
+    job, plan = plan_with(make_plan)
+    assert plan == make_plan(job.spec)
+
+
+@pytest.mark.parametrize(
+    ("make", "seconds", "reason", "words"),
+    [
+        (infeasible, SECONDS, "PlanInfeasible", "the critic needs 41.2 GiB"),
+        (broken, SECONDS, "PlannerFailed", "RuntimeError: no such table"),
+        (dying, SECONDS, "PlannerFailed", "process died"),
+        (slow, 0.2, "PlannerTimeout", "within 0.2 s"),
+    ],
+)
+def test_what_can_go_wrong_with_planning_is_said(make, seconds, reason, words):
+    refused = plan_with(make, seconds)
+    assert isinstance(refused, Refused)
+    assert refused.reason == reason
+    assert words in refused.message
+
+
+def test_a_plan_in_the_config_map_is_kept():
+    """Even by a planner that would refuse the job now."""
+    document = manifest()
+    job = read_job(document)
+    plan = make_plan(job.spec)
+    made = config_map(Context(job, document["metadata"]["uid"], plan, Settings()))
+    children = Children({("ConfigMap", "demo-plan"): made})
+    assert plan_with(infeasible, children=children) == (job, plan)
+    made["data"]["plan.json"] = "damaged"
+    assert isinstance(plan_with(infeasible, children=children), Refused)
+    assert isinstance(plan_with(make_plan, children=children)[1], Plan)
+
+
+def test_a_broken_manifest_is_a_sentence():
+    refused = read_job(manifest(stages=["nonsense"]))
+    assert refused.reason == "InvalidSpec"
+    assert "spec.stages[0]" in refused.message
+
+
+# ---------------------------------------------------------------- settings, conditions
+
+
+def test_settings_come_from_the_environment(tmp_path):
+    template = tmp_path / "template.yaml"
+    template.write_text("spec: {priorityClassName: high}")
+    found = Settings.read(
+        {
+            "DOVETAIL_NAMESPACES": "a, b",
+            "DOVETAIL_WORKERS": "3",
+            "DOVETAIL_PLANNER_SECONDS": "1.5",
+            "DOVETAIL_POD_TEMPLATE": str(template),
+            "DOVETAIL_TRAINER_IMAGE": "",
+            "PATH": "/bin",
+        }
+    )
+    assert (found.namespaces, found.workers, found.planner_seconds) == (("a", "b"), 3, 1.5)
+    assert found.pod_template == {"spec": {"priorityClassName": "high"}}
+    assert found.trainer_image == Settings().trainer_image
+    with pytest.raises(ValueError, match="DOVETAIL_WORKERS is 'x', not a number"):
+        Settings.read({"DOVETAIL_WORKERS": "x"})
+
+
+def test_transition_times_change_with_the_status_alone():
+    first = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    later = first + datetime.timedelta(hours=1)
+    one = Conditions([], 1, first)
+    one.set("Running", False, "PodsStarting")
+    two = Conditions(one.result(), 2, later)
+    two.set("Running", False, "Unschedulable", "no node")
+    assert two.result()[0].last_transition_time == first
+    assert [e.reason for e in two.events()] == ["Unschedulable"]
+    three = Conditions(two.result(), 2, later)
+    three.set("Running", True, "AllPodsReady")
+    assert three.result()[0].last_transition_time == later
+    assert [(e.type, e.reason) for e in three.events()] == [("Normal", "AllPodsReady")]

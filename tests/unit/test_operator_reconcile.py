@@ -1,0 +1,417 @@
+"""`reconcile` on a fake cluster: a job's life, its ends, and what its status says of them."""
+
+import pytest
+
+from dovetail.operator import names
+from helpers.fake_cluster import FakeCluster, manifest
+
+
+def a_cluster(**spec):
+    return FakeCluster(manifest(**spec))
+
+
+def running(**spec):
+    cluster = a_cluster(**spec)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    return cluster
+
+
+def kinds(things):
+    return [thing["kind"] for thing in things]
+
+
+def restarting(most):
+    return {"maxRestarts": most}
+
+
+def test_a_job_starts_runs_and_completes():
+    cluster = a_cluster()
+    first = cluster.reconcile()
+    assert first.token
+    assert kinds(first.apply)[-1] == "JobSet"
+    assert cluster.condition("Planned")["status"] == "True"
+    assert cluster.document["status"]["plan"]["actor"] == "pp1 tp1 dp1"
+    cluster.settle()
+    status = cluster.document["status"]
+    assert {c["type"]: c["status"] for c in status["conditions"]} == {
+        "Planned": "True",
+        "Suspended": "False",
+        "Scheduled": "True",
+        "Running": "True",
+        "Degraded": "False",
+        "Completed": "False",
+    }
+    assert status["groups"] == [
+        {"name": "train", "desired": 1, "ready": 1},
+        {"name": "gen", "desired": 2, "ready": 2},
+    ]
+    assert status["observedGeneration"] == 1
+    assert status["startTime"] == "2026-11-21T12:00:00Z"
+    word = '{"stage": "ppo", "iteration": 12, "total_iterations": 12, "metrics": {"reward": 1.2345678, "kl": 0.1}}'
+    cluster.end(cluster.pod(names.COORDINATOR), 0, word)
+    cluster.settle()
+    status = cluster.document["status"]
+    assert cluster.condition("Completed")["status"] == "True"
+    assert cluster.condition("Running")["reason"] == "JobFinished"
+    assert (status["stage"], status["iteration"], status["iterations"], status["reward"]) == ("ppo", 12, 12, 1.23457)
+    assert cluster.objects["JobSet", "demo"], "its logs stay"
+    assert not [p for p in cluster.pods() if p["status"]["phase"] == "Running"]
+
+
+def test_a_steady_state_writes_nothing():
+    cluster = running()
+    before = cluster.document["status"]
+    for _ in range(3):
+        cluster.pass_time(60)
+        result = cluster.reconcile()
+        assert (result.apply, result.delete, result.events) == ([], [], [])
+        assert cluster.document["status"] == before
+        assert result.requeue == 5.0
+
+
+def test_progress_is_reported():
+    cluster = running()
+    cluster.reported = {"stage": "sft", "step": 7, "total_steps": 20, "metrics": {"loss": 3.0}, "weight_version": None}
+    cluster.reconcile()
+    assert cluster.document["status"]["iteration"] == 7
+    assert "reward" not in cluster.document["status"]
+    cluster.reported = {
+        "stage": "ppo",
+        "step": 20,
+        "iteration": 2,
+        "total_iterations": 9,
+        "weight_version": 2,
+        "metrics": {"reward": 0.5, "kl": float("nan"), "samples_per_second": 12.0, "iteration_seconds": 8.5},
+        "checkpoint": {"stage": "ppo", "step": 1, "path": "/var/dovetail/x/checkpoints/ppo-1"},
+    }
+    cluster.reconcile()
+    status = cluster.document["status"]
+    assert (status["stage"], status["iteration"], status["iterations"], status["weightVersion"]) == ("ppo", 2, 9, 2)
+    assert (status["samplesPerSecond"], status["measuredIterationSeconds"]) == (12.0, 8.5)
+    assert status["lastCheckpoint"]["step"] == 1
+    assert "kl" not in status
+    cluster.reported = None  # the coordinator is away: what is known stays
+    cluster.reconcile()
+    assert cluster.document["status"]["iteration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("JobSet", "demo"),
+        ("ConfigMap", "demo-plan"),
+        ("Service", "demo-coordinator"),
+        ("ServiceAccount", "demo-pods"),
+        ("Role", "demo-pods"),
+        ("RoleBinding", "demo-pods"),
+        ("NetworkPolicy", "demo"),
+        ("PodDisruptionBudget", "demo"),
+        ("PersistentVolumeClaim", "demo-files"),
+        ("Job", "demo-gen-s1"),
+    ],
+)
+def test_children_deleted_by_hand_come_back(kind, name):
+    cluster = running()
+    cluster.remove(kind, name)
+    cluster.settle()
+    assert (kind, name) in cluster.objects
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def test_drift_is_corrected():
+    cluster = running()
+    cluster.objects["NetworkPolicy", "demo"]["spec"]["ingress"] = [{}]
+    cluster.objects["Service", "demo-coordinator"]["metadata"]["annotations"] = {"somebody": "else's"}
+    assert kinds(cluster.reconcile().apply) == ["NetworkPolicy"]
+
+
+def test_a_running_job_keeps_its_plan():
+    cluster = running()
+    cluster.objects["ConfigMap", "demo-plan"]["metadata"]["annotations"] = {names.SPEC_HASH: "of an older operator"}
+    assert cluster.reconcile().apply == []
+
+
+# ---------------------------------------------------------------- suspension
+
+
+def test_suspend_deletes_pods_and_resume_starts_them_again():
+    cluster = running()
+    cluster.edit(suspend=True)
+    cluster.settle()
+    assert cluster.condition("Suspended") == cluster.condition("Suspended") | {
+        "status": "True",
+        "reason": "SuspendedByUser",
+    }
+    assert cluster.condition("Running")["status"] == "False"
+    assert cluster.pods() == []
+    assert not [kind for kind, _ in cluster.objects if kind in ("JobSet", "Job")]
+    assert ("PersistentVolumeClaim", "demo-files") in cluster.objects
+    assert "startTime" not in cluster.document["status"]
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.condition("Suspended")["status"] == "False"
+
+
+def test_a_job_made_suspended_starts_nothing():
+    cluster = a_cluster(suspend=True)
+    cluster.settle()
+    assert cluster.pods() == []
+    assert cluster.condition("Planned")["status"] == "True"
+
+
+def test_waiting_for_quota_is_told_from_a_users_suspension():
+    cluster = a_cluster()
+    cluster.document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
+    cluster.queueing = True
+    cluster.settle()
+    assert cluster.condition("Suspended")["reason"] == "WaitingForQuota"
+    assert "research" in cluster.condition("Suspended")["message"]
+    cluster.objects["JobSet", "demo"]["spec"]["suspend"] = False  # Kueue admits it
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.objects["Job", "demo-gen-s1"]
+    cluster.objects["JobSet", "demo"]["spec"]["suspend"] = True  # and evicts it
+    cluster.settle()
+    assert cluster.pods() == []
+    assert cluster.condition("Suspended")["reason"] == "WaitingForQuota"
+
+
+# ---------------------------------------------------------------- scaling
+
+
+def test_surplus_rollouts_start_after_the_coordinator_and_follow_the_spec():
+    cluster = a_cluster()
+    cluster.reconcile()
+    cluster.step()
+    cluster.reconcile()
+    assert ("Job", "demo-gen-s1") not in cluster.objects, "the coordinator does not run yet"
+    cluster.settle()
+    groups = cluster.document["spec"]["groups"]
+    cluster.edit(groups=[groups[0], groups[1] | {"maxReplicas": 4}])
+    cluster.settle()
+    assert {name for kind, name in cluster.objects if kind == "Job" and "-s" in name} == {
+        *("demo-gen-s1", "demo-gen-s2", "demo-gen-s3")
+    }
+    cluster.edit(groups=[groups[0], groups[1] | {"maxReplicas": 1}])
+    cluster.settle()
+    assert not [name for kind, name in cluster.objects if kind == "Job" and "-s" in name]
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def test_a_raised_minimum_is_met_without_touching_what_runs():
+    cluster = running()
+    pods = {p["metadata"]["name"] for p in cluster.pods()}
+    groups = cluster.document["spec"]["groups"]
+    cluster.edit(groups=[groups[0], groups[1] | {"minReplicas": 2, "maxReplicas": 3}])
+    cluster.settle()
+    assert pods < {p["metadata"]["name"] for p in cluster.pods()}
+    assert cluster.document["status"]["groups"][1] == {"name": "gen", "desired": 3, "ready": 3}
+
+
+# ---------------------------------------------------------------- causes
+
+
+def test_a_dead_pod_degrades_the_job_until_it_is_replaced():
+    cluster = running()
+    cluster.end(cluster.pod("trainer"), 1, "trainer-0 ended (exit code 1): CUDA error: device lost")
+    cluster.reconcile()
+    degraded = cluster.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "TrainerFailed")
+    assert "of group train failed with exit code 1" in degraded["message"]
+    assert "CUDA error: device lost" in degraded["message"]
+    assert cluster.condition("Running")["reason"] == "TrainerFailed"
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.condition("Running")["status"] == "True"
+    assert not cluster.over()
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "extra", "reason", "words"),
+    [
+        ("coordinator", 1, {"message": "spec.models.actor: /m is no model"}, "CoordinatorFailed", "/m is no model"),
+        ("trainer", 2, {"message": "bad plan"}, "TrainerFailed", "bad plan"),
+        ("rollout", 2, {"message": "line one\nno such group\n"}, "RolloutFailed", "no such group"),
+    ],
+)
+def test_exit_codes_that_no_restart_mends_fail_the_job(role, code, extra, reason, words):
+    cluster = running()
+    cluster.end(cluster.pod(role), code, **extra)
+    cluster.settle()
+    failed = cluster.condition("Failed")
+    assert (failed["status"], failed["reason"]) == ("True", reason)
+    assert words in failed["message"]
+    assert f"exit code {code}" in failed["message"]
+    assert not [p for p in cluster.pods() if p["status"]["phase"] in ("Pending", "Running")]
+    assert cluster.document["status"]["completionTime"]
+
+
+def test_running_out_of_memory_is_told():
+    cluster = running(failurePolicy=restarting(0))
+    cluster.end(cluster.pod("trainer"), 137, reason="OOMKilled")
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "OOMKilled"
+    assert "raise it in the podTemplate" in cluster.condition("Failed")["message"]
+
+
+def test_restarts_are_counted_over_all_pods():
+    cluster = running(failurePolicy=restarting(2))
+    for role in ("trainer", "rollout", "trainer"):
+        assert not cluster.over()
+        cluster.pass_time(1)
+        cluster.end(cluster.pod(role), 1, f"{role} died")
+        cluster.settle()
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "TrainerFailed"
+    assert "3 pods failed" in failed["message"]
+    assert "trainer died" in failed["message"]
+    assert ("JobSet", "demo") not in cluster.objects, "it would hold GPUs"
+
+
+def test_disruptions_do_not_count():
+    cluster = running(failurePolicy=restarting(0))
+    cluster.end(cluster.pod("trainer"), 143, disrupted=True)
+    cluster.reconcile()
+    assert cluster.condition("Degraded")["reason"] == "PodEvicted"
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def test_an_unschedulable_pod_is_explained_and_fails_the_job_in_time():
+    cluster = a_cluster(failurePolicy={"startTimeoutSeconds": 60})
+    cluster.reconcile()
+    cluster.step()
+    cluster.unschedulable(cluster.pod("trainer"))
+    cluster.pass_time(20)
+    result = cluster.reconcile()
+    scheduled = cluster.condition("Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    assert "3 Insufficient nvidia.com/gpu" in scheduled["message"]
+    assert result.requeue <= 40.0
+    cluster.pass_time(41)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "Unschedulable"
+    assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
+    assert cluster.pods() == [], "half-started jobs hold no GPUs"
+
+
+def test_without_a_timeout_it_waits():
+    cluster = a_cluster()
+    cluster.reconcile()
+    cluster.step()
+    cluster.unschedulable(cluster.pod("trainer"))
+    cluster.pass_time(1e6)
+    cluster.reconcile()
+    assert not cluster.over()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "reason", "words"),
+    [
+        (("ImagePullBackOff", 'Back-off pulling image "some/image:1"'), "ImagePullFailed", "some/image:1"),
+        (
+            ("CreateContainerConfigError", 'secret "hub" not found'),
+            "SecretOrConfigMapMissing",
+            'secret "hub" not found',
+        ),
+    ],
+)
+def test_pods_that_cannot_start_are_explained(waiting, reason, words):
+    cluster = a_cluster()
+    cluster.reconcile()
+    cluster.step()
+    cluster.waiting(cluster.pod("rollout"), *waiting)
+    events = cluster.reconcile().events
+    condition = cluster.condition("Running")
+    assert (condition["status"], condition["reason"]) == ("False", reason)
+    assert words in condition["message"]
+    assert [(e.type, e.reason) for e in events if e.reason == reason] == [("Warning", reason)]
+
+
+def test_the_deadline_counts_from_the_last_start():
+    cluster = running(activeDeadlineSeconds=100)
+    cluster.pass_time(90)
+    cluster.edit(suspend=True)
+    cluster.settle()
+    cluster.pass_time(90)
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert not cluster.over()
+    assert cluster.reconcile().requeue <= 100
+    cluster.pass_time(101)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert cluster.pods() == []
+
+
+# ---------------------------------------------------------------- no plan
+
+
+def test_an_invalid_spec_is_refused_and_can_be_mended():
+    groups = [{"name": "train", "roles": ["trainer"], "replicas": 3}, {"name": "gen", "roles": ["rollout"]}]
+    cluster = a_cluster(groups=groups, ppo={"globalBatchSize": 3, "miniBatchSize": 2})
+    result = cluster.reconcile()
+    assert (result.apply, result.token) == ([], False)
+    planned = cluster.condition("Planned")
+    assert (planned["status"], planned["reason"]) == ("False", "InvalidSpec")
+    assert "spec.ppo.globalBatchSize" in planned["message"]
+    assert [e.reason for e in result.events] == ["InvalidSpec"]
+    cluster.edit(ppo={"globalBatchSize": 12, "miniBatchSize": 12, "microBatchSize": 1, "iterations": 1}, groups=groups)
+    cluster.settle()
+    assert cluster.condition("Planned")["status"] == "True"
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_nothing_is_made_after_the_end():
+    cluster = running(failurePolicy=restarting(0))
+    cluster.end(cluster.pod("trainer"), 1, "died")
+    cluster.settle()
+    assert cluster.condition("Failed")["status"] == "True"
+    made = len(cluster.made)
+    for place in list(cluster.objects):
+        cluster.remove(*place)
+    cluster.edit(suspend=True)
+    cluster.settle()
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert len(cluster.made) == made
+    assert cluster.objects == {}
+
+
+def test_a_finished_job_goes_when_its_time_is_up():
+    cluster = running(ttlSecondsAfterFinished=60)
+    cluster.end(cluster.pod(names.COORDINATOR), 0)
+    cluster.settle()
+    result = cluster.reconcile()
+    assert not cluster.gone
+    assert 0 < result.requeue <= 60
+    cluster.pass_time(61)
+    cluster.reconcile()
+    assert cluster.gone
+
+
+def test_a_job_that_is_being_deleted_is_left_alone():
+    cluster = running()
+    cluster.document["metadata"]["deletionTimestamp"] = cluster.stamp()
+    cluster.remove("Service", "demo-coordinator")
+    result = cluster.look()
+    assert (result.apply, result.delete) == ([], [])
+
+
+def test_the_children_of_an_earlier_job_are_waited_for():
+    cluster = running()
+    cluster.document["metadata"] |= {"uid": "11111111-2222-3333-4444-555555555555"}
+    cluster.document.pop("status")
+    result = cluster.look()
+    assert "JobSet" not in kinds(result.apply)
+    assert result.requeue is not None
+    for place in list(cluster.objects):
+        cluster.remove(*place)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    env = cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "DOVETAIL_RUN_DIR", "value": "/var/dovetail/demo-11111111"} in env["containers"][0]["env"]
