@@ -74,20 +74,22 @@ def micro_batches(head: str, step: int, dp_rank: int, dp_size: int) -> list[Micr
     batch = global_batch(step)
     total = sum(tokens.shape[0] for tokens, _ in batch)
 
-    def make(tokens: torch.Tensor, lengths: torch.Tensor) -> MicroBatch:
-        mask = torch.arange(tokens.shape[1])[None] < lengths[:, None]
+    return [micro_batch(head, *item, total) for item in batch[dp_rank::dp_size]]
 
-        def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            if head == "lm":
-                each = F.cross_entropy(output[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none") * mask[:, 1:]
-            else:
-                each = (output - tokens / VOCAB).square() * mask
-            value = each.sum() / total
-            return value, {"loss": value.detach(), "count": torch.tensor(float(tokens.shape[0]))}
 
-        return MicroBatch(tokens, lengths, loss)
+def micro_batch(head: str, tokens: torch.Tensor, lengths: torch.Tensor, total: int) -> MicroBatch:
+    """A cross entropy or squared error, divided by `total` sequences."""
+    mask = torch.arange(tokens.shape[1])[None] < lengths[:, None]
 
-    return [make(*item) for item in batch[dp_rank::dp_size]]
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if head == "lm":
+            each = F.cross_entropy(output[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none") * mask[:, 1:]
+        else:
+            each = (output - tokens / VOCAB).square() * mask
+        value = each.sum() / total
+        return value, {"loss": value.detach(), "count": torch.tensor(float(tokens.shape[0]))}
+
+    return MicroBatch(tokens, lengths, loss)
 
 
 def serial_actions(engine: Engine, count: int, order: tuple[str, ...] = ("actor", "critic")) -> list[Action]:

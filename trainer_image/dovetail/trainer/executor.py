@@ -168,10 +168,12 @@ class Executor:
         self._split: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._sends: dict[tuple[str, str, int], tuple[Any, Tensor, int]] = {}
         self._meters = {name: SavedBytes(pipe.stage.parameters()) for name, pipe in pipes.items()}
+        self._splits: set[str] = set()  # models with split backwards
         self.peak_saved = 0  # most micro-batches whose activations were held at once, all models together
 
     def run(self, actions: Sequence[Action], training: bool = True) -> None:
         """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for."""
+        self._splits = {action.model for action in actions if action.kind == "I"}
         for index, action in enumerate(actions):
             for ahead in actions[index : index + 1 + self.window]:
                 self._post(ahead)
@@ -219,6 +221,8 @@ class Executor:
         ):
             with peer_errors(f"gathering weights of {action.model}"):
                 output = pipe.stage(inputs)
+            if action.model in self._splits and output._is_view():
+                output = output.clone()  # torch's split backward detaches it in place, which no view allows
             if pipe.stage.is_last and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")

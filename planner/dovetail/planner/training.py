@@ -1,0 +1,196 @@
+"""The schedule of a job's actor and critic training: the problem from its layouts, batches and measured times, the
+choice of a family, and the lists that the trainer ranks run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dovetail.api.messages import Action, StageTimes
+from dovetail.api.plan import Coordinates, Layout, coordinates, rank_at, world_size
+from dovetail.api.types import Parallelism
+from dovetail.planner.schedules.choose import Choice, choose
+from dovetail.planner.schedules.families import FAMILIES, Family, family_names
+from dovetail.planner.schedules.legality import check_steps, steps
+from dovetail.planner.schedules.problem import Floats, Model, Problem
+from dovetail.planner.schedules.schedule import Schedule
+from dovetail.planner.schedules.search import Effort, find
+
+# What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.
+SPLIT_OVERHEAD = 0.1
+# The first stage's input gradient is not computed: nobody waits for it.
+NO_INPUT_GRADIENT = 1e-3
+MAX_MINI_BATCHES = 6
+PINS = {
+    "Auto": tuple(FAMILIES),
+    "Fused": tuple(name for name in FAMILIES if name.startswith("fused")),
+    "TimeSharing": tuple(name for name in FAMILIES if name.startswith(("stitched", "shared"))),
+    "Serial": ("serial",),
+}
+"""Families that each value of plan.intraStageFusion allows."""
+
+
+def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool) -> dict[str, Layout]:
+    """Both models' places on the positions that they share; the critic's stages the other way round if `reverse`.
+
+    Raises ValueError where they do not occupy the same ranks in the same tensor-parallel groups."""
+    actor, critic = layouts["actor"], layouts["critic"]
+    if world_size(actor) != world_size(critic) or actor.tp != critic.tp:
+        raise ValueError(
+            f"actor (pp {actor.pp} x dp {actor.dp} x tp {actor.tp}) and critic (pp {critic.pp} x dp {critic.dp} x tp "
+            f"{critic.tp}) must share the same ranks and tp to train on one schedule"
+        )
+    positions = math.lcm(actor.pp, critic.pp)
+
+    def placed(layout: Parallelism, reverse: bool) -> Layout:
+        return Layout(pp=layout.pp, dp=layout.dp, tp=layout.tp, pipelines=positions // layout.pp, reverse=reverse)
+
+    return {"actor": placed(actor, False), "critic": placed(critic, reverse)}
+
+
+def mini_batches_together(optimizer_steps: int) -> int:
+    """How many of an iteration's mini-batches one schedule holds: as many as divide it, up to MAX_MINI_BATCHES."""
+    return max(n for n in range(1, MAX_MINI_BATCHES + 1) if optimizer_steps % n == 0)
+
+
+class Times:
+    """What is known of each stage's times: the measured, else the defaults (every forward 1, backward twice that)."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, int, int, int, str], list[float]] = {}
+        self._bytes: dict[tuple[str, int, int, int], list[float]] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._seconds)
+
+    def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
+        """Take measurements in; later ones replace earlier ones of the same kind."""
+        for part in times:
+            layout = layouts[part.model]
+            place = coordinates(part.rank, layout)
+            pipeline, copy = divmod(place.dp, layout.dp // layout.pipelines)
+            key = (part.model, pipeline, place.pp, copy)
+            for kind, values in part.seconds.items():
+                self._seconds[*key, kind] = values
+            self._bytes[key] = part.activation
+
+    def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
+        """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
+        any stage was not measured."""
+        result = np.zeros((layout.pipelines, layout.pp, count))
+        for k in range(layout.pipelines):
+            for stage in range(layout.pp):
+                keys = [(model, k, stage, d) for d in range(layout.dp // layout.pipelines)]
+                found = [self._bytes.get(key) if kind == "bytes" else self._seconds.get((*key, kind)) for key in keys]
+                known = [values for values in found if values is not None and len(values) == count]
+                if len(known) < len(keys):
+                    return None
+                result[k, stage] = np.max(np.array(known), axis=0)
+        return np.tile(result, mini_batches)
+
+
+def training_problem(
+    layouts: Mapping[str, Layout],
+    micro_batches: Mapping[str, int],
+    mini_batches: int,
+    times: Times | None = None,
+    *,
+    split: bool = False,
+    communication: float = 0.0,
+    memory_limit: float | None = None,
+) -> Problem:
+    """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `split`: with the times of a
+    backward in two halves. Raises ProblemError where the numbers do not fit together."""
+
+    def model(name: str) -> Model:
+        layout, count = layouts[name], micro_batches[name]
+        known = times or Times()
+
+        def values(kind: str) -> Floats | None:
+            return known.array(name, kind, layout, count, mini_batches)
+
+        shape = (layout.pipelines, layout.pp, count * mini_batches)
+        forward = values("F")
+        # In units of the actor's stage; a model with fewer stages has longer ones.
+        unit = float(layout.pipelines)
+        least = 1e-9 if forward is not None else 1e-3
+        forward = np.full(shape, unit) if forward is None else np.maximum(forward, least)
+        whole, first, second = values("B"), values("I"), values("W")
+        if first is not None and second is not None:
+            halves = np.maximum(first, least), np.maximum(second, least)
+            if whole is None:
+                whole = (halves[0] + halves[1]) / (1 + SPLIT_OVERHEAD)
+        else:
+            whole = 2 * forward if whole is None else np.maximum(whole, least)
+            longer = whole * (1 + SPLIT_OVERHEAD)
+            share = np.full(shape, 0.5)
+            share[:, 0, :] = NO_INPUT_GRADIENT
+            halves = longer * share, longer * (1 - share)
+        backward = halves[0] + halves[1] if split else np.maximum(whole, least)
+        size = values("bytes")
+        return Model(
+            name,
+            layout.pp,
+            count,
+            forward,
+            backward,
+            np.full(shape, unit) if size is None else size,
+            layout.pipelines,
+            input_gradient=halves[0] if split else None,
+        )
+
+    return Problem((model("actor"), model("critic")), communication, mini_batches, memory_limit)
+
+
+def choose_schedule(
+    problem: Problem, halves: Problem, families: Sequence[str], effort: Effort, reverse: bool | None = None
+) -> Choice:
+    """The fastest of `families` that fits; `halves` is the problem with split backwards' times. `reverse`: only those
+    of that placement (a serial schedule runs in both). Raises ProblemError where none fits."""
+    names = [n for n in family_names(problem) if n in families and placeable(FAMILIES[n], reverse)]
+
+    def finder(_: Problem, name: str, share: Effort) -> Schedule:
+        family = FAMILIES[name]
+        # A serial schedule is the same either way; its words are placed as the ranks are.
+        family = replace(family, reverse=bool(reverse)) if is_serial(family) else family
+        return find(halves if family.split else problem, family, share)
+
+    return choose(problem, effort, names, finder)
+
+
+def is_serial(family: Family) -> bool:
+    """One model after the other, whichever way the stages run."""
+    return family.name in ("serial", "zero-bubble")
+
+
+def placeable(family: Family, reverse: bool | None) -> bool:
+    """Whether the family runs where the critic's stages are (None: anywhere)."""
+    return reverse is None or is_serial(family) or family.reverse == reverse
+
+
+def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list[Action]]:
+    """The list of every trainer rank. Raises ScheduleError unless the schedule is legal."""
+    check_steps(schedule.instance.problem, steps(schedule))
+    by_position: list[list[Action]] = [[] for _ in range(schedule.instance.ranks)]
+    for p in schedule.passes():
+        by_position[p.rank].append(Action(model=p.model, micro_batch=p.micro_batch, kind=p.kind))  # type: ignore[arg-type]
+    actor = layouts["actor"]
+    width = world_size(actor) // len(by_position)
+    for model in layouts.values():
+        _check_places(model, width)
+    return [by_position[rank // width] for rank in range(world_size(actor))]
+
+
+def _check_places(layout: Layout, width: int) -> None:
+    """Position x of the schedule holds stage x % pp of pipeline x // pp, as `coordinates` says (or mirrored)."""
+    for position in range(layout.pp * layout.pipelines):
+        pipeline, stage = divmod(position, layout.pp)
+        stage = layout.pp - 1 - stage if layout.reverse else stage
+        place = Coordinates(stage, pipeline * (layout.dp // layout.pipelines), 0)
+        if rank_at(place, layout) != position * width:
+            raise ValueError(f"layout {layout} does not put position {position} of a schedule where it should be")

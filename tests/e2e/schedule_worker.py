@@ -1,0 +1,160 @@
+"""Trainer ranks that run every family's schedule: `python schedule_worker.py <folder> <cases.json>`.
+
+A case is a pair of layouts, a kind of model and schedules by name; each rank writes what it found of each to
+<folder>/case-<number>-<rank>.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_worker import SCENARIOS, VOCAB, micro_batch, run_together, spec
+
+from dovetail.api.messages import Action, Load, ModelRef
+from dovetail.api.plan import Layout
+from dovetail.api.types import ScratchModel
+from dovetail.trainer.engine import Engine, MicroBatch
+from dovetail.trainer.groups import Groups
+from dovetail.trainer.optim import local
+
+MICRO_BATCHES, MINI_BATCHES = 4, 2
+COMMON = {"vocab_size": VOCAB, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 64}
+WIDTH = {"hidden_size": 16, "intermediate_size": 24, "num_key_value_heads": 2, "tie_word_embeddings": True}
+CONFIGS = {
+    "llama": COMMON | WIDTH,
+    "qwen2": COMMON | WIDTH | {"tie_word_embeddings": False},
+    "opt": COMMON | {"hidden_size": 16, "ffn_dim": 24, "word_embed_proj_dim": 16},
+}
+
+
+def load(case: dict[str, Any]) -> Load:
+    """Actor and critic of the case, placed as its layouts say."""
+    scratch = ScratchModel(architecture=case["architecture"], config=CONFIGS[case["architecture"]])
+    models = {
+        "actor": ModelRef(head="lm", scratch=scratch, seed=1),
+        "critic": ModelRef(head="value", scratch=scratch, seed=2),
+    }
+    layouts = {name: Layout(**layout) for name, layout in case["layouts"].items()}
+    return Load(id="load", stage="ppo", models=models, total_steps=10, layouts=layouts)
+
+
+def work(engine: Engine, copies: int) -> list[dict[str, list[MicroBatch]]]:
+    """Each mini-batch's share of this rank; micro-batches of unlike shapes."""
+    minis = []
+    for step in range(MINI_BATCHES):
+        gen = torch.Generator().manual_seed(step)
+        batch = []
+        for index in range(MICRO_BATCHES * copies):
+            b, t = 1 + index % 3, 6 + 2 * (index % 4)
+            tokens = torch.randint(0, VOCAB, (b, t), generator=gen)
+            batch.append((tokens, torch.randint(2, t + 1, (b,), generator=gen)))
+        total = sum(tokens.shape[0] for tokens, _ in batch)
+        minis.append(
+            {
+                name: [micro_batch(m.head, *item, total) for item in batch[m.dp_rank :: m.dp_size]]
+                for name, m in engine.models.items()
+            }
+        )
+    return minis
+
+
+class Trial:
+    """Runs schedules from one and the same start."""
+
+    def __init__(self, engine: Engine, copies: int) -> None:
+        self.engine, self.minis = engine, work(engine, copies)
+        self.start = {n: p.detach().clone() for n, p in self.parameters()}
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        for model, held in sorted(self.engine.models.items()):
+            for name, parameter in held.trainable().items():
+                yield f"{model}.{name}", parameter
+
+    def reset(self) -> None:
+        for name, parameter in self.parameters():
+            local(parameter).copy_(local(self.start[name]))
+            parameter.grad = None
+        for held in self.engine.models.values():
+            held.optimizer.steps = 0
+            for pair in held.optimizer.moments.values():
+                for moment in pair:
+                    moment.zero_()
+
+    def gradients(self, actions: list[Action]) -> dict[str, Any]:
+        """Of the first mini-batch, with the statistics; for lists of one mini-batch."""
+        self.reset()
+        stats = self.engine.run(actions, self.minis[0])
+        return {n: local(p.grad).clone() for n, p in self.parameters()} | {"stats": stats}
+
+    def weights(self, actions: list[Action], together: int) -> dict[str, Any]:
+        """After an optimizer step on each mini-batch, with each step's gradient norm."""
+        self.reset()
+        steps: list[Any] = []
+        for first in range(0, MINI_BATCHES, together):
+            span = self.minis[first : first + together]
+            both = {name: [b for mini in span for b in mini[name]] for name in self.engine.models}
+            self.engine.run(actions, both, together, lambda *step: steps.append(step))
+        steps.sort(key=lambda step: step[0])  # within a model they come in order
+        return {n: local(p).clone() for n, p in self.parameters()} | {"steps": steps}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what differs in a bit."""
+    return [n for n in a if not (torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n])]
+
+
+def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
+    """Every case of this world: what differs from the serial schedule's gradients and weights, by family."""
+    port = next(ports)
+    cases = json.loads((folder / "cases.json").read_text())
+    first = True
+    groups: Any = None
+    found: dict[str, Any] = {}
+    for number, case in enumerate(cases):
+        if case["world"] != world:
+            continue
+        layouts = {name: Layout(**layout) for name, layout in case["layouts"].items()}
+        if first:
+            groups, first = Groups.form("127.0.0.1", port, rank, world, layouts, 60.0), False
+        trained = {"lora": {"rank": 2, "dropout": 0.1}} if case["lora"] else {}
+        engine = Engine(spec(models={"actor": trained, "critic": trained}), groups)
+        engine.load(load(case))
+        trial = Trial(engine, case["copies"])
+        result = {}
+        expected: dict[str, Any] = {}
+        for name, (together, lists) in case["schedules"].items():
+            actions = [Action(model={"a": "actor", "c": "critic"}[m], kind=k, micro_batch=i) for m, k, i in lists[rank]]
+            got = {"weights": trial.weights(actions, together)}
+            if together == 1:
+                got["gradients"] = trial.gradients(actions)
+            expected = expected or got
+            result[name] = {what: same(value, expected[what]) for what, value in got.items()}
+        moved = [n for n in trial.start if not torch.equal(local(trial.start[n]), expected["weights"][n])]
+        found[str(number)] = {"differs": result, "moved": len(moved), "parameters": len(trial.start)}
+    groups.close()
+    return found
+
+
+def main() -> None:
+    """Fork the ranks of every world in turn."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    import peft  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.opt.modeling_opt
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    SCENARIOS["schedules"] = schedules
+    worlds = sorted({case["world"] for case in json.loads((folder / "cases.json").read_text())})
+    statuses = [
+        run_together([{"scenario": "schedules", "world": w, "rank": r} for r in range(w)], folder) for w in worlds
+    ]
+    (folder / "statuses.json").write_text(json.dumps(statuses))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Every family's schedule on 2, 3 and 4 real ranks over Gloo: gradients and weights of the serial schedule, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.types import Parallelism
+from dovetail.planner.schedules.families import FAMILIES
+from dovetail.planner.schedules.problem import Model, Problem
+from dovetail.planner.schedules.search import Effort
+from dovetail.planner.training import PINS, choose_schedule, rank_actions, shared_layouts
+
+WORKER = Path(__file__).with_name("schedule_worker.py")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+EVENLY = {2: Parallelism(pp=2), 3: Parallelism(pp=3), 4: Parallelism(pp=4)}
+# World, actor, critic, architecture, LoRA.
+SETTINGS = [
+    *((2, EVENLY[2], EVENLY[2], name, lora) for name in ("llama", "qwen2", "opt") for lora in (False, True)),
+    (2, Parallelism(pp=2), Parallelism(dp=2), "llama", False),
+    (3, EVENLY[3], EVENLY[3], "llama", False),
+    (3, EVENLY[3], EVENLY[3], "opt", True),
+    (4, EVENLY[4], EVENLY[4], "qwen2", False),
+    (4, EVENLY[4], Parallelism(pp=2, dp=2), "opt", False),
+    (4, EVENLY[4], Parallelism(pp=2, dp=2), "llama", True),
+    (4, Parallelism(pp=2, dp=2), Parallelism(pp=2, dp=2), "llama", False),
+    (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False),
+]
+IDS = [f"{w}-{a.pp}x{a.dp}-{c.pp}x{c.dp}-{name}{'-lora' if lora else ''}" for w, a, c, name, lora in SETTINGS]
+
+
+def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> Problem:
+    """Times drawn at random, so that the searched schedules are irregular."""
+    draw = np.random.default_rng(seed)
+
+    def model(name: str) -> Model:
+        layout = layouts[name]
+        shape = (layout.pipelines, layout.pp, counts[name] * mini_batches)
+        forward = draw.uniform(1, 3, shape) * layout.pipelines
+        return Model(name, layout.pp, counts[name], forward, 2 * forward, 1.0, layout.pipelines)
+
+    return Problem((model("actor"), model("critic")), 0.1, mini_batches)
+
+
+def make_case(number: int) -> list[dict[str, Any]]:
+    """The setting with the critic's stages either way round, each with the schedules that can run there."""
+    world, actor, critic, architecture, lora = SETTINGS[number]
+    cases = []
+    for reverse in (True, False):
+        layouts = shared_layouts({"actor": actor, "critic": critic}, reverse)
+        copies = actor.dp // layouts["actor"].pipelines
+        counts = {name: 4 * copies // layout.dp for name, layout in layouts.items()}
+        schedules = {}
+        for together in (1, 2):
+            problem = some_problem(layouts, counts, together, 10 * number + together)
+            # FSDP2 reduces gradients as a whole backward ends.
+            names = [n for n in PINS["Auto"] if copies == 1 or not FAMILIES[n].split]
+            names = [n for n in names if n.endswith("-rolled") == (together == 2)]
+            choice = choose_schedule(problem, problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
+            for name, found in choice.schedules.items():
+                lists = [[(a.model[0], a.kind, a.micro_batch) for a in mine] for mine in rank_actions(found, layouts)]
+                schedules[name] = (together, lists)
+        where = {name: layout.model_dump() for name, layout in layouts.items()}
+        case = {"world": world, "architecture": architecture, "lora": lora, "layouts": where, "copies": copies}
+        cases.append(case | {"schedules": schedules, "setting": number, "reverse": reverse})
+    return cases
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[dict[str, Any]]:
+    return [case for number in range(len(SETTINGS)) for case in make_case(number)]
+
+
+@pytest.fixture(scope="module")
+def results(cases: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Of every case, what each rank found."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("schedules")
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(WORKER), str(folder)], env=environment, check=True, timeout=1100)
+    statuses = json.loads((folder / "statuses.json").read_text())
+    if any(status for phase in statuses for status in phase):
+        logs = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in folder.glob("*.log"))
+        raise AssertionError(f"ranks ended with {statuses}:\n{logs}")
+    ranks = {w: [torch.load(folder / f"schedules-{w}-{r}.pt") for r in range(w)] for w in (2, 3, 4)}
+    return [[found[str(n)] for found in ranks[case["world"]]] for n, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("setting", range(len(SETTINGS)), ids=IDS)
+def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dict[str, Any]]], setting: int) -> None:
+    for case, found in zip(cases, results, strict=True):
+        if case["setting"] != setting:
+            continue
+        for rank, mine in enumerate(found):
+            assert mine["moved"] > mine["parameters"] / 2, "training must have an effect"
+            for family, differs in mine["differs"].items():
+                assert not any(differs.values()), (rank, family, case["reverse"], differs)
+
+
+def test_every_family_is_among_them(cases: list[dict[str, Any]]) -> None:
+    whole = [case for case in cases if case["copies"] == 1]
+    for setting in {case["setting"] for case in whole}:
+        names = {name for case in whole if case["setting"] == setting for name in case["schedules"]}
+        assert names == set(FAMILIES)
