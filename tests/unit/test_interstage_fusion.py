@@ -78,8 +78,17 @@ def test_the_tail_moves_and_no_answer_changes(tmp_path: Path, count: int) -> Non
         )
         job.check()
         job.reported_once()
-        assert result.migrated == sum(len(s.aborted) for s in servers[1:])
-        assert result.retries == result.migrated > 0
+        assert 0 < len(result.migrations) == result.retries <= sum(len(s.aborted) for s in servers[1:])
+        assert {(m.source, m.destination, m.reason) for m in result.migrations} <= {
+            ("r1", "r0", "tail"),
+            ("r2", "r0", "tail"),
+        }
+        lengths = {s.key: len(s.prompt_tokens) + len(s.tokens) for s in job.finished}
+        assert all(0 < m.tokens < lengths[m.key] and m.seconds > 0 for m in result.migrations)
+        times, left = zip(*result.tail, strict=True)
+        assert list(left) == sorted(left, reverse=True)
+        assert (left[0], left[-1]) == (24, 0)
+        assert list(times) == sorted(times)
         assert servers[0].aborted == []
         assert any(idle)
 

@@ -11,24 +11,23 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
-
-import aiohttp
 
 from dovetail.api.messages import Span
-from dovetail.api.sampling import sampling_params
 from dovetail.api.types import Generation
 from dovetail.coordinator.dispatch import Speeds, excess, place
 from dovetail.coordinator.fleet import Fleet, Health, Instance
+from dovetail.coordinator.interstage.migrations import Leave, Migration
 from dovetail.coordinator.kv_migration import KVMigration
+from dovetail.coordinator.requests import Requests, body, cancel
 from dovetail.coordinator.samples import Assignment, Delta, Key, Sample, State
 from dovetail.coordinator.store import Store, StoreError
-from dovetail.coordinator.stream import RequestRefused, ServerFailure, abort, stream
+from dovetail.coordinator.stream import RequestRefused, ServerFailure, stream
 from dovetail.coordinator.work import Activity, Generated, Settings, Work, request_id
+from dovetail.planner.migration import Mechanism
 
-MODEL = "actor"
 KIND = "rollout"
 GATHER_SECONDS = 0.005
+TOKEN_BYTES = 4
 FINISHED = ("stop", "length", "repetition")
 
 
@@ -59,15 +58,14 @@ class Generator:
         self._store = store
         self._fleet = fleet
         self._generation = generation
-        self._token = token
         self._log = log
         self._settings = settings or Settings()
         self._clock = clock
         self._speeds = Speeds()
         self.kv = KVMigration(clock)
-        self._session: aiohttp.ClientSession | None = None
+        self._requests = Requests(token, self._settings, log)
+        self._migrations: list[Migration] = []
         self._wake = asyncio.Event()
-        self._aborts: set[asyncio.Task[None]] = set()
         self._pending: list[Work] = []
         self._flying: dict[Work, None] = {}
         self._ended: list[Work] = []
@@ -90,10 +88,7 @@ class Generator:
 
     async def close(self) -> None:
         """Idempotent."""
-        await self._cancel(self._aborts)
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._requests.close()
 
     # ------------------------------------------------------------ public
 
@@ -118,7 +113,9 @@ class Generator:
         self._known.clear()
         self._activity.clear()
         self._destinations = frozenset()
+        self._migrations = []
         total, result, started = len(self._pending), Generated(), self._clock()
+        result.tail.append((time.time(), total))
         self._fleet.listeners.append(self._wake.set)
         try:
             await self._loop(iteration, total, result, on_finished, progress, tail)
@@ -126,6 +123,7 @@ class Generator:
             self._fleet.listeners.remove(self._wake.set)
             await self._stop()
         result.seconds = self._clock() - started
+        result.migrations, result.instances = self._migrations, dict(self._activity)
         result.spans = [
             Span(
                 name="generation",
@@ -149,7 +147,7 @@ class Generator:
         `fleet.drain(name, False)` ends it."""
         self._fleet.drain(name)
         works = [w for w in self._flying if w.instance == name]
-        self._end(works)
+        self._end(works, "drain")
         tasks = [w.task for w in works if w.task is not None]
         if tasks:
             # `generate` cancels what does not heed the abort.
@@ -191,11 +189,13 @@ class Generator:
             done = self._flush(self._clock() - flushed)
             flushed = self._clock()
             result.retries += self._sort_out()
-            result.migrated += self._gather(tail)
+            self._gather(tail)
             for key in done:
                 result.samples += 1
                 if on_finished is not None:
                     on_finished(self._store.samples.get(key))
+            if done:
+                result.tail.append((time.time(), len(self._pending) + len(self._flying)))
             result.tokens = sum(a.tokens for a in self._activity.values())
             if progress is not None:
                 progress(result.samples, total, result.tokens)
@@ -205,18 +205,15 @@ class Generator:
         everyone = self._fleet.eligible(KIND)
         return [i for i in everyone if i.name in self._destinations] or everyone
 
-    def _gather(self, tail: Tail | None) -> int:
-        """Ask `tail`; once it answers, end what runs elsewhere. How many requests that are."""
+    def _gather(self, tail: Tail | None) -> None:
+        """Ask `tail`; once it answers, end what runs elsewhere."""
         if tail is None or self._destinations or not (self._pending or self._flying):
-            return 0
+            return
         unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
         chosen = tail(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._fleet.eligible(KIND)])
-        if not chosen:
-            return 0
-        self._destinations = frozenset(chosen)
-        moving = [w for w in self._flying if w.instance not in self._destinations and w.ending is None]
-        self._end(moving)
-        return len(moving)
+        if chosen:
+            self._destinations = frozenset(chosen)
+            self._end([w for w in self._flying if w.instance not in self._destinations], "tail")
 
     def _greet(self, eligible: Sequence[Instance]) -> None:
         """First sight of an instance: abort what an earlier coordinator left on it, and give it a share of the work."""
@@ -226,14 +223,14 @@ class Generator:
             self._known.add((instance.name, instance.incarnation))
             leftovers = self._leftovers.pop((instance.name, instance.incarnation), None)
             if leftovers:
-                self._abort(instance, leftovers)
+                self._requests.abort(instance, leftovers)
         if new and not first and not self._pending:
             loads = self._loads(eligible)
             idle = [i.name for i in new if loads[i.name] == 0]
             for name, count in excess(loads, idle, self._generation.max_concurrent).items():
                 works = [w for w in self._flying if w.instance == name and w.ending is None]
                 # Those with most to come.
-                self._end(sorted(works, key=lambda w: len(w.tokens))[:count])
+                self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
 
     def _assign(self, eligible: Sequence[Instance]) -> None:
         if not eligible:
@@ -258,21 +255,22 @@ class Generator:
         attempts = self._store.samples.assign(assignments)
         now, wall = self._clock(), time.time()
         for work, attempt in zip(works, attempts, strict=True):
-            work.attempt, work.heard = attempt, now
+            work.attempt, work.heard, work.begun, work.first = attempt, now, now, True
             self._flying[work] = None
             self._activity.setdefault(work.instance, Activity(wall, wall)).end = wall
             work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
 
     async def _run(self, work: Work, instance: Instance) -> None:
         def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None) -> None:
-            if tokens and (move := arrived()) is not None:
-                source = departure.source.name if departure is not None else None
-                fields = {"sample": list(work.key), "instance": instance.name, "tokens": len(work.tokens)}
-                self._log("sample.moved", **fields, source=source, mechanism=move[0].value, seconds=move[1])
+            now = self._clock()
+            if work.first and tokens:
+                sent = self.kv.nbytes
+                self._started(work, instance, now, arrived(), self.kv.nbytes - sent)
+            else:
+                work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.heard
             work.tokens += tokens
             work.logprobs += logprobs
-            work.heard = self._clock()
-            work.reason = reason
+            work.heard, work.reason = now, reason
 
         departure, work.departure = work.departure, None
         try:
@@ -282,9 +280,9 @@ class Generator:
                 # The end was reached, but the coordinator died before it was stored; or the context is full.
                 work.reason = "length"
                 return
-            body = self._body(work, instance, left)
-            arrived = await self.kv.prepare(self._http(), body, instance, departure, bool(work.tokens))
-            await stream(self._http(), instance.url, body, on_tokens)
+            session, request = self._requests.session, body(work, self._generation, self._settings, instance, left)
+            arrived = await self.kv.prepare(session, request, instance, departure, bool(work.tokens))
+            await stream(session, instance.url, request, on_tokens)
             if work.reason == "abort" and len(work.tokens) > work.before:
                 work.departure = self.kv.left(instance, work.request_id)
         except ServerFailure as error:
@@ -295,17 +293,30 @@ class Generator:
             self._ended.append(work)
             self._wake.set()
 
-    def _body(self, work: Work, instance: Instance, left: int) -> dict[str, Any]:
-        sampler = instance.abilities.get("sampler", "counter")
-        params = sampling_params(self._generation, work.seed, left, sampler, generated=len(work.tokens))
-        params["stream_interval"] = self._settings.stream_interval
-        return {
-            "request_id": work.request_id,
-            "model": MODEL,
-            "token_ids": work.prompt + work.tokens,
-            "sampling_params": params,
-            "stream": True,
-        }
+    def _started(
+        self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int
+    ) -> None:
+        """A request's first token came: what a prefill, or a migration, took. `nbytes`: of keys and values moved."""
+        work.first = False
+        tokens = len(work.prompt) + len(work.tokens)
+        mechanism = Mechanism.TOKENS if moved is None else moved[0]
+        if mechanism is Mechanism.TOKENS:
+            nbytes = TOKEN_BYTES * tokens
+            self._activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
+        if work.leave is not None:
+            leave, work.leave = work.leave, None
+            names = leave.instance, instance.name, mechanism.value, leave.reason
+            self._migrations.append(Migration(work.key, *names, tokens, nbytes, now - leave.time))
+            self._log(
+                "sample.moved",
+                sample=list(work.key),
+                instance=instance.name,
+                tokens=len(work.tokens),
+                source=leave.instance,
+                mechanism=mechanism.value,
+                reason=leave.reason,
+                seconds=now - leave.time,
+            )
 
     def _watch(self) -> None:
         """End requests that are stalled, whose process is gone, or which did not heed an abort."""
@@ -337,6 +348,8 @@ class Generator:
         works: list[Work] = []
         streams = Counter(w.instance for w in self._flying)
         for work in self._flying:
+            self._activity[work.instance].decoded(streams[work.instance], work.steps, work.spent)
+            work.steps, work.spent = 0, 0.0
             reason = work.reason if work.reason in FINISHED else None
             if len(work.tokens) > work.stored or reason is not None:
                 tokens, logprobs = work.tokens[work.stored :], work.logprobs[work.stored :]
@@ -374,6 +387,7 @@ class Generator:
                 raise GenerationError(f"{work.instance} refused {work.name}: {work.refusal}")
             asked = work.ending is not None
             if not asked:
+                work.leave = Leave(work.instance, "failure", self._clock())
                 failure = work.failure or f"it ended a request with reason {work.reason}"
                 self._fleet.failed(work.instance, failure)
                 self._log("sample.retried", sample=list(work.key), instance=work.instance, reason=failure)
@@ -395,42 +409,24 @@ class Generator:
         flying = Counter(w.instance for w in self._flying)
         return {i.name: flying[i.name] for i in instances}
 
-    def _end(self, works: Sequence[Work]) -> None:
+    def _end(self, works: Sequence[Work], reason: str) -> None:
         """Ask servers to stop requests; their samples then go elsewhere."""
         works = [w for w in works if w.ending is None and w.reason is None]
         self._store.samples.migrate([(w.key, w.attempt) for w in works])
         now = self._clock()
         by_instance: dict[str, list[str]] = {}
         for work in works:
-            work.ending = now
+            work.ending, work.leave = now, Leave(work.instance, reason, now)
             by_instance.setdefault(work.instance, []).append(work.request_id)
         for name, ids in by_instance.items():
             instance = self._fleet.get(name)
             if instance is not None:
-                self._abort(instance, ids)
-
-    def _abort(self, instance: Instance, ids: Sequence[str]) -> None:
-        async def send() -> None:
-            error = await abort(self._http(), instance.url, ids, self._settings.abort)
-            self._log("requests.aborted", instance=instance.name, requests=len(ids), error=error)
-
-        task = asyncio.create_task(send())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect),
-                headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
-            )
-        return self._session
+                self._requests.abort(instance, ids)
 
     async def _stop(self) -> None:
         """Whatever is still under way ends here: its tokens are stored, its sample is pending again."""
         flying = list(self._flying)
-        await self._cancel([w.task for w in flying if w.task is not None])
+        await cancel([w.task for w in flying if w.task is not None])
         try:
             if flying:
                 self._flush(0.0)
@@ -440,10 +436,3 @@ class Generator:
         self._flying.clear()
         self._pending.clear()
         self._ended.clear()
-
-    @staticmethod
-    async def _cancel(tasks: Any) -> None:
-        tasks = list(tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

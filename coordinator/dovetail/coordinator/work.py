@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from dovetail.api.messages import Span
+from dovetail.coordinator.interstage.migrations import Leave, Migration
 from dovetail.coordinator.kv_migration import Departure
 from dovetail.coordinator.samples import Key, Sample
 
@@ -28,16 +29,43 @@ class Settings:
 
 
 @dataclass
+class Activity:
+    """An instance's part in one call: wall-clock span and counts.
+
+    `decode`: by batch size, steps of single requests and the seconds they took. `prefills`: by the time of submission,
+    tokens and seconds to the last first token."""
+
+    start: float
+    end: float
+    samples: int = 0
+    tokens: int = 0
+    fresh: int = 0
+    decode: dict[int, tuple[int, float]] = field(default_factory=dict)
+    prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
+
+    def decoded(self, batch: int, steps: int, seconds: float) -> None:
+        if steps:
+            before = self.decode.get(batch, (0, 0.0))
+            self.decode[batch] = (before[0] + steps, before[1] + seconds)
+
+    def prefilled(self, begun: float, tokens: int, seconds: float) -> None:
+        before = self.prefills.get(begun, (0, 0.0))
+        self.prefills[begun] = (before[0] + tokens, max(before[1], seconds))
+
+
+@dataclass
 class Generated:
-    """What one call did. `retries`: times a sample had to go elsewhere; `migrated` of them, as the tail was gathered.
-    Spans: one per instance that worked."""
+    """What one call did. `retries`: times a sample had to leave a server; `migrations`: those that went on elsewhere.
+    `tail`: (seconds since the epoch, samples left). Spans: one per instance that worked."""
 
     samples: int = 0
     tokens: int = 0
     retries: int = 0
-    migrated: int = 0
     seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    migrations: list[Migration] = field(default_factory=list)
+    tail: list[tuple[float, int]] = field(default_factory=list)
+    instances: dict[str, Activity] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -64,6 +92,11 @@ class Work:
     failure: str | None = None
     refusal: str | None = None
     fruitless: int = 0
+    leave: Leave | None = None
+    begun: float = 0.0
+    first: bool = True
+    steps: int = 0
+    spent: float = 0.0
     departure: Departure | None = None
 
     @staticmethod
@@ -85,14 +118,3 @@ class Work:
 def request_id(key: Key, attempt: int) -> str:
     """Unique per attempt, so that an old request can be aborted without touching its successor."""
     return f"dovetail-{key.iteration}-{key.prompt}-{key.sample}-{attempt}"
-
-
-@dataclass
-class Activity:
-    """An instance's part in one call: wall-clock span and counts."""
-
-    start: float
-    end: float
-    samples: int = 0
-    tokens: int = 0
-    fresh: int = 0

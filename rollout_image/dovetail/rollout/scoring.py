@@ -75,7 +75,7 @@ class Samples:
 def rounded(lengths: NDArray[np.int64], positions: int) -> NDArray[np.int64]:
     """Lengths rounded up to multiples of WIDTH, but not beyond a model's `positions`."""
     up = -(-lengths // WIDTH) * WIDTH
-    return np.maximum(lengths, np.minimum(up, positions))
+    return np.asarray(np.maximum(lengths, np.minimum(up, positions)), np.int64)
 
 
 def micro_batches(lengths: Sequence[int] | NDArray[np.int64], max_tokens: int, alike: bool = False) -> list[list[int]]:
