@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail.api.env import ProcessEnv
+from dovetail.api.kv import KVAbility
 from dovetail.api.types import RLHFJob
 from dovetail.rollout import auth, server
 from dovetail.rollout.register import Registrar
@@ -257,3 +258,23 @@ def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> Non
     assert posts[0]["weight_version"] is None
     assert posts[0]["abilities"]["max_model_len"] == 7
     assert "incarnation" not in posts[0]["abilities"]
+
+
+def test_servers_can_hand_over_keys_and_values_unless_the_models_layers_differ_in_kind(tmp_path: Path) -> None:
+    made = job(vllmArgs=["--kv-transfer-config", "{}"])
+    group = made.spec.groups[0]
+    setup = server.kv_setup(env(tmp_path), made, group, CONFIG, on_cpu=True)
+    assert setup is not None
+    assert setup.arguments[0] == "--kv-transfer-config"
+    assert (setup.ability.transport, setup.ability.layout) == ("tcp", "float32 x 1")
+    # Keys and values: 3 layers, 2 heads of 32, 4 bytes.
+    assert setup.ability.token_bytes == 2 * 3 * 2 * 32 * 4
+    setup.reserved[0].close()
+    mixed = CONFIG | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    assert server.kv_setup(env(tmp_path), made, group, mixed, on_cpu=True) is None
+
+
+def test_the_state_that_is_reported_carries_the_ability() -> None:
+    state = ServerState(name="r", kv=KVAbility(transport="tcp", ports=[1], layout="x", token_bytes=8))
+    assert KVAbility.model_validate(json.loads(json.dumps(state.abilities()))["kv"]) == state.kv
+    assert ServerState().abilities()["kv"] is None

@@ -1,0 +1,301 @@
+"""Two real vLLM servers hand each other the keys and values of samples in mid-response: nothing else may change."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.kv import HOLD, PULL
+from dovetail.api.messages import Register
+from dovetail.api.sampling import sampling_params
+from dovetail.api.types import Generation, RLHFJob
+from dovetail.coordinator.fleet import Fleet
+from dovetail.coordinator.generation import Generator
+from dovetail.coordinator.samples import NewSample, Sample
+from dovetail.coordinator.store import Store
+from dovetail.coordinator.work import Settings
+from dovetail.planner.migration import Mechanism
+from helpers.vllm_servers import GREEDY, TOKEN, Server, free_port, tiny_llama, wait_for
+from helpers.weight_trainer import Trainer, actor_of
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+IDS = (f"sample-{i}" for i in itertools.count())
+SAMPLED = Generation(max_tokens=200, temperature=0.8, top_k=100, top_p=0.95)
+
+
+@dataclass
+class World:
+    servers: list[Server]
+    trainer: Trainer
+    config: Any
+    version: int = 0
+
+    def publish(self, seed: int) -> None:
+        self.version += 1
+        assert not any(self.trainer.publish(actor_of(self.config, seed), self.version).values())
+
+    def hold(self, key: str) -> dict[str, Any]:
+        return {HOLD: {"key": key, "weights": self.version}}
+
+    def pull(self, key: str, source: Server, **changes: Any) -> dict[str, Any]:
+        kv = source.call("/dovetail/info")[1]["kv"]
+        return {PULL: {"key": key, "host": kv["host"], "ports": kv["ports"], "weights": self.version} | changes}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    run_dir = tmp_path_factory.mktemp("run")
+    config = tiny_llama(max_position_embeddings=512, initializer_range=0.2)
+    config.save_pretrained(run_dir / "models" / "actor-config")
+    job = {
+        "apiVersion": "dovetail.dev/v1alpha1",
+        "kind": "RLHFJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "models": {"actor": {"source": {"scratch": {}}}},
+            "data": {"maxPromptTokens": 300},
+            "generation": {"maxTokens": 200, "maxConcurrent": 16},
+            "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
+        },
+    }
+    (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
+    servers = [Server.start(f"rollout-{i}", run_dir, "http://127.0.0.1:9") for i in range(2)]
+    trainer = Trainer(servers)
+    try:
+        for server in servers:
+            wait_for(server.healthy, 240, f"{server.name} to be healthy")
+        made = World(servers, trainer, config)
+        made.publish(3)
+        yield made
+    finally:
+        trainer.sender.close()
+        for server in servers:
+            server.close()
+
+
+def prompt_tokens(server: Server) -> dict[str, float]:
+    """Prompt tokens so far, by where their keys and values came from."""
+    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total")]
+    return {line.split('source="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in found}
+
+
+def gained(server: Server, before: dict[str, float]) -> dict[str, float]:
+    return {source: n - before.get(source, 0.0) for source, n in prompt_tokens(server).items()}
+
+
+def params_of(kind: str, seed: int, left: int, generated: int = 0) -> dict[str, Any]:
+    if kind == "greedy":
+        return GREEDY | {"max_tokens": left}
+    return sampling_params(SAMPLED, seed, left, "counter", generated=generated) | {"ignore_eos": True}
+
+
+# ---------------------------------------------------------------- continuations
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize(("length", "after"), [(5, 20), (120, 10), (260, 90)])
+def test_a_sample_goes_on_elsewhere_without_a_prefill_and_ends_the_same(
+    world: World, kind: str, length: int, after: int
+) -> None:
+    one, two = world.servers
+    seed = 1000 * length + after + len(kind)
+    prompt = [(seed + 7 * i) % 500 + 3 for i in range(length)]
+    whole, whole_logprobs, _ = one.generate(prompt, **params_of(kind, seed, 200))
+    key = next(IDS)
+    part, part_logprobs = one.stream(prompt, after, key, world.hold(key), **params_of(kind, seed, 200))
+    assert part == whole[: len(part)]
+    assert len(part) < len(whole)
+    before = prompt_tokens(two)
+    params = params_of(kind, seed, 200 - len(part), len(part))
+    rest, rest_logprobs, _ = two.generate(prompt + part, world.pull(key, one), **params)
+    assert part + rest == whole
+    assert part_logprobs + rest_logprobs == pytest.approx(whole_logprobs, abs=2e-6)
+    source = gained(two, before)
+    assert source["external_kv_transfer"] == length + len(part) - 1
+    assert source["local_compute"] == 1
+
+
+def test_half_of_a_batch_moves_and_the_other_half_does_not_notice(world: World) -> None:
+    one, two = world.servers
+    prompts = [[9, 8, 7, 100 + i] for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        whole = list(pool.map(lambda i: one.generate(prompts[i], **params_of("sampled", i, 200)), range(8)))
+        keys = [next(IDS) for _ in prompts]
+
+        def begin(i: int) -> tuple[list[int], list[float]]:
+            stop = 30 + i if i < 4 else 10**6
+            return one.stream(prompts[i], stop, keys[i], world.hold(keys[i]), **params_of("sampled", i, 200))
+
+        def go_on(i: int) -> tuple[list[int], list[float]]:
+            part, logprobs = parts[i]
+            params = params_of("sampled", i, 200 - len(part), len(part))
+            rest = two.generate(prompts[i] + part, world.pull(keys[i], one), **params)
+            return part + rest[0], logprobs + rest[1]
+
+        parts = list(pool.map(begin, range(8)))
+        before = prompt_tokens(two)
+        done = list(pool.map(go_on, range(4))) + parts[4:]
+    assert gained(two, before)["local_compute"] == 4
+    for (tokens, logprobs, _), (got, their) in zip(whole, done, strict=True):
+        assert got == tokens
+        assert their == pytest.approx(logprobs, abs=2e-6)
+
+
+def test_a_sample_can_move_there_and_back(world: World) -> None:
+    one, two = world.servers
+    prompt = [40, 41, 42]
+    whole, _, _ = one.generate(prompt, **params_of("sampled", 5, 200))
+    tokens: list[int] = []
+    pull: dict[str, Any] = {}
+    for here in (one, two, one):
+        key = next(IDS)
+        params = params_of("sampled", 5, 200 - len(tokens), len(tokens))
+        tokens += here.stream(prompt + tokens, 40, key, pull | world.hold(key), **params)[0]
+        pull = world.pull(key, here)
+        assert tokens == whole[: len(tokens)]
+    params = params_of("sampled", 5, 200 - len(tokens), len(tokens))
+    assert tokens + two.generate(prompt + tokens, pull, **params)[0] == whole
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("wrong", ["key", "port", "weights", "nonsense"])
+def test_whatever_goes_wrong_ends_in_a_prefill(world: World, wrong: str) -> None:
+    one, two = world.servers
+    seed = len(wrong)
+    prompt = [seed, 60, 61, 62] + [seed] * 150
+    whole, whole_logprobs, _ = one.generate(prompt, **params_of("sampled", seed, 60))
+    key = next(IDS)
+    part, part_logprobs = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", seed, 60))
+    pull = {
+        "key": world.pull("no such key", one),
+        "port": world.pull(key, one, ports=[free_port()]),
+        "weights": world.pull(key, one, weights=world.version + 1),
+        "nonsense": {PULL: {"key": 5, "host": None}},
+    }[wrong]
+    before = prompt_tokens(two)
+    rest, rest_logprobs, _ = two.generate(prompt + part, pull, **params_of("sampled", seed, 60 - len(part), len(part)))
+    assert part + rest == whole
+    assert part_logprobs + rest_logprobs == pytest.approx(whole_logprobs, abs=2e-6)
+    assert gained(two, before)["local_compute"] >= len(prompt + part) - 1
+    assert one.healthy()
+    assert two.healthy()
+
+
+def test_keys_and_values_of_older_weights_are_never_used(world: World) -> None:
+    one, two = world.servers
+    prompt = list(range(200, 350))
+    key = next(IDS)
+    part, _ = one.stream(prompt, 30, key, world.hold(key), **params_of("sampled", 8, 100))
+    old = world.pull(key, one)
+    world.publish(4)
+    rest = params_of("sampled", 8, 100 - len(part), len(part))
+    expected, logprobs, _ = one.generate(prompt + part, **rest)
+    for pull in (old, world.pull(key, one)):
+        got, their, _ = two.generate(prompt + part, pull, **rest)
+        assert got == expected
+        assert their == pytest.approx(logprobs, abs=2e-6)
+    # A request that says it runs on weights which the server no longer has leaves nothing behind.
+    key = next(IDS)
+    one.stream(prompt, 30, key, {HOLD: {"key": key, "weights": world.version - 1}}, **params_of("sampled", 9, 100))
+    before = prompt_tokens(two)
+    two.generate([7, *prompt], world.pull(key, one), **params_of("sampled", 9, 10))
+    assert gained(two, before)["external_kv_transfer"] == 0
+
+
+# ---------------------------------------------------------------- the coordinator's part
+
+
+def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], list[dict[str, Any]], Generator]:
+    """All samples of one iteration; with `drain`, those of rollout-0 move once they have some tokens."""
+    events: list[dict[str, Any]] = []
+
+    def log(event: str, **fields: Any) -> None:
+        events.append({"event": event, **fields})
+
+    async def run() -> Generator:
+        fleet = Fleet(time.monotonic, log)
+        fleet.publish(world.version)
+        for server in world.servers:
+            info = server.call("/dovetail/info")[1]
+            own = {"name", "incarnation", "weight_version"}
+            message = {key: info[key] for key in own} | {"abilities": {k: v for k, v in info.items() if k not in own}}
+            place = {"kind": "rollout", "group": "rollout", "url": server.url, "ready": True}
+            fleet.register(Register.model_validate(message | place))
+        store.samples.begin_iteration(1, [NewSample(i, 0, np.arange(3, 20 + i) + i, 70 + i) for i in range(8)])
+        generator = Generator(store, fleet, SAMPLED, TOKEN, log, Settings(stall=60, wait=60))
+        # As if prefills had been seen to take long: on a model this small they don't.
+        for server in world.servers:
+            instance = fleet.get(server.name)
+            assert instance is not None
+            pretend_slow_prefills(generator, instance)
+        draining: list[asyncio.Task[None]] = []
+
+        def progress(done: int, total: int, tokens: int) -> None:
+            if drain and tokens > 100 and not draining:
+                draining.append(asyncio.create_task(generator.drain("rollout-0")))
+
+        async with generator:
+            await generator.generate(1, progress=progress)
+        assert len(draining) == drain
+        return generator
+
+    store = Store(folder)
+    try:
+        generator = asyncio.run(run())
+        return store.samples.samples(1), events, generator
+    finally:
+        store.close()
+
+
+def pretend_slow_prefills(generator: Generator, instance: Any) -> None:
+    from dovetail.coordinator.kv_migration import ability
+
+    kv = ability(instance)
+    assert kv is not None
+    generator.kv._measured(kv).measured(Mechanism.TOKENS, 10, 60.0)
+
+
+def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World, tmp_path: Path) -> None:
+    undisturbed, _, _ = generated(world, tmp_path / "undisturbed", drain=False)
+    before = prompt_tokens(world.servers[1])
+    drained, events, generator = generated(world, tmp_path / "drained", drain=True)
+    moved = [e for e in events if e["event"] == "sample.moved"]
+    assert {(e["mechanism"], e["source"], e["instance"]) for e in moved} == {("kv", "rollout-0", "rollout-1")}
+    assert generator.kv.moves == {Mechanism.KV: len(moved)}
+    assert generator.kv.nbytes > 0
+    assert gained(world.servers[1], before)["external_kv_transfer"] > 0
+    for a, b in zip(undisturbed, drained, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert a.finish_reason == b.finish_reason
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-6)
+
+
+def test_a_source_that_was_killed_costs_a_prefill(world: World) -> None:
+    one, two = world.servers
+    prompt = [77] * 140
+    whole, _, _ = two.generate(prompt, **params_of("sampled", 3, 60))
+    key = next(IDS)
+    part, _ = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", 3, 60))
+    pull = world.pull(key, one)
+    one.process.send_signal(signal.SIGKILL)
+    one.process.wait(30)
+    rest, _, _ = two.generate(prompt + part, pull, **params_of("sampled", 3, 60 - len(part), len(part)))
+    assert part + rest == whole
+    assert two.healthy()
