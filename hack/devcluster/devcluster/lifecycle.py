@@ -2,10 +2,12 @@
 
 import contextlib
 import fcntl
+import os
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from devcluster import addons, binaries, cgroups, control_plane, images, network, nodes, preflight
 from devcluster.settings import Cluster, find, state_root
@@ -13,12 +15,17 @@ from devcluster.supervisor import Supervisor
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """One bring-up or take-down of a cluster at a time."""
+def _alone(name: str) -> Iterator[Path]:
+    """One bring-up or take-down of a cluster at a time. Who holds the lock may remove its file."""
     state_root().mkdir(parents=True, exist_ok=True)
-    with (state_root() / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    path = state_root() / f".{name}.lock"
+    while True:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                continue  # whoever held it removed the file
+            yield path
+            return
 
 
 class _Progress:
@@ -86,12 +93,10 @@ def _complete(cluster: Cluster, supervisor: Supervisor, progress: _Progress) -> 
 
 def down(name: str) -> bool:
     """Ends and removes the cluster; False when there was none."""
-    with _alone(name):
+    with _alone(name) as lock:
         cluster = find(name)
-        if cluster is None:
-            return False
-        Supervisor(cluster).terminate()
-        _clear(cluster)
-    with contextlib.suppress(FileNotFoundError):
-        (state_root() / f".{name}.lock").unlink()
-    return True
+        if cluster is not None:
+            Supervisor(cluster).terminate()
+            _clear(cluster)
+        lock.unlink()
+    return cluster is not None
