@@ -16,6 +16,7 @@ from dovetail.api.types import RLHFJob
 from dovetail.operator.api.app import openapi_document
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "hack"))
 
 
 def crd_yaml() -> str:
@@ -29,12 +30,19 @@ def json_schema() -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
+def readme() -> str:
+    from chart_readme import chart_readme
+
+    return chart_readme(ROOT / "helm" / "dovetail")
+
+
 def openapi_json() -> str:
     return json.dumps(openapi_document(), indent=2, ensure_ascii=False) + "\n"
 
 
 FILES: dict[str, Callable[[], str]] = {
     "crds/rlhfjobs.dovetail.dev.yaml": crd_yaml,
+    "helm/dovetail/README.md": readme,
     "helm/dovetail/files/crds/rlhfjobs.dovetail.dev.yaml": crd_yaml,
     "docs/openapi.json": openapi_json,
     "docs/schema/rlhfjob.schema.json": json_schema,
