@@ -17,12 +17,14 @@ from dovetail.coordinator.experience import Experience, experience_arrays
 from dovetail.coordinator.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.interstage.fusion import Fusion, StageFusion, describe
+from dovetail.coordinator.interstage.record import record
 from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.publishing import Target
 from dovetail.coordinator.samples import Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, load_models
 from dovetail.coordinator.seeds import sample_seed
+from dovetail.coordinator.work import Generated
 
 if TYPE_CHECKING:
     from dovetail.coordinator.engines import Engines
@@ -37,7 +39,8 @@ def _finished(sample: Sample) -> Finished:
 
 
 class ExperienceMaker:
-    """Owns generation and inference of the PPO stage; state lives in the store."""
+    """Owns generation and inference of the PPO stage; state lives in the store. `facts`: the last iteration's metrics
+    of inter-stage fusion."""
 
     def __init__(self, engines: Engines, reward_function: RewardFunction | None) -> None:
         self._engines = engines
@@ -45,6 +48,7 @@ class ExperienceMaker:
         self._samples = engines.store.samples
         self._reward_function = reward_function
         self._loaded: dict[str, str] = {}
+        self.facts: dict[str, float] = {}
         self._fusion = Fusion(self._spec, engines.store, engines.log)
         self._generator = Generator(
             engines.store, engines.fleet, self._spec.generation, engines.settings.token, engines.log
@@ -112,15 +116,21 @@ class ExperienceMaker:
         )
         engines.log("fusion.decided", iteration=iteration, **describe(fusion))
         scored: dict[Key, Scores] = {}
+        begun = time.time()
         async with self._inference(fusion, scored) as inference:
             inference.add(_finished(s) for s in self._samples.samples(iteration, State.GENERATED))
             with engines.timeline.phase("generation"):
-                await self._generate(iteration, fusion, inference)
+                done = await self._generate(iteration, fusion, inference)
+            generated = time.time()
             engines.progress.update(phase="inference")
             with engines.timeline.phase("inference"):
                 await inference.finish(INFERENCE_SECONDS)
                 if self._reward_function is not None:
                     await self._reward(iteration, prompts, scored)
+        self.facts = record(engines, iteration, fusion, done, begun, generated)
+        groups = {i.name: i.group for i in engines.fleet.instances()}
+        scoring = [s for s in engines.timeline.spans("inference") if "tokens" in s.args]
+        self._fusion.learn(groups, done, scoring)
         self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
         return self._experience(iteration, prompts)
 
@@ -137,12 +147,13 @@ class ExperienceMaker:
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
 
-    async def _generate(self, iteration: int, fusion: StageFusion, inference: Inference) -> None:
+    async def _generate(self, iteration: int, fusion: StageFusion, inference: Inference) -> Generated:
         engines = self._engines
         before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
 
         def progress(done: int, total: int, tokens: int) -> None:
             engines.progress.update(samples_done=before + done)
+            engines.metrics.samples_left.set(total - done)
             inference.check()
             # Who is idle may have changed.
             inference.poke()
@@ -157,6 +168,7 @@ class ExperienceMaker:
         engines.timeline.add(done.spans)
         engines.metrics.samples.inc(done.samples)
         engines.metrics.tokens.inc(done.tokens)
+        return done
 
     def _inference(self, fusion: StageFusion, scored: dict[Key, Scores]) -> Inference:
         """Scores finished samples: stores them, or puts them into `scored` where the reward function must be called."""

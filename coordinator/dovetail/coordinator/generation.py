@@ -27,6 +27,8 @@ from dovetail.planner.migration import Mechanism
 
 KIND = "rollout"
 GATHER_SECONDS = 0.005
+# Requests begun at once: thousands would keep the event loop from hearing what connects until its deadline has passed.
+BURST = 256
 TOKEN_BYTES = 4
 FINISHED = ("stop", "length", "repetition")
 
@@ -237,10 +239,13 @@ class Generator:
             return
         names = [i.name for i in eligible]
         capacity = self._generation.max_concurrent
-        chosen = place(len(self._pending), self._loads(eligible), self._speeds.relative(names), capacity)
+        count = min(len(self._pending), BURST)
+        chosen = place(count, self._loads(eligible), self._speeds.relative(names), capacity)
         works, self._pending = self._pending[: len(chosen)], self._pending[len(chosen) :]
         if not works:
             return
+        if len(works) == BURST:
+            self._wake.set()
         by_name = {i.name: i for i in eligible}
         assignments = []
         for work, name in zip(works, chosen, strict=True):
@@ -306,7 +311,7 @@ class Generator:
         if work.leave is not None:
             leave, work.leave = work.leave, None
             names = leave.instance, instance.name, mechanism.value, leave.reason
-            self._migrations.append(Migration(work.key, *names, tokens, nbytes, now - leave.time))
+            self._migrations.append(Migration(work.key, *names, tokens, nbytes, now - leave.time, time.time()))
             self._log(
                 "sample.moved",
                 sample=list(work.key),

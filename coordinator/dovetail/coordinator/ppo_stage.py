@@ -15,6 +15,7 @@ from dovetail.coordinator.experience_maker import ExperienceMaker
 from dovetail.coordinator.kl import KLController
 from dovetail.coordinator.ppo import StepFacts, has_critic, iteration_metrics, optimizer_steps, other_seconds, ppo_step
 from dovetail.coordinator.prepare import PromptRecord
+from dovetail.coordinator.scheduling import Scheduling, scheduled
 from dovetail.coordinator.summary import mean_ci95
 from dovetail.coordinator.trainer_session import StagePlan
 
@@ -31,6 +32,7 @@ class PPOStage:
         self._spec = engines.spec
         self._maker = maker
         self._saving: asyncio.Task[None] | None = None
+        self._scheduling = Scheduling(engines.spec, engines.plan, engines.store, engines.settings.run_dir, engines.log)
 
     async def close(self) -> None:
         """Let go of a checkpoint under way."""
@@ -45,8 +47,10 @@ class PPOStage:
         models = {"actor": self._engines.sources.actor_for_ppo()}
         if has_critic(self._spec):
             models["critic"] = self._engines.sources.critic()
+        await self._scheduling.begin()
         self._engines.session.begin(
-            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step), int(progress["step"])
+            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._scheduling.layouts),
+            int(progress["step"]),
         )
         self._engines.progress.update(
             state="running",
@@ -80,7 +84,8 @@ class PPOStage:
             raise ValueError(f"experience of iteration {iteration} given, {self._engines.iteration + 1} expected")
         if self._engines.store.get(f"ppo/{iteration}/facts") is None:
             warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
-            facts = StepFacts(self._kl.coef, train_actor=warm)
+            schedule = await self._scheduling.current() if warm else None
+            facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
             self._engines.files.write(iteration, experience.arrays)
             self._engines.store.put(f"ppo/{iteration}/facts", facts.as_json())
         self._maker.in_batch(iteration)
@@ -89,6 +94,7 @@ class PPOStage:
             await self._saved()
             result = await self._engines.session.run_step()
             self._engines.timeline.add(result.spans)
+            self._scheduling.learn(result)
             self._kl.update(float(experience.kl.mean()), len(experience.responses))
             self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             self._maker.trained(iteration)
@@ -120,7 +126,7 @@ class PPOStage:
         wall = time.time() - timeline.started
         phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
         engines.results.add_iteration(len(arrays["scores"]), wall, phases)
-        metrics = self._record(iteration, arrays, result, phases, wall)
+        metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts)
         gauges = engines.metrics
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)
@@ -137,10 +143,11 @@ class PPOStage:
         result: CommandResult,
         phases: Mapping[str, float],
         wall_seconds: float | None,
+        more: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
         engines = self._engines
-        metrics = iteration_metrics(arrays, result.metrics, phases, wall_seconds)
+        metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds), **(more or {})}
         engines.history.add(Stage.PPO, iteration, metrics)
         for when in ["first"] * (iteration == 1) + ["last"]:
             engines.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
@@ -164,12 +171,14 @@ class PPOStage:
         self._record(iteration, unpack(self._engines.files.read(iteration)), result, {}, None)
 
     def _ppo_step(self, iteration: int) -> Step:
-        facts = self._engines.store.get(f"ppo/{iteration}/facts")
-        return ppo_step(self._spec, self._engines.plan, iteration, StepFacts(**facts))
+        facts = StepFacts(**self._engines.store.get(f"ppo/{iteration}/facts"))
+        step = ppo_step(self._spec, self._engines.plan, iteration, facts, self._scheduling.layouts)
+        return scheduled(step, facts.schedule, self._engines.plan.world_size)
 
     async def finish(self) -> None:
         """Export the trained models."""
         await self._saved()
+        await self._scheduling.close()
         self._engines.progress.update(phase="export", message="exporting models")
         folder = self._engines.settings.run_dir / "models"
         await self._engines.session.export("actor", folder / "actor")

@@ -39,6 +39,45 @@ class Metrics:
             ["instance", "kind"],
             registry=registry,
         )
+        self.migrations = Counter(
+            "dovetail_migrations",
+            "Samples that went on on another rollout: keys and values moved (kv), or prefilled again (tokens).",
+            ["mechanism", "reason"],
+            registry=registry,
+        )
+        self.migration_bytes = Counter(
+            "dovetail_migration_bytes", "Bytes of migrating samples.", ["mechanism"], registry=registry
+        )
+        self.migration_seconds = Histogram(
+            "dovetail_migration_seconds",
+            "From the decision to a sample's first token on its new rollout.",
+            ["mechanism"],
+            registry=registry,
+            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+        )
+        self.fusion_threshold = Gauge(
+            "dovetail_fusion_threshold_samples",
+            "Unfinished samples at which the tail migrates; 0: it does not; -1: stages run one after the other.",
+            registry=registry,
+        )
+        self.fusion_seconds = Gauge(
+            "dovetail_fusion_stage_seconds",
+            "Generation and inference of the last iteration: measured, predicted, predicted one after the other.",
+            ["kind"],
+            registry=registry,
+        )
+        self.hidden_seconds = Counter(
+            "dovetail_fusion_hidden_seconds", "Inference done while samples were generated.", registry=registry
+        )
+        self.idle_seconds = Counter(
+            "dovetail_instance_idle_seconds",
+            "Time of generation and inference in which a rollout neither generated nor scored.",
+            ["instance"],
+            registry=registry,
+        )
+        self.samples_left = Gauge(
+            "dovetail_samples_left", "Samples of the iteration still to be generated.", registry=registry
+        )
         self.weight_version = Gauge("dovetail_weight_version", "Version of the published weights.", registry=registry)
 
 

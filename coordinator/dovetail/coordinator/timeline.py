@@ -19,17 +19,27 @@ class Timeline:
         self._dir = run_dir / "traces"
         self._dir.mkdir(parents=True, exist_ok=True)
         self._spans: list[Span] = []
+        self._counters: dict[str, list[tuple[float, float]]] = {}
         self.phases: dict[str, float] = {}
         self.started = time.time()
 
     def begin(self) -> None:
         """Start an iteration; spans of the last one that were not written are dropped."""
         self._spans = []
+        self._counters = {}
         self.phases = {}
         self.started = time.time()
 
     def add(self, spans: Iterable[Span]) -> None:
         self._spans.extend(spans)
+
+    def count(self, name: str, points: Iterable[tuple[float, float]]) -> None:
+        """Add points (seconds since the epoch, value) of a curve."""
+        self._counters.setdefault(name, []).extend(points)
+
+    def spans(self, name: str) -> list[Span]:
+        """The spans of one name so far."""
+        return [s for s in self._spans if s.name == name]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,7 +54,7 @@ class Timeline:
 
     def write(self, iteration: int) -> None:
         """traces/iteration-0001.json, for Perfetto and the report."""
-        trace = chrome_trace(self._spans, {"iteration": iteration})
+        trace = chrome_trace(self._spans, {"iteration": iteration}, self._counters)
         write_json(self._path(iteration), trace)
 
     def read(self, iteration: int) -> bytes:

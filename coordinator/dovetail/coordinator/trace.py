@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.api.messages import Span
 
 # Perfetto sorts processes by this index: who decides first, then who trains, then who generates.
-_ORDER = ("coordinator", "trainer")
+COUNTING = "coordinator"
+_ORDER = (COUNTING, "trainer")
 
 
 def _rank(process: str) -> tuple[int, str]:
@@ -39,10 +40,15 @@ def _tracks(spans: list[Span]) -> list[tuple[Span, str]]:
     return placed
 
 
-def chrome_trace(spans: Iterable[Span], metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+Curve = Sequence[tuple[float, float]]
+
+
+def chrome_trace(
+    spans: Iterable[Span], metadata: dict[str, Any] | None = None, counters: Mapping[str, Curve] | None = None
+) -> dict[str, Any]:
     """The trace document of some spans: a process per `Span.process`, a thread per lane, times in microseconds from
     the earliest start (which `otherData.start_seconds` gives, seconds since the epoch). Spans that end before they
-    start (clocks stepped) count as empty."""
+    start (clocks stepped) count as empty. `counters`: curves of the coordinator's, (seconds since the epoch, value)."""
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         if span.end < span.start:
@@ -75,6 +81,11 @@ def chrome_trace(spans: Iterable[Span], metadata: dict[str, Any] | None = None) 
                     "args": args,
                 }
             )
+    pid = next((n for n, process in enumerate(processes, start=1) if process == COUNTING), 1)
+    for name, points in sorted((counters or {}).items()):
+        for when, value in points:
+            stamp = round(max(0.0, when - origin) * 1e6, 3)
+            events.append({"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": stamp, "args": {"value": value}})
     return {
         "displayTimeUnit": "ms",
         "otherData": {"start_seconds": origin, **(metadata or {})},

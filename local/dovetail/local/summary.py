@@ -86,6 +86,23 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What inter-stage fusion did, (what, "", value); nothing where it was off."""
+    fusion = get(summary, "fusion")
+    if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
+        return []
+    threshold = fusion.get("threshold")
+    found = [
+        ("Fusion: samples left when the rest migrated", "", str(threshold) if threshold else "nobody migrates"),
+        ("Fusion: samples migrated", "", f"{fusion.get('samples_migrated', 0):.0f}"),
+    ]
+    saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
+    if isinstance(saved, int | float):
+        text = duration(saved) + (f" ({duration(predicted)} predicted)" if isinstance(predicted, int | float) else "")
+        found.append(("Fusion: time saved", "", text))
+    return found
+
+
 def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """(stage, seconds) in the order in which stages run."""
     found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
@@ -106,6 +123,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("Samples per second", "", f"{rate:.2f}")
     if wall is not None:
         table.add_row("Wall time", "", duration(wall))
+    for row in fusion_rows(summary):
+        table.add_row(*row)
     for name, seconds in stage_seconds(summary):
         table.add_row(f"  stage {name}", "", duration(seconds))
     phases = {k: v for k, v in (get(summary, "phases") or {}).items() if isinstance(v, int | float)}

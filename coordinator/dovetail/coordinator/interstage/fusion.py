@@ -5,14 +5,16 @@ One `Fusion` a job, one `StageFusion` an iteration. No I/O but the store's key `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.api.messages import Span
 from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.fleet import Instance
 from dovetail.coordinator.samples import Key
 from dovetail.coordinator.store import Store
+from dovetail.coordinator.work import Generated
 from dovetail.planner.interstage import Decision, Measurements, StageProfile, ThresholdController, plan_migration
 
 STORED = "ppo/fusion"
@@ -41,7 +43,6 @@ class StageFusion:
     remaining: int | None = None
     moves: int = 0
     generated: bool = False
-    _over: bool = field(default=False, repr=False)
 
     @property
     def threshold(self) -> int | None:
@@ -50,10 +51,8 @@ class StageFusion:
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
         """The generator's `Tail`: the destinations, once the samples left are as few as the threshold."""
-        if self._over or not self.threshold or len(unfinished) > self.threshold or not unfinished:
+        if self.destinations or not self.threshold or len(unfinished) > self.threshold or not unfinished:
             return None
-        # One plan a stage: if it frees nobody now, it will not be worth it later.
-        self._over = True
         profiles = {name: self.profiles.get(name, ASSUMED) for name in sorted(eligible)}
         plan = plan_migration(list(unfinished), profiles, self.kv_per_sample)
         if plan is None:
@@ -73,6 +72,7 @@ class Fusion:
         self._spec = spec
         self._store = store
         self._log = log
+        self._assumed = replace(ASSUMED, max_samples=spec.generation.max_concurrent)
         self._controller = ThresholdController(spec.plan.inter_stage_fusion, spec.generation.max_tokens, spec.seed)
         saved = store.get(STORED)
         if saved is not None:
@@ -81,7 +81,7 @@ class Fusion:
 
     def measured(self, group: str) -> Measurements:
         """What is known of the instances of a group."""
-        return self.measurements.setdefault(group, Measurements(ASSUMED))
+        return self.measurements.setdefault(group, Measurements(self._assumed))
 
     async def begin(self, prompt_lengths: Sequence[int], instances: Sequence[Instance]) -> StageFusion:
         """Decide an iteration's threshold."""
@@ -92,6 +92,23 @@ class Fusion:
         profiles = [stage.profiles[i.name] for i in instances]
         stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
         return stage
+
+    def learn(self, groups: Mapping[str, str], generated: Generated, scoring: Sequence[Span]) -> None:
+        """What an iteration's requests took. `groups`: by rollout and by scorer; `scoring`: a span a chunk."""
+        for name, activity in generated.instances.items():
+            known = self.measured(groups.get(name, name))
+            for batch, (steps, seconds) in sorted(activity.decode.items()):
+                known.decoded(batch, steps, seconds)
+            for tokens, seconds in activity.prefills.values():
+                known.prefilled(tokens, seconds)
+        for span in scoring:
+            known = self.measured(groups.get(span.process, span.process))
+            known.scored(int(span.args["tokens"]), span.end - span.start)
+        for move in generated.migrations:
+            known = self.measured(groups.get(move.destination, move.destination))
+            prefill = known.profile().prefill_seconds_per_token * move.tokens
+            if move.mechanism == "tokens" and move.reason != "failure":
+                known.migrated(max(1e-6, move.seconds - prefill))
 
     def end(self, response_lengths: Sequence[int]) -> None:
         """Learn an iteration's lengths."""

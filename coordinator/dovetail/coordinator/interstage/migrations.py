@@ -20,7 +20,7 @@ class Leave:
 @dataclass(frozen=True)
 class Migration:
     """A sample that went on elsewhere. `mechanism`: tokens or kv; `tokens`: of prompt and response; `nbytes`: what was
-    sent of them; `seconds`: from the decision to its first new token."""
+    sent of them; `seconds`: from the decision to its first new token, at `ended` (since the epoch)."""
 
     key: Key
     source: str
@@ -30,3 +30,4 @@ class Migration:
     tokens: int
     nbytes: int
     seconds: float
+    ended: float
