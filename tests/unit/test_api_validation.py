@@ -68,7 +68,6 @@ USED = {
     },
     "spec.groups[].roles": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100}]},
     "spec.plan.placement": {"plan": {"placement": "Interleaving"}},
-    "spec.plan.interStageFusion": {"plan": {"interStageFusion": 0.2}},
     "spec.plan.intraStageFusion": {"plan": {"intraStageFusion": "Fused"}},
     "spec.plan.parallelism.*.tp": {
         "plan": {"parallelism": {"actor": {"tp": 2}}},

@@ -35,11 +35,6 @@ def _placement(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.plan.placement"
 
 
-def _inter(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.plan.inter_stage_fusion not in ("Auto", "Off"):
-        yield "spec.plan.interStageFusion"
-
-
 def _intra(spec: RLHFJobSpec) -> Iterator[str]:
     if spec.plan.intra_stage_fusion not in ("Auto", "Serial"):
         yield "spec.plan.intraStageFusion"
@@ -124,7 +119,6 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
     Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
     Unexecuted("spec.groups[].roles", _turns, "trainer and rollouts share the GPUs without taking turns"),
     Unexecuted("spec.plan.placement", _placement, "models are placed apart (Separation)"),
-    Unexecuted("spec.plan.interStageFusion", _inter, "inference starts when generation has ended (Off)"),
     Unexecuted("spec.plan.intraStageFusion", _intra, "actor and critic train one after the other (Serial)"),
     Unexecuted("spec.plan.parallelism.*.tp", _tp, "training is not split within layers; use pp and dp instead"),
 )

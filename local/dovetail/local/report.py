@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.local import charts
 from dovetail.local.charts import Bar, Series
 from dovetail.local.errors import RunError
-from dovetail.local.summary import PHASES, duration, get, read_summary, rows, stage_seconds
+from dovetail.local.summary import PHASES, duration, fusion_rows, get, read_summary, rows, stage_seconds
 
 _STYLE = """
 :root{color-scheme:light dark;--fg:#1b1f24;--mute:#667;--line:#8884;--card:#fff;--bg:#f4f5f7}
@@ -58,6 +58,16 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
             "PPO: clipped share of tokens",
             "iteration",
             (("policy", "clip_fraction", None), ("value", "value_clip_fraction", None)),
+        ),
+        (
+            "Generation and inference: seconds",
+            "iteration",
+            (("measured", "fusion_stage_seconds", None), ("predicted", "fusion_predicted_seconds", None)),
+        ),
+        (
+            "Inter-stage fusion: seconds saved",
+            "iteration",
+            (("measured", "fusion_saved_seconds", None), ("predicted", "fusion_predicted_saved_seconds", None)),
         ),
         ("PPO: samples per second", "iteration", (("samples/s", "samples_per_second", None),)),
     ),
@@ -121,6 +131,12 @@ def trace_bars(trace: Mapping[str, Any]) -> list[Bar]:
     ]
 
 
+def trace_curve(trace: Mapping[str, Any], name: str) -> Series:
+    """A counter of a Chrome trace: its value over seconds."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "C" and e.get("name") == name]
+    return Series(name, [e["ts"] / 1e6 for e in events], [float(e["args"]["value"]) for e in events])
+
+
 def _detail(args: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in list(args.items())[:6] if isinstance(value, str | int | float))
 
@@ -129,6 +145,7 @@ def _table(summary: Mapping[str, Any]) -> str:
     body = [(what, first, last) for what, first, last in rows(summary)]
     if isinstance(get(summary, "samples_per_second"), int | float):
         body.append(("Samples per second", "", f"{summary['samples_per_second']:.2f}"))
+    body += fusion_rows(summary)
     body += [(f"Time of stage {name}", "", duration(s)) for name, s in stage_seconds(summary)]
     lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in body)
     head = "<tr><th></th><th>before / first</th><th>after / last</th></tr>"
@@ -174,6 +191,8 @@ def render_report(
     if trace is not None:
         number = int(trace[0].rpartition("-")[2])
         timeline = charts.gantt(f"Timeline of iteration {number}", trace_bars(trace[1]), PHASES)
+        left = trace_curve(trace[1], "samples left")
+        timeline += charts.line_chart(f"Samples still to generate, iteration {number}", "second", [left])
     when = f"<h2>Time</h2>{time_bar}{timeline}" if time_bar or timeline else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
