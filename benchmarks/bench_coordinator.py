@@ -155,6 +155,22 @@ async def watch_lag(lags: list[float]) -> None:
         lags.append(time.perf_counter() - before - LAG_PERIOD)
 
 
+def report(fleet: Fleet, ports: list[int]) -> None:
+    """What every rollout posts every 2 s."""
+    for index, port in enumerate(ports):
+        message = {"name": f"r{index:03}", "kind": "rollout", "group": "g", "url": f"http://127.0.0.1:{port}"}
+        abilities = {"sampler": "counter", "max_model_len": 4096}
+        more = {"ready": True, "incarnation": "1", "weight_version": 1, "abilities": abilities}
+        fleet.register(Register.model_validate({**message, **more}))
+
+
+async def keep_reporting(fleet: Fleet, ports: list[int]) -> None:
+    while True:
+        await asyncio.sleep(2)
+        report(fleet, ports)
+        fleet.tick()
+
+
 def resident() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):
@@ -169,21 +185,18 @@ async def coordinate(folder: Path, ports: list[int], samples: int, mean: float, 
     store.samples.begin_iteration(1, [NewSample(i, 0, prompt, seed) for i, seed in enumerate(seeds)])
     fleet = Fleet(time.monotonic, lambda event, **fields: None)
     fleet.publish(1)
-    for index, port in enumerate(ports):
-        message = {"name": f"r{index:03}", "kind": "rollout", "group": "g", "url": f"http://127.0.0.1:{port}"}
-        abilities = {"sampler": "counter", "max_model_len": 4096}
-        more = {"ready": True, "incarnation": "1", "weight_version": 1, "abilities": abilities}
-        fleet.register(Register.model_validate({**message, **more}))
+    report(fleet, ports)
     generation = Generation.model_validate({"maxTokens": MAX_TOKENS, "maxConcurrent": 256})
     lags: list[float] = []
     before = resident()
     async with Generator(store, fleet, generation, "token", lambda event, **fields: None, settings) as generator:
-        watcher = asyncio.create_task(watch_lag(lags))
+        others = [asyncio.create_task(watch_lag(lags)), asyncio.create_task(keep_reporting(fleet, ports))]
         cpu = time.process_time()
         async with asyncio.timeout(DEADLINE):
             result = await generator.generate(1)
         cpu = time.process_time() - cpu
-        watcher.cancel()
+        for task in others:
+            task.cancel()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     wrong = [
         s.key
