@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,8 +21,9 @@ HOLD_SECONDS = 30.0
 PULL_SECONDS = 20.0
 # How long a request that is just being aborted may take to appear at the other end.
 WAIT_SECONDS = 5.0
-# Host memory for kept blocks, over all ranks.
+# Host memory for kept blocks, over all ranks: so much, and this share of the machine's.
 MAX_HELD_BYTES = 4 << 30
+MAX_HELD_SHARE = 1 / 16
 
 
 @dataclass
@@ -52,6 +54,11 @@ def reserve_ports(host: str, count: int) -> list[socket.socket]:
     return sockets
 
 
+def held_bytes() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(MAX_HELD_BYTES, int(memory * MAX_HELD_SHARE))
+
+
 def prepare(host: str, on_cpu: bool, ranks: int, layout: str, token_bytes: int) -> KVSetup:
     """`host`: where other servers reach this one. `ranks`: tensor-parallel. `layout`: see KVAbility. Raises OSError if
     `host` is no address of this machine."""
@@ -71,7 +78,7 @@ def prepare(host: str, on_cpu: bool, ranks: int, layout: str, token_bytes: int) 
             "host": host,
             "ports": ports,
             "layout": layout,
-            "held_bytes": MAX_HELD_BYTES // ranks,
+            "held_bytes": held_bytes() // ranks,
             "hold_seconds": HOLD_SECONDS,
             "pull_seconds": PULL_SECONDS,
             "wait_seconds": WAIT_SECONDS,
