@@ -176,7 +176,8 @@ def load(supervisor: Supervisor, node: Node, archive: Path) -> None:
     if mark.exists():
         return
     ctr = str(binaries.path_of("ctr"))
-    wait_for(f"containerd on {node.name}", lambda: supervisor.run(ctr, "version", node=node, check=False), 60)
+    answers = ("sh", "-c", '"$0" version >/dev/null 2>&1 && echo yes', ctr)
+    wait_for(f"containerd on {node.name}", lambda: supervisor.run(*answers, node=node, check=False), 120)
     supervisor.run(ctr, "--namespace=k8s.io", "images", "import", str(archive), node=node)
     mark.touch()
 

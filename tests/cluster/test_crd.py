@@ -1,0 +1,348 @@
+"""The CustomResourceDefinition on a real API server: what it accepts, refuses, fills in, shows and lets change."""
+
+import copy
+import json
+
+import pytest
+import yaml
+
+from dovetail.api.types import RLHFJob
+from dovetail.api.validation import ManifestError, parse_manifest
+from helpers.cluster import REPOSITORY, wait_for
+from helpers.manifests import DELETE, GOOD, RULES, changed
+from helpers.rlhfjobs import CRD, create, install_crd, mark_planned, sentences
+
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.yaml"))
+
+# What types say: the API server's words.
+TYPES = [
+    ({"ppo.miniBatchSze": 4}, 'unknown field "spec.ppo.miniBatchSze"'),
+    ({"ppo.mini_batch_size": 4}, 'unknown field "spec.ppo.mini_batch_size"'),
+    ({"group": []}, 'unknown field "spec.group"'),
+    ({"groups.0.gpu": {"perpod": 2}}, 'unknown field "spec.groups[0].gpu.perpod"'),
+    ({"groups": DELETE}, "spec.groups: Required value"),
+    ({"groups": []}, "spec.groups in body should have at least 1 items"),
+    ({"groups": {"name": "a"}}, "spec.groups in body must be of type array"),
+    ({"groups.0.name": "Big_A"}, "spec.groups[0].name in body should match '^[a-z0-9]([-a-z0-9]*[a-z0-9])?$'"),
+    ({"groups.0.name": DELETE}, "spec.groups[0].name: Required value"),
+    ({"groups.0.roles": ["trainr"]}, 'spec.groups[0].roles[0]: Unsupported value: "trainr"'),
+    ({"groups.0.replicas": 0}, "spec.groups[0].replicas in body should be greater than or equal to 1"),
+    ({"groups.1.name": "trainers"}, 'spec.groups[1]: Duplicate value: {"name":"trainers"}'),
+    ({"groups.0.roles": ["trainer", "trainer"]}, 'spec.groups[0].roles[1]: Duplicate value: "trainer"'),
+    ({"models.actor.lora": {"targetModules": ["q", "q"]}}, 'lora.targetModules[1]: Duplicate value: "q"'),
+    ({"ppo.clip": "0.2"}, 'spec.ppo.clip in body must be of type number: "string"'),
+    ({"ppo.epochs": 1.5}, "spec.ppo.epochs in body must be of type int"),
+    ({"ppo.advantage": "gea"}, 'spec.ppo.advantage: Unsupported value: "gea"'),
+    ({"ppo.ema": 1.0}, "spec.ppo.ema in body should be less than 1"),
+    ({"ppo.gamma": 1.5}, "spec.ppo.gamma in body should be less than or equal to 1"),
+    ({"ppo.advantageFunction": "os.system"}, "spec.ppo.advantageFunction in body should match"),
+    ({"plan.parallelism": "Some"}, '"spec.plan.parallelism" must validate at least one schema'),
+    ({"plan.interStageFusion": 1.2}, '"spec.plan.interStageFusion" must validate at least one schema'),
+    ({"generation.stop": "END"}, "spec.generation.stop in body must be of type array"),
+    ({"failurePolicy.maxRestarts": -1}, "spec.failurePolicy.maxRestarts in body should be greater than or equal to 0"),
+]
+# Rules that CEL cannot see: free-form objects and unions. The operator says them, in the condition Planned.
+OPERATORS = (
+    "config.",
+    "config: ",
+    "spec.plan.parallelism",
+    "data-parallel ranks",
+    "max_position_embeddings",
+)
+DUPLICATES = ("twice",)  # refused as list types, in TYPES
+
+
+def local(manifest):
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(yaml.safe_dump(manifest))
+    return caught.value.errors
+
+
+@pytest.fixture(scope="module")
+def server(api_server):
+    install_crd(api_server)
+    return api_server
+
+
+@pytest.fixture
+def namespace(server):
+    with server.namespace() as name:
+        yield name
+
+
+def apply(server, manifest, namespace, *words):
+    text = json.dumps(manifest)
+    return server.try_kubectl("apply", "--server-side", "-n", namespace, "-f", "-", *words, stdin=text)
+
+
+# ---------------------------------------------------------------- what is accepted
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_accepted(server, path):
+    done = create(server, yaml.safe_load(path.read_text()), "--dry-run=server")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ppo.valueClip": None, "ppo.ema": None},
+        {"plan.interStageFusion": 0.3},
+        {"plan.interStageFusion": "Off"},
+        {"plan.parallelism": {"actor": {"dp": 2}}},
+        {"models.reward": {"function": "a:b"}, "data.preferences": []},
+        {"groups.1.replicas": DELETE, "groups.1.minReplicas": 1, "groups.1.maxReplicas": 4},
+        {"groups.1.podTemplate": {"spec": {"anything": [{"goes": 1}]}}, "models.actor.lora": {}},
+    ],
+    ids=str,
+)
+def test_what_dovetail_accepts_the_api_server_accepts(server, changes):
+    manifest = changed(**changes)
+    parse_manifest(yaml.safe_dump(manifest))
+    done = create(server, manifest, "--dry-run=server")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_defaults_are_those_of_dovetail(server, namespace, path):
+    manifest = yaml.safe_load(path.read_text())
+    manifest["metadata"].pop("namespace", None)
+    assert create(server, manifest, "-n", namespace).returncode == 0
+    stored = server.get("rlhfjob", manifest["metadata"]["name"], "-n", namespace)["spec"]
+    ours = RLHFJob.model_validate(manifest).model_dump(mode="json", by_alias=True)["spec"]
+
+    def same(theirs, mine, where):
+        if isinstance(mine, dict):
+            kept = {key: value for key, value in mine.items() if value is not None or key in theirs}
+            assert set(theirs) == set(kept), where
+            for key, value in kept.items():
+                same(theirs[key], value, f"{where}.{key}")
+        elif isinstance(mine, list):
+            assert len(theirs) == len(mine), where
+            for index, (a, b) in enumerate(zip(theirs, mine, strict=True)):
+                same(a, b, f"{where}[{index}]")
+        else:
+            assert theirs == mine, where
+
+    same(stored, ours, "spec")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("changes", "sentence"), TYPES, ids=[s[:60] for _, s in TYPES])
+def test_types(server, changes, sentence):
+    done = create(server, changed(**changes), "--dry-run=server")
+    assert done.returncode == 1
+    assert sentence in done.stderr
+
+
+@pytest.mark.parametrize(("changes", "sentence"), RULES, ids=[s[:60] for _, s in RULES])
+def test_rules_say_what_dovetail_validate_says(server, changes, sentence):
+    manifest = changed(**changes)
+    expected = next(error for error in local(manifest) if sentence in error)
+    done = create(server, manifest, "--dry-run=server")
+    if any(part in expected for part in OPERATORS):
+        assert done.returncode == 0, "CEL can see it after all: say it there"
+        return
+    assert done.returncode == 1
+    if not any(part in expected for part in DUPLICATES) or "spec.stages" in expected:
+        assert expected in sentences(done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("name", ["a.b", "x" * 64])
+def test_names_are_those_that_pods_can_have(server, name):
+    manifest = {**GOOD, "metadata": {"name": name}}
+    assert "metadata.name" in local(manifest)[0]
+    done = create(server, manifest, "--dry-run=server")
+    assert done.returncode == 1
+    assert "metadata.name" in done.stderr
+
+
+def test_unknown_fields_are_dropped_with_a_warning_where_kubectl_does_not_insist(server):
+    manifest = changed(**{"ppo.miniBatchSze": 4})
+    words = ("create", "--validate=warn", "--dry-run=server", "-o", "json", "-f", "-")
+    done = server.try_kubectl(*words, stdin=json.dumps(manifest))
+    assert done.returncode == 0
+    assert 'unknown field "spec.ppo.miniBatchSze"' in done.stderr
+    assert "miniBatchSze" not in done.stdout
+
+
+# ---------------------------------------------------------------- what may change
+
+FIXED = [
+    ({"seed": 3}, "spec.seed"),
+    ({"stages": ["sft"]}, "spec.stages"),
+    ({"models.actor.source.scratch.config.num_hidden_layers": 4}, "spec.models"),
+    ({"data.prompts.0.synthetic": {"size": 99}}, "spec.data"),
+    ({"sft.epochs": 7}, "spec.sft"),
+    ({"reward.optimizer": {"eps": 0.5}}, "spec.reward"),
+    ({"ppo.kl": {"coef": 0.9}}, "spec.ppo"),
+    ({"generation.temperature": 0.5}, "spec.generation"),
+    ({"plan.parallelism": {"actor": {"dp": 2}}}, "spec.plan"),
+    ({"groups.2": {"name": "more", "roles": ["rollout"]}}, "The list of names in spec.groups"),
+    ({"groups.1.name": "other"}, "The list of names in spec.groups"),
+    ({"groups.1.roles": ["trainer", "rollout"]}, "roles of a group in spec.groups"),
+    ({"groups.1.gpu": {"product": "x"}}, "gpu of a group in spec.groups"),
+    ({"groups.1.dtype": "float32"}, "dtype of a group in spec.groups"),
+    ({"groups.1.image": "x"}, "image of a group in spec.groups"),
+    ({"groups.1.vllmArgs": ["--x"]}, "vllmArgs of a group in spec.groups"),
+    ({"groups.1.podTemplate": {"spec": {"x": 1}}}, "podTemplate of a group in spec.groups"),
+    ({"groups.0.replicas": 4}, "replicas of a trainer group in spec.groups"),
+    ({"checkpoint.volume": "claim"}, "spec.checkpoint.volume"),
+]
+FREE = [
+    {"suspend": True},
+    {"groups.1.replicas": 5},
+    {"groups.1.minReplicas": 1, "groups.1.maxReplicas": 9},
+    {"checkpoint.everySteps": 9, "checkpoint.keep": 9},
+    {"failurePolicy.maxRestarts": 0},
+    {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def planned(server):
+    """The namespace of a job with a plan."""
+    with server.namespace() as name:
+        assert create(server, GOOD, "-n", name).returncode == 0
+        mark_planned(server, name, "job")
+        yield name
+
+
+@pytest.mark.parametrize(("changes", "what"), FIXED, ids=[f"{w} {i}" for i, (_, w) in enumerate(FIXED)])
+def test_what_a_planned_job_cannot_change(server, planned, changes, what):
+    done = apply(server, changed(**changes), planned, "--dry-run=server", "--force-conflicts")
+    assert done.returncode == 1
+    assert f"{what} cannot change once the job is planned; delete the job and create it anew." in done.stderr
+
+
+@pytest.mark.parametrize("changes", FREE, ids=str)
+def test_what_may_change_at_any_time(server, planned, changes):
+    done = apply(server, changed(**changes), planned, "--dry-run=server", "--force-conflicts")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("status", [None, "False"])
+def test_a_job_whose_plan_does_not_hold_can_be_corrected(server, namespace, status):
+    assert create(server, GOOD, "-n", namespace).returncode == 0
+    if status is not None:
+        mark_planned(server, namespace, "job", status)
+    done = apply(server, changed(**{"plan.parallelism": {"actor": {"dp": 2}}}), namespace, "--force-conflicts")
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- appliers, versions
+
+
+def test_appliers_conflict_by_field_and_share_a_group(server, namespace):
+    assert apply(server, changed(seed=1), namespace, "--field-manager=ann").returncode == 0
+    minimal = {k: GOOD[k] for k in ("apiVersion", "kind", "metadata")}
+    scaled = {**minimal, "spec": {"groups": [{"name": "rollouts", "maxReplicas": 7, "roles": ["rollout"]}]}}
+    assert apply(server, scaled, namespace, "--field-manager=scaler").returncode == 0, "groups are merged by name"
+    spec = server.get("rlhfjob", "job", "-n", namespace)["spec"]
+    assert [(g["name"], g.get("maxReplicas"), g["replicas"]) for g in spec["groups"]] == [
+        ("trainers", None, 2),
+        ("rollouts", 7, 2),
+    ]
+    reseeded = {**minimal, "spec": {"seed": 2, **scaled["spec"]}}
+    done = apply(server, reseeded, namespace, "--field-manager=bob")
+    assert done.returncode == 1
+    assert 'conflict with "ann"' in done.stderr
+    assert ".spec.seed" in done.stderr
+    assert apply(server, reseeded, namespace, "--field-manager=bob", "--force-conflicts").returncode == 0
+    assert server.get("rlhfjob", "job", "-n", namespace)["spec"]["seed"] == 2
+
+
+def test_status_is_written_apart(server, namespace):
+    assert create(server, {**GOOD, "status": {"stage": "ppo"}}, "-n", namespace).returncode == 0
+    assert "status" not in server.get("rlhfjob", "job", "-n", namespace)
+    mark_planned(server, namespace, "job")
+    found = server.get("rlhfjob", "job", "-n", namespace)
+    assert found["status"]["conditions"][0]["type"] == "Planned"
+    assert found["metadata"]["generation"] == 1, "a status is no change of what is wanted"
+    wrong = json.dumps({"status": {"conditions": [{"type": "Odd", "status": "Maybe"}]}})
+    words = ("patch", "rlhfjob", "job", "-n", namespace, "--subresource=status", "--type=merge", "-p", wrong)
+    done = server.try_kubectl(*words)
+    assert done.returncode == 1
+    assert 'Unsupported value: "Odd"' in done.stderr
+
+
+def test_an_upgrade_from_an_older_definition_keeps_jobs(server):
+    """The older one lacks fields and rules; a job of its time breaks a rule of today."""
+    older = yaml.safe_load(CRD.read_text())
+    root = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+    def forget_rules(node):
+        node.pop("x-kubernetes-validations", None)
+        for inner in [*node.get("properties", {}).values(), *([node["items"]] if "items" in node else [])]:
+            forget_rules(inner)
+
+    forget_rules(root)
+    del root["properties"]["spec"]["properties"]["ttlSecondsAfterFinished"]
+    del older["spec"]["versions"][0]["selectableFields"]
+    odd = changed(**{"ppo.miniBatchSize": 48})
+    with server.namespace() as namespace:
+        try:
+            install_crd(server, json.dumps(older))
+            wait_for(
+                "the older schema", lambda: create(server, odd, "-n", namespace, "--dry-run=server").returncode == 0
+            )
+            assert create(server, odd, "-n", namespace).returncode == 0
+            assert "unknown field" in create(server, changed(ttlSecondsAfterFinished=5), "-n", namespace).stderr
+        finally:
+            install_crd(server)
+        wait_for("today's schema", lambda: create(server, odd, "-n", namespace, "--dry-run=server").returncode == 1)
+        server.kubectl("label", "rlhfjob", "job", "-n", namespace, "seen=yes")
+        mark_planned(server, namespace, "job")
+        assert server.get("rlhfjob", "job", "-n", namespace)["spec"]["ppo"]["miniBatchSize"] == 48
+        server.kubectl("patch", "rlhfjob", "job", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+
+
+# ---------------------------------------------------------------- what people see
+
+
+def test_names_columns_and_selectors(server, namespace):
+    for name, suspended in (("one", False), ("two", True)):
+        manifest = copy.deepcopy(changed(suspend=suspended))
+        manifest["metadata"]["name"] = name
+        assert create(server, manifest, "-n", namespace).returncode == 0
+    mark_planned(server, namespace, "one")
+    for word in ("rlhf", "rlhfjob", "rlhfjobs", "dovetail"):
+        head, *rows = server.kubectl("get", word, "-n", namespace).splitlines()
+        assert head.split() == [*("NAME", "STAGE", "ITERATION", "REWARD", "SAMPLES/S", "RUNNING", "COMPLETED", "AGE")]
+        assert [row.split()[0] for row in rows] == ["one", "two"]
+    wide = server.kubectl("get", "rlhf", "-n", namespace, "-o", "wide").splitlines()[0].split()
+    assert {"KL", "FAILED", "SUSPENDED"} <= set(wide)
+    chosen = server.kubectl("get", "rlhf", "-n", namespace, "--field-selector", "spec.suspend=true", "-o", "name")
+    assert chosen.split() == ["rlhfjob.dovetail.dev/two"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("rlhfjob", "An RLHF training job: SFT, reward model and PPO from one manifest."),
+        ("rlhfjob.spec.ppo.kl", "KL penalty against the reference."),
+        ("rlhfjob.spec.groups.minReplicas", "Fewest rollout pods"),
+        ("rlhfjob.status.conditions.message", "The root cause for people"),
+    ],
+)
+def test_explain(server, path, text):
+    assert text in " ".join(server.kubectl("explain", path).split())
+
+
+def test_explain_describes_every_field(server):
+    listing = server.kubectl("explain", "rlhfjob.spec", "--recursive")
+    assert "globalBatchSize" in listing
+    root = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+    def missing(node, path):
+        for name, inner in node.get("properties", {}).items():
+            if not inner.get("description") and path:
+                yield f"{path}.{name}"
+            yield from missing(inner, f"{path}.{name}")
+        yield from missing(node.get("items", {}), f"{path}[]") if "items" in node else ()
+
+    assert not [path for part in ("spec", "status") for path in missing(root["properties"][part], part)]

@@ -1,0 +1,261 @@
+"""The operator on a real API server, where no pod starts: objects, drift, rights, leadership, status."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.cluster import REPOSITORY, KubeCluster, wait_for
+from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
+
+NAMESPACES = ["jobs-a", "jobs-b"]
+KINDS = (
+    *("jobset", "configmap", "service", "serviceaccount", "role", "rolebinding", "networkpolicy"),
+    *("poddisruptionbudget", "persistentvolumeclaim", "secret"),
+)
+
+
+def manifest(name: str = "demo", namespace: str = NAMESPACES[0], **spec: Any) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples/quickstart-cluster.yaml").read_text())
+    document["metadata"] = {"name": name, "namespace": namespace}
+    document["spec"] |= spec
+    return document
+
+
+def submit(server: KubeCluster, document: dict[str, Any]) -> None:
+    server.apply(document, namespace=document["metadata"]["namespace"])
+
+
+@pytest.fixture(scope="module")
+def server(api_server: KubeCluster) -> KubeCluster:
+    """With the CRDs, two namespaces, and the chart's rights in these two alone."""
+    crd = yaml.safe_load((REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml").read_text())
+    if api_server.get("crd", "jobsets.jobset.x-k8s.io") is None:
+        api_server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
+    api_server.apply(crd)
+    for name in NAMESPACES:
+        api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    install(api_server, NAMESPACES)
+    for name in ("rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io"):
+        api_server.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    return api_server
+
+
+@pytest.fixture(scope="module")
+def config(server: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kubeconfig(server, tmp_path_factory.mktemp("account"))
+
+
+@pytest.fixture(scope="module")
+def leader(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """For the tests that need no operator of their own, which come last: there is one lease."""
+    with operator(config, tmp_path_factory.mktemp("leader"), "leader", NAMESPACES) as process:
+        wait_for("leadership", process.leads)
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def clean(server: KubeCluster) -> Iterator[None]:
+    yield
+    for namespace in NAMESPACES:
+        for kind in ("rlhfjobs", "jobsets", *KINDS[1:]):
+            if kind not in ("serviceaccount", "configmap"):
+                server.kubectl("delete", kind, "--all", "-n", namespace, "--wait=false", "--timeout=60s")
+
+
+def condition(server: KubeCluster, kind: str, name: str = "demo", namespace: str = NAMESPACES[0]) -> dict[str, Any]:
+    job = server.get("rlhfjob", name, "-n", namespace) or {}
+    found = (job.get("status") or {}).get("conditions") or []
+    return next((c for c in found if c["type"] == kind), {})
+
+
+def owned(server: KubeCluster, kind: str, uid: str, namespace: str = NAMESPACES[0]) -> list[str]:
+    things = (server.get(kind, "-n", namespace) or {"items": []})["items"]
+    return [
+        t["metadata"]["name"] for t in things if any(o["uid"] == uid for o in t["metadata"].get("ownerReferences", []))
+    ]
+
+
+def requests(process: OperatorProcess) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith("dovetail_operator_api_requests ")))
+
+
+def looks(process: OperatorProcess) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("dovetail_operator_reconciles_total")]
+    return sum(float(line.split()[1]) for line in found)
+
+
+def test_a_steady_state_asks_and_writes_nothing(server: KubeCluster, config: Path, tmp_path: Path) -> None:
+    with operator(config, tmp_path, "one", NAMESPACES, DOVETAIL_PROGRESS_SECONDS="0.2") as process:
+        wait_for("leadership", process.leads)
+        submit(server, manifest())
+        wait_for("the status", lambda: condition(server, "Running"))
+        version = wait_for("rest", lambda: resting(server, process))
+        before = requests(process), looks(process)
+        wait_for("more looks", lambda: looks(process) > before[1] + 10)
+        assert requests(process) == before[0]
+        assert server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["resourceVersion"] == version
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/healthz", timeout=10) as reply:
+            assert reply.read() == b"ok"
+        assert process.stop() == 0
+
+
+def resting(server: KubeCluster, process: OperatorProcess) -> str | None:
+    """The job's version, once ten looks in a row made no request."""
+    before = requests(process), looks(process)
+    wait_for("ten looks", lambda: looks(process) > before[1] + 10)
+    if requests(process) != before[0]:
+        return None
+    return str(server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["resourceVersion"])
+
+
+def test_another_leader_takes_over(server: KubeCluster, config: Path, tmp_path: Path) -> None:
+    with operator(config, tmp_path, "one", NAMESPACES) as first:
+        wait_for("leadership", first.leads)
+        with operator(config, tmp_path, "two", NAMESPACES) as second:
+            wait_for("the second's probes", lambda: answers(second))
+            assert not second.leads()
+            first.kill()
+            wait_for("the second leads", second.leads, 60)
+            submit(server, manifest())
+            wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+            with operator(config, tmp_path, "three", NAMESPACES) as third:
+                wait_for("the third's probes", lambda: answers(third))
+                assert second.stop() == 0  # gives the lease back: no need to wait for its end
+                wait_for("the third leads", third.leads, 60)
+
+
+def answers(process: OperatorProcess) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/readyz", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: OperatorProcess) -> None:
+    submit(server, manifest())
+    uid = server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["uid"]
+    wait_for("the JobSet", lambda: owned(server, "jobset", uid))
+    assert {kind: len(owned(server, kind, uid)) for kind in KINDS} == dict.fromkeys(KINDS, 1)
+    wait_for("the status", lambda: condition(server, "Planned").get("status") == "True")
+    assert server.get("secret", "demo-token", "-n", NAMESPACES[0])["immutable"] is True
+
+    for kind in ("networkpolicy", "service", "jobset", "secret"):
+        (name,) = owned(server, kind, uid)
+        server.kubectl("delete", kind, name, "-n", NAMESPACES[0], "--wait=false")
+    # The Secret is not watched: it comes back when a pod says that it is missing, or at the next resync.
+    for kind in ("networkpolicy", "service", "jobset"):
+        wait_for(f"the {kind} again", lambda kind=kind: owned(server, kind, uid))
+    patch = json.dumps({"spec": {"ingress": []}})
+    server.kubectl("patch", "networkpolicy", "demo", "-n", NAMESPACES[0], "--type=merge", "-p", patch)
+    wait_for(
+        "drift corrected",
+        lambda: server.get("networkpolicy", "demo", "-n", NAMESPACES[0])["spec"].get("ingress"),
+    )
+    events = server.get("events", "-n", NAMESPACES[0], "--field-selector=involvedObject.kind=RLHFJob")["items"]
+    assert "Planned" in [event["reason"] for event in events]
+    assert leader.events("reconcile.failed") == []
+
+
+def test_suspend_and_resume(server: KubeCluster, leader: OperatorProcess) -> None:
+    submit(server, manifest())
+    first = wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    server.kubectl("patch", "rlhfjob", "demo", "-n", NAMESPACES[0], "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    wait_for("no JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]) is None)
+    wait_for("Suspended", lambda: condition(server, "Suspended").get("reason") == "SuspendedByUser")
+    assert server.get("persistentvolumeclaim", "demo-files", "-n", NAMESPACES[0])
+    server.kubectl("patch", "rlhfjob", "demo", "-n", NAMESPACES[0], "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    again = wait_for("the JobSet again", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    assert again["metadata"]["uid"] != first["metadata"]["uid"]
+    wait_for("Suspended", lambda: condition(server, "Suspended").get("status") == "False")
+
+
+def test_a_plan_that_does_not_fit_is_said(server: KubeCluster, leader: OperatorProcess) -> None:
+    """Three ranks share no batch of 32 evenly, and a model of two layers has no three stages."""
+    spec = manifest()["spec"]
+    parallelism = {"parallelism": {"actor": {"pp": 1, "dp": 3}}}
+    groups = [spec["groups"][0] | {"replicas": 2}, *spec["groups"][1:]]
+    submit(server, manifest(groups=groups, plan=parallelism))
+    wait_for("a refusal", lambda: condition(server, "Planned").get("status") == "False")
+    refused = condition(server, "Planned")
+    assert refused["reason"] in ("PlanInfeasible", "InvalidSpec")
+    assert "spec.plan.parallelism.actor" in refused["message"]
+    assert server.get("jobset", "demo", "-n", NAMESPACES[0]) is None
+    parallelism = {"parallelism": {"actor": {"pp": 1, "dp": 2}}}
+    submit(server, manifest(groups=groups, plan=parallelism))
+    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+
+
+def test_two_jobs_of_one_name_in_two_namespaces(server: KubeCluster, leader: OperatorProcess) -> None:
+    for namespace in NAMESPACES:
+        submit(server, manifest(namespace=namespace))
+    for namespace in NAMESPACES:
+        uid = server.get("rlhfjob", "demo", "-n", namespace)["metadata"]["uid"]
+        wait_for("the JobSet", lambda ns=namespace, uid=uid: owned(server, "jobset", uid, ns))
+        wait_for("the secret", lambda ns=namespace, uid=uid: owned(server, "secret", uid, ns))
+    tokens = {server.get("secret", "demo-token", "-n", ns)["data"]["token"] for ns in NAMESPACES}
+    assert len(tokens) == 2
+
+
+def finish(server: KubeCluster, name: str = "demo") -> None:
+    """What the JobSet controller would say."""
+    stamp = "2026-01-01T00:00:00Z"
+    conditions = [{"type": "Completed", "status": "True", "reason": "x", "message": "y", "lastTransitionTime": stamp}]
+    patch = json.dumps({"status": {"conditions": conditions}})
+    server.kubectl("patch", "jobset", name, "-n", NAMESPACES[0], "--subresource=status", "--type=merge", "-p", patch)
+
+
+def test_after_the_end_nothing_comes_back(server: KubeCluster, leader: OperatorProcess) -> None:
+    submit(server, manifest())
+    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    finish(server)
+    wait_for("Completed", lambda: condition(server, "Completed").get("status") == "True")
+    server.kubectl("delete", "jobset,service", "--all", "-n", NAMESPACES[0], "--wait=false")
+    # A second job shows that the operator has looked at everything since.
+    submit(server, manifest("other"))
+    wait_for("the other JobSet", lambda: server.get("jobset", "other", "-n", NAMESPACES[0]))
+    assert server.get("jobset", "demo", "-n", NAMESPACES[0]) is None
+    assert server.get("service", "demo-coordinator", "-n", NAMESPACES[0]) is None
+
+
+def test_a_finished_job_expires(server: KubeCluster, leader: OperatorProcess) -> None:
+    submit(server, manifest(ttlSecondsAfterFinished=1))
+    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    finish(server)
+    wait_for("the job gone", lambda: server.get("rlhfjob", "demo", "-n", NAMESPACES[0]) is None)
+
+
+def test_objects_that_the_api_server_refuses_are_told(server: KubeCluster, leader: OperatorProcess) -> None:
+    """A podTemplate that is no pod template: with JobSet's own CRD its fields are checked, here a claim's name is."""
+    submit(server, manifest(checkpoint={"volume": "mine"}))
+    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    assert server.get("persistentvolumeclaim", "demo-files", "-n", NAMESPACES[0]) is None
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "no-claims", "namespace": NAMESPACES[1]},
+        "spec": {"hard": {"persistentvolumeclaims": "0"}},
+    }
+    submit(server, quota)
+    wait_for(
+        "the quota", lambda: server.get("resourcequota", "no-claims", "-n", NAMESPACES[1]).get("status", {}).get("hard")
+    )
+    submit(server, manifest(namespace=NAMESPACES[1]))
+    try:
+        wait_for(
+            "a refusal",
+            lambda: condition(server, "Scheduled", namespace=NAMESPACES[1]).get("reason") == "ObjectRejected",
+        )
+        assert "exceeded quota: no-claims" in condition(server, "Scheduled", namespace=NAMESPACES[1])["message"]
+    finally:
+        server.kubectl("delete", "resourcequota", "no-claims", "-n", NAMESPACES[1])
+    wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[1]), 180)
