@@ -205,7 +205,7 @@ def traces() -> dict[str, set[str]]:
         return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines())
 
     def below(folder: Path) -> set[str]:
-        return {str(path) for path in folder.glob("*")}
+        return {str(path) for path in folder.glob("[!.]*")}
 
     found = {
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),

@@ -62,7 +62,7 @@ def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = F
         supervisor = Supervisor(cluster)
         supervisor.launch()
         network.connect(cluster, supervisor)
-        control_plane.start(cluster, supervisor, scheduler=not api_only)
+        control_plane.start(cluster, supervisor, scheduler=kwok or not api_only)
         progress(f"API server ready at {cluster.server}")
         if not api_only:
             _complete(cluster, supervisor, progress)
