@@ -1,4 +1,4 @@
-"""Every family's schedule on 2, 3 and 4 real ranks over Gloo: gradients and weights of the serial schedule, bit by bit."""
+"""Every family on 2, 3 and 4 real ranks over Gloo: gradients and weights of the serial schedule, bit by bit."""
 
 from __future__ import annotations
 

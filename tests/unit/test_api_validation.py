@@ -68,7 +68,6 @@ USED = {
     },
     "spec.groups[].roles": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100}]},
     "spec.plan.placement": {"plan": {"placement": "Interleaving"}},
-    "spec.plan.intraStageFusion": {"plan": {"intraStageFusion": "Fused"}},
     "spec.plan.parallelism.*.tp": {
         "plan": {"parallelism": {"actor": {"tp": 2}}},
         "groups": [{"name": "t", "roles": ["trainer"], "replicas": 2}, {"name": "r", "roles": ["rollout"]}],

@@ -35,11 +35,6 @@ def _placement(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.plan.placement"
 
 
-def _intra(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.plan.intra_stage_fusion not in ("Auto", "Serial"):
-        yield "spec.plan.intraStageFusion"
-
-
 def _tp(spec: RLHFJobSpec) -> Iterator[str]:
     layouts = pinned_layouts(spec) or {}
     yield from sorted({f"{field}.tp" for field, layout in layouts.values() if layout.tp > 1})
@@ -119,7 +114,6 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
     Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
     Unexecuted("spec.groups[].roles", _turns, "trainer and rollouts share the GPUs without taking turns"),
     Unexecuted("spec.plan.placement", _placement, "models are placed apart (Separation)"),
-    Unexecuted("spec.plan.intraStageFusion", _intra, "actor and critic train one after the other (Serial)"),
     Unexecuted("spec.plan.parallelism.*.tp", _tp, "training is not split within layers; use pp and dp instead"),
 )
 

@@ -20,7 +20,8 @@ def plan_tables(plan: Plan) -> Group:
         processes.add_row(rollout.name, rollout.group, "vLLM server")
         processes.add_row(f"{rollout.name}-scorer", rollout.group, "reference, reward and critic inference")
 
-    layouts = Table(title=f"Parallelism ({plan.schedule})", title_justify="left", show_edge=False)
+    title = f"Parallelism (schedule: {plan.schedule})"
+    layouts = Table(title=title, title_justify="left", show_edge=False)
     layouts.add_column("model")
     for heading in ("pipeline", "data", "tensor"):
         layouts.add_column(heading, justify="right")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dovetail.api.messages import Action, Step
 from dovetail.api.plan import Plan
-from dovetail.api.types import RLHFJobSpec, Stage
+from dovetail.api.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.api.wire import Arrays
 from dovetail.coordinator.experience import kl_per_sample
 from dovetail.coordinator.summary import mean_ci95
@@ -27,26 +28,40 @@ def has_critic(spec: RLHFJobSpec) -> bool:
     return spec.ppo.advantage == "gae"
 
 
-def schedule(plan: Plan, models: Sequence[str], sequences: int, micro_batch_size: int) -> list[list[Action]]:
-    """Serial 1F1B of `models`, one after another, over a mini-batch of `sequences` sequences."""
-    layouts = {name: plan.parallelism[name] for name in models}
+def schedule(
+    plan: Plan,
+    models: Sequence[str],
+    sequences: int,
+    micro_batch_size: int,
+    placed: Mapping[str, Parallelism] | None = None,
+) -> list[list[Action]]:
+    """Serial 1F1B of `models`, one after another, over a mini-batch of `sequences` sequences. `placed`: layouts that
+    replace the plan's."""
+    layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
     counts = {name: sequences // (layout.dp * micro_batch_size) for name, layout in layouts.items()}
     return serial_1f1b(layouts, counts, list(models))
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a PPO step needs to be replayed exactly."""
+    """What a PPO step needs to be replayed exactly. `schedule`: a stored `scheduling.Chosen`; None: serial."""
 
     kl_coef: float
     train_actor: bool
+    schedule: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, object]:
-        return {"kl_coef": self.kl_coef, "train_actor": self.train_actor}
+        return {"kl_coef": self.kl_coef, "train_actor": self.train_actor, "schedule": self.schedule}
 
 
-def ppo_step(spec: RLHFJobSpec, plan: Plan, iteration: int, facts: StepFacts) -> Step:
-    """The command of one iteration's training."""
+def ppo_step(
+    spec: RLHFJobSpec,
+    plan: Plan,
+    iteration: int,
+    facts: StepFacts,
+    placed: Mapping[str, Parallelism] | None = None,
+) -> Step:
+    """The command of one iteration's training, serial."""
     models = ["actor"] if facts.train_actor else []
     if has_critic(spec):
         models.append("critic")
@@ -55,7 +70,7 @@ def ppo_step(spec: RLHFJobSpec, plan: Plan, iteration: int, facts: StepFacts) ->
         stage=Stage.PPO,
         step=iteration,
         batch=f"ppo/{iteration}",
-        actions=schedule(plan, models, spec.ppo.mini_batch_size, spec.ppo.micro_batch_size),
+        actions=schedule(plan, models, spec.ppo.mini_batch_size, spec.ppo.micro_batch_size, placed),
         kl_coef=facts.kl_coef,
         train_actor=facts.train_actor,
     )

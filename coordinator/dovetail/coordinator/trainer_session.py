@@ -9,11 +9,12 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from dovetail.api.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.api.plan import Layout
 from dovetail.api.types import Stage
 from dovetail.coordinator.trainer_group import Position, TrainerGroup, TrainerLost
 
@@ -23,12 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage: model sources, optimizer steps in all, and the command of a step."""
+    """What the trainers need to run a stage: model sources, optimizer steps in all, the command of a step, and where
+    models are if not where the plan puts them."""
 
     stage: Stage
     models: dict[str, ModelRef]
     total_optimizer_steps: int
     make_step: Callable[[int], Step]
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
 
 class Records(Protocol):
@@ -185,6 +188,7 @@ class TrainerSession:
                     models=plan.models,
                     total_steps=plan.total_optimizer_steps,
                     checkpoint=path,
+                    layouts=plan.layouts,
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
                 await self._command(load)

@@ -14,6 +14,7 @@ from typing import Any
 from dovetail.local import charts
 from dovetail.local.charts import Bar, Series
 from dovetail.local.errors import RunError
+from dovetail.local.report_schedule import read_schedule, schedule_section
 from dovetail.local.summary import PHASES, duration, fusion_rows, get, read_summary, rows, stage_seconds
 
 _STYLE = """
@@ -162,6 +163,7 @@ def render_report(
     summary: Mapping[str, Any],
     history: Mapping[str, Mapping[int, Mapping[str, Any]]],
     trace: tuple[str, Mapping[str, Any]] | None,
+    schedule: Mapping[str, Any] | None = None,
 ) -> str:
     """The page. Pure."""
     facts: list[str] = []
@@ -199,6 +201,7 @@ def render_report(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(name)}: Dovetail report</title><style>{_STYLE}</style></head><body><main>"
         f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{"".join(sections)}{when}'
+        f"{schedule_section(schedule)}"
         "</main></body></html>\n"
     )
 
@@ -209,7 +212,9 @@ def write_report(run_dir: Path) -> Path:
         name = str(json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["metadata"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
         name = run_dir.name
-    page = render_report(name, read_summary(run_dir), read_history(run_dir), last_trace(run_dir))
+    page = render_report(
+        name, read_summary(run_dir), read_history(run_dir), last_trace(run_dir), read_schedule(run_dir)
+    )
     path = run_dir / "report.html"
     temporary = path.with_suffix(".html.tmp")
     try:

@@ -44,6 +44,7 @@ def make_plan(spec: RLHFJobSpec, layers: Mapping[str, int] | None = None) -> Pla
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=rollouts,
+        schedule=spec.plan.intra_stage_fusion if _pipelined(spec, parallelism) else "Serial",
         warnings=_warnings(spec, parallelism),
     )
 
@@ -137,13 +138,26 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
     return tasks
 
 
+def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> bool:
+    """Whether actor and critic train together on pipelines, so that their schedule is a matter of choice."""
+    both = [parallelism.get(model) for model in ("actor", "critic")]
+    return (
+        Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
+    )
+
+
 def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> list[str]:
     """Auto prefers data parallelism: pipeline stages mean that a batch size forced them."""
-    if spec.plan.parallelism != "Auto":
-        return []
-    return [
-        f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by more "
-        f"than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
-        for model, layout in parallelism.items()
-        if layout.pp > 1
-    ]
+    found = []
+    if spec.plan.parallelism == "Auto":
+        found = [
+            f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by "
+            f"more than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
+            for model, layout in parallelism.items()
+            if layout.pp > 1
+        ]
+    pin = spec.plan.intra_stage_fusion
+    if pin in ("Fused", "TimeSharing") and not _pipelined(spec, parallelism):
+        why = "no critic is trained" if "critic" not in parallelism else "neither actor nor critic has pipeline stages"
+        found.append(f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}")
+    return found

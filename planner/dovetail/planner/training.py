@@ -107,9 +107,12 @@ def training_problem(
     """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `split`: with the times of a
     backward in two halves. Raises ProblemError where the numbers do not fit together."""
 
+    known = times or Times()
+    if any(known.array(m, "F", layouts[m], micro_batches[m], 1) is None for m in ("actor", "critic")):
+        known = Times()  # seconds of one model and units of the other would not go together
+
     def model(name: str) -> Model:
         layout, count = layouts[name], micro_batches[name]
-        known = times or Times()
 
         def values(kind: str) -> Floats | None:
             return known.array(name, kind, layout, count, mini_batches)

@@ -1,0 +1,260 @@
+"""The schedule of actor and critic training during a job: chosen before the first iteration, refined by what the
+trainers measure, kept with each step so that a replay runs the same.
+
+Where the trainers have no pipeline, or there is no critic, there is nothing to choose and none of this runs."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.api.messages import Action, CommandResult, Kind, Step
+from dovetail.api.plan import Layout, Plan
+from dovetail.api.types import RLHFJobSpec, Role
+from dovetail.coordinator.ppo import has_critic, optimizer_steps
+from dovetail.coordinator.summary import write_json
+from dovetail.planner.schedules.choose import Choice
+from dovetail.planner.schedules.export import document
+from dovetail.planner.schedules.families import FAMILIES
+from dovetail.planner.schedules.problem import ProblemError, serial_memory
+from dovetail.planner.schedules.schedule import Schedule
+from dovetail.planner.schedules.search import Effort
+from dovetail.planner.training import (
+    PINS,
+    Times,
+    choose_schedule,
+    mini_batches_together,
+    placeable,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
+
+# A schedule is replaced between iterations when the new one is faster by this part.
+HYSTERESIS = 0.03
+SEARCH_SECONDS = 5.0
+LETTERS: dict[str, tuple[str, Kind]] = {
+    **{kind: ("actor", kind) for kind in ("F", "B", "I", "W")},
+    **{kind.lower(): ("critic", kind) for kind in ("F", "B", "I", "W")},
+}
+
+
+class Records(Protocol):
+    """The parts of the store used here."""
+
+    def get(self, key: str) -> Any: ...
+    def put(self, key: str, value: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A schedule as it is stored: one word a trainer rank, a letter an action: F, B, I, W of the actor, f, b, i, w of
+    the critic, micro-batches of each in ascending order."""
+
+    family: str
+    mini_batches: int
+    words: list[str]
+
+    def as_json(self) -> dict[str, object]:
+        return {"family": self.family, "mini_batches": self.mini_batches, "words": self.words}
+
+    def actions(self) -> list[list[Action]]:
+        """Every rank's list."""
+        return [_read(word) for word in self.words]
+
+
+def _read(word: str) -> list[Action]:
+    count = dict.fromkeys(LETTERS, 0)
+    actions = []
+    for letter in word:
+        model, kind = LETTERS[letter]
+        actions.append(Action(model=model, micro_batch=count[letter], kind=kind))
+        count[letter] += 1
+    return actions
+
+
+def write_words(lists: Sequence[Sequence[Action]]) -> list[str]:
+    """The words of lists whose micro-batches ascend."""
+    code = {key: letter for letter, key in LETTERS.items()}
+    return ["".join(code[action.model, action.kind] for action in mine) for mine in lists]
+
+
+class Scheduling:
+    """Chooses among the families that plan.intraStageFusion allows and that run where the critic's stages are."""
+
+    def __init__(
+        self, spec: RLHFJobSpec, plan: Plan, records: Records, run_dir: Path, log: Callable[..., None]
+    ) -> None:
+        self._spec, self._plan, self._records, self._log = spec, plan, records, log
+        self._path = run_dir / "schedule.json"
+        self._times = Times()
+        self._current: Schedule | None = None
+        self._choosing: asyncio.Task[None] | None = None
+        self._peak_bytes = 0.0
+        self._seconds: list[float] = []
+        self._layouts: dict[str, Layout] = {}
+        self._reverse: bool | None = None
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is anything to choose: two models, at least one of them in a pipeline."""
+        layouts = self._plan.parallelism
+        return has_critic(self._spec) and max(layouts["actor"].pp, layouts["critic"].pp) > 1
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Where the stages of actor and critic are; empty where the plan's layouts say all."""
+        return self._layouts
+
+    async def begin(self) -> None:
+        """Choose the first schedule, and with it the placement of the critic's stages, which the job keeps."""
+        if not self.applies:
+            return
+        kept = self._records.get("ppo/placement")
+        if isinstance(kept, dict):
+            self._place(bool(kept["reverse"]))
+        await asyncio.to_thread(self._choose)
+        self._records.put("ppo/placement", {"reverse": bool(self._reverse)})
+
+    async def current(self) -> Chosen | None:
+        """The schedule of the next iteration."""
+        if self._choosing is not None:
+            choosing, self._choosing = self._choosing, None
+            await choosing
+        if self._current is None:
+            return None
+        lists = rank_actions(self._current, self._layouts)
+        return Chosen(self._current.family, self._current.instance.problem.mini_batches, write_words(lists))
+
+    def learn(self, result: CommandResult) -> None:
+        """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule."""
+        if self._current is None or not result.times:
+            return
+        self._times.add(result.times, self._layouts)
+        self._peak_bytes = max(self._peak_bytes, result.metrics.get("activation_peak_bytes", 0.0))
+        self._seconds = [
+            span.end - span.start
+            for span in result.spans
+            if span.process == "trainer-0" and span.lane == "phases" and span.name.startswith("mini-batch")
+        ]
+        self._choosing = asyncio.create_task(asyncio.to_thread(self._choose))
+
+    async def close(self) -> None:
+        """Wait for a search under way, so that what it finds is in the report."""
+        if self._choosing is not None:
+            choosing, self._choosing = self._choosing, None
+            await choosing
+
+    # ------------------------------------------------------------ choice
+
+    def _place(self, reverse: bool) -> None:
+        self._reverse = reverse
+        self._layouts = shared_layouts(self._plan.parallelism, reverse)
+
+    def _allowed(self) -> list[str]:
+        """Families that this job can run."""
+        layouts = shared_layouts(self._plan.parallelism, False)
+        sharded = any(layout.dp > layout.pipelines for layout in layouts.values())
+        lower = any(getattr(self._spec.models, m).dtype.value not in ("Auto", "float32") for m in layouts)
+        gpu = self._limited()
+        names = PINS[self._spec.plan.intra_stage_fusion]
+        # FSDP2, which also casts to lower precision, reduces gradients as a whole backward ends.
+        return [name for name in names if not (FAMILIES[name].split and (sharded or lower or gpu))]
+
+    def _limited(self) -> bool:
+        """On GPUs a job that fits with one model after the other must fit with both at once."""
+        return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
+
+    def _choose(self) -> None:
+        """Evaluate every family with what is known; take the best one, if it gains enough."""
+        spec = self._spec
+        either = shared_layouts(self._plan.parallelism, False)
+        size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+        counts = {name: size // layout.dp for name, layout in either.items()}
+        together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
+        problem = training_problem(either, counts, together, self._times)
+        limit = serial_memory(problem) * (1 + 1e-6) if self._limited() else None
+        problem, halves = (
+            training_problem(either, counts, together, self._times, split=split, memory_limit=limit)
+            for split in (False, True)
+        )
+        effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
+        choice = choose_schedule(problem, halves, PINS["Auto"], effort)
+        found = {n: s for n, s in choice.schedules.items() if n in self._allowed()}
+        if not found:
+            raise ProblemError(
+                f"spec.plan.intraStageFusion is {spec.plan.intra_stage_fusion}, but none of its schedules can run: "
+                + "; ".join(choice.refused.values())
+            )
+        if self._reverse is None:
+            best = min(found.values(), key=_rank)
+            self._place(FAMILIES[best.family].reverse)
+        here = {n: s for n, s in found.items() if placeable(FAMILIES[n], self._reverse)}
+        best = self._turned(min(here.values(), key=_rank), problem, halves, effort)
+        now = None if self._current is None else here.get(self._current.family)
+        if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
+            if self._current is None or best.family != self._current.family:
+                self._log("schedule.chosen", family=best.family, makespan=best.makespan, measured=self._times.measured)
+            self._current = best
+        else:
+            self._current = self._turned(now, problem, halves, effort)
+        self._write(choice)
+
+    def _turned(self, found: Schedule, problem: Any, halves: Any, effort: Effort) -> Schedule:
+        """A serial schedule, which runs either way, for the way that the stages are placed."""
+        if found.instance.reverse == self._reverse:
+            return found
+        return choose_schedule(problem, halves, [found.family], effort, self._reverse).best
+
+    # ------------------------------------------------------------ report
+
+    def _write(self, choice: Choice) -> None:
+        """schedule.json, for the report: every family's time and memory, and the timelines before and after."""
+        current = self._current
+        assert current is not None
+        serial = choice.schedules["serial"]
+        write_json(
+            self._path,
+            {
+                "chosen": current.family,
+                "pinned": self._spec.plan.intra_stage_fusion,
+                "measured": self._times.measured,
+                "mini_batches": current.instance.problem.mini_batches,
+                "speedup": serial.makespan / current.makespan,
+                "serial_memory": serial.peak,
+                "memory": current.peak,
+                "measured_peak_bytes": self._peak_bytes,
+                "measured_seconds": statistics.median(self._seconds) if self._seconds else None,
+                "families": {
+                    name: {
+                        "makespan": found.makespan,
+                        "peak": found.peak,
+                        "description": FAMILIES[name].description,
+                        "runs_here": name in self._allowed() and placeable(FAMILIES[name], self._reverse),
+                    }
+                    for name, found in choice.schedules.items()
+                },
+                "refused": choice.refused,
+                "before": document(serial),
+                "after": document(current),
+            },
+        )
+
+
+def _rank(schedule: Schedule) -> tuple[float, float]:
+    return float(f"{schedule.makespan:.6g}"), schedule.peak
+
+
+def scheduled(step: Step, chosen: Mapping[str, Any] | None, world: int) -> Step:
+    """The step with a stored schedule instead of the serial one; unchanged without."""
+    if chosen is None:
+        return step
+    schedule = Chosen(str(chosen["family"]), int(chosen["mini_batches"]), list(chosen["words"]))
+    if len(schedule.words) != world:
+        raise ValueError(f"the stored schedule is for {len(schedule.words)} trainer ranks, there are {world}")
+    return step.model_copy(update={"actions": schedule.actions(), "mini_batches": schedule.mini_batches})

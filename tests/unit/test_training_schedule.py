@@ -1,0 +1,259 @@
+"""The schedule of a job's training: places of stages, problems from measured times, choice, replacement, report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.api.messages import CommandResult, StageTimes
+from dovetail.api.plan import Layout, Plan, coordinates, rank_at, world_size
+from dovetail.api.types import Parallelism, RLHFJobSpec
+from dovetail.coordinator.ppo import StepFacts, ppo_step
+from dovetail.coordinator.scheduling import Chosen, Scheduling, scheduled, write_words
+from dovetail.local.report_schedule import read_schedule, schedule_section
+from dovetail.planner.schedules.search import Effort
+from dovetail.planner.simple import make_plan
+from dovetail.planner.training import (
+    PINS,
+    Times,
+    choose_schedule,
+    mini_batches_together,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
+from dovetail.trainer.executor import check_actions
+
+small = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> dict[str, Parallelism]:
+    """Layouts of actor and critic over the same ranks."""
+    world = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
+    pps = [pp for pp in range(1, world + 1) if world % pp == 0]
+    return {name: Parallelism(pp=(pp := draw(st.sampled_from(pps))), dp=world // pp) for name in ("actor", "critic")}
+
+
+@given(pairs(), st.booleans())
+def test_shared_places_are_one_to_one_and_neighbours_hold_neighbouring_stages(
+    layouts: dict[str, Parallelism], reverse: bool
+) -> None:
+    placed = shared_layouts(layouts, reverse)
+    assert len({layout.pp * layout.pipelines for layout in placed.values()}) == 1, "both models share positions"
+    for name, layout in placed.items():
+        places = [coordinates(rank, layout) for rank in range(world_size(layout))]
+        assert len(set(places)) == world_size(layout)
+        assert [rank_at(place, layout) for place in places] == list(range(world_size(layout)))
+        width = layout.dp // layout.pipelines
+        for d in range(layout.dp):
+            ranks = [rank_at(places[0]._replace(pp=stage, dp=d), layout) for stage in range(layout.pp)]
+            way = -width if reverse and name == "critic" else width
+            assert all(b - a == way for a, b in pairwise(ranks)), "stages of a pipeline are on adjacent positions"
+
+
+def test_a_layout_without_pipelines_side_by_side_is_the_plain_one() -> None:
+    plain = Parallelism(pp=2, dp=3, tp=2)
+    layout = Layout(pp=2, dp=3, tp=2)
+    assert [coordinates(r, layout) for r in range(12)] == [coordinates(r, plain) for r in range(12)]
+    with pytest.raises(ValueError, match="dp 3 is not a multiple of the 2 pipelines"):
+        Layout(pp=1, dp=3, pipelines=2)
+
+
+@settings(deadline=None, max_examples=25)
+@given(pairs(), st.integers(1, 3), st.sampled_from([1, 2]), st.booleans())
+def test_rank_lists_are_what_the_executor_accepts(
+    layouts: dict[str, Parallelism], per_position: int, mini_batches: int, reverse: bool
+) -> None:
+    placed = shared_layouts(layouts, reverse)
+    positions = placed["actor"].pp * placed["actor"].pipelines
+    sequences = per_position * positions * world_size(placed["actor"])
+    counts = {name: sequences // layout.dp for name, layout in placed.items()}
+    problem = training_problem(placed, counts, mini_batches)
+    families = ["serial", "overlapped", "stitched", "stitched-rolled"]
+    choice = choose_schedule(problem, problem, families, Effort(scale=0.01), reverse)
+    for found in choice.schedules.values():
+        lists = rank_actions(found, placed)
+        assert len(lists) == world_size(placed["actor"])
+        for mine in lists:
+            check_actions(mine, {n: count * mini_batches for n, count in counts.items()}, True, mini_batches)
+        chosen = Chosen(found.family, mini_batches, write_words(lists))
+        again = Chosen(**json.loads(json.dumps(chosen.as_json())))
+        assert again.actions() == lists
+
+
+def test_measured_times_reach_the_stage_they_belong_to() -> None:
+    layouts = shared_layouts({"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}, reverse=True)
+    times = Times()
+
+    def part(rank: int, model: str, seconds: float) -> StageTimes:
+        return StageTimes(
+            rank=rank, model=model, seconds={"F": [seconds, seconds], "B": [3 * seconds] * 2}, activation=[8.0, 8.0]
+        )
+
+    times.add([part(0, "actor", 1.0), part(1, "actor", 2.0)], layouts)
+    counts = {"actor": 2, "critic": 2}
+    half_known = training_problem(layouts, counts, 2, times)
+    assert half_known.array(0, "forward").tolist() == [[1.0] * 4] * 2, "units of both models must be the same"
+    times.add([part(0, "critic", 4.0), part(1, "critic", 8.0)], layouts)
+    problem = training_problem(layouts, counts, 2, times)
+    assert problem.array(0, "forward").tolist() == [[1.0] * 4, [2.0] * 4]
+    # The critic's first stage is on rank 1.
+    assert problem.array(1, "forward").tolist() == [[8.0] * 4, [4.0] * 4]
+    assert problem.array(1, "backward").tolist() == [[24.0] * 4, [12.0] * 4]
+    assert problem.array(0, "activation").tolist() == [[8.0] * 4] * 2
+
+
+@given(st.integers(1, 500))
+def test_mini_batches_of_one_schedule_divide_the_iteration(steps: int) -> None:
+    assert steps % mini_batches_together(steps) == 0
+
+
+# ---------------------------------------------------------------- during a job
+
+
+def job(**plan: Any) -> tuple[RLHFJobSpec, Plan]:
+    document: dict[str, Any] = {
+        "stages": ["ppo"],
+        "groups": [
+            {"name": "t", "roles": ["trainer"], "replicas": 2},
+            {"name": "r", "roles": ["rollout"], "replicas": 1},
+        ],
+        "ppo": {"globalBatchSize": 32, "miniBatchSize": 16, "microBatchSize": 4, "epochs": 1},
+        "plan": {"parallelism": {"actor": {"pp": 2}}, **plan},
+    }
+    spec = RLHFJobSpec.model_validate(document)
+    return spec, make_plan(spec)
+
+
+class Records(dict[str, Any]):
+    """A store in memory."""
+
+    def put(self, key: str, value: object) -> None:
+        self[key] = json.loads(json.dumps(value))
+
+
+def measured(forward: float, slow: str | None = None) -> CommandResult:
+    """Every stage alike, except that `slow`'s take five times as long."""
+    times = [
+        StageTimes(
+            rank=rank,
+            model=model,
+            seconds={
+                "F": [forward * (5 if model == slow else 1)] * 4,
+                "B": [2 * forward * (5 if model == slow else 1)] * 4,
+            },
+            activation=[1e6] * 4,
+        )
+        for rank in (0, 1)
+        for model in ("actor", "critic")
+    ]
+    return CommandResult(id="step", ok=True, times=times, metrics={"activation_peak_bytes": 2e6})
+
+
+def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) -> None:
+    spec, plan = job()
+    assert plan.schedule == "Auto"
+
+    async def go() -> tuple[Scheduling, Chosen]:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        scheduling.learn(measured(0.01))
+        chosen = await scheduling.current()
+        assert chosen is not None
+        return scheduling, chosen
+
+    scheduling, chosen = asyncio.run(go())
+    assert chosen.family not in ("serial", "overlapped")
+    assert scheduling.layouts["critic"].reverse == chosen.family.startswith("fused")
+    found = read_schedule(tmp_path)
+    assert found is not None
+    assert found["measured"]
+    assert found["speedup"] > 1.15
+    assert found["families"]["serial"]["makespan"] == pytest.approx(found["after"]["makespan"] * found["speedup"])
+    page = schedule_section(found)
+    for words in (
+        chosen.family,
+        "Before: serial 1F1B",
+        "Speed-up",
+        f"{found['speedup']:.3f}",
+        "1.9 MiB",
+        "actor backward",
+    ):
+        assert words in page
+    step = scheduled(ppo_step(spec, plan, 1, StepFacts(0.1, True, chosen.as_json())), chosen.as_json(), 2)
+    assert step.mini_batches == chosen.mini_batches == 2
+    assert {a.model for a in step.actions[0]} == {"actor", "critic"}
+    for mine in step.actions:
+        check_actions(mine, {"actor": 8, "critic": 8}, True, 2)
+
+
+def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: Path) -> None:
+    spec, plan = job()
+    records = Records()
+
+    async def go() -> list[Chosen | None]:
+        scheduling = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        seen = [await scheduling.current()]
+        for result in (measured(0.01), measured(0.0101)):
+            scheduling.learn(result)
+            seen.append(await scheduling.current())
+        again = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
+        await again.begin()
+        assert again.layouts == scheduling.layouts, "a coordinator that comes back must find the stages where they were"
+        return seen
+
+    seen = asyncio.run(go())
+    assert seen[1] is not None
+    assert seen[2] is not None
+    assert seen[1].family == seen[2].family
+
+
+@pytest.mark.parametrize(
+    ("pin", "allowed"), [("Fused", "fused"), ("TimeSharing", ("stitched", "shared")), ("Serial", "serial")]
+)
+def test_a_pin_is_obeyed(tmp_path: Path, pin: str, allowed: str | tuple[str, ...]) -> None:
+    spec, plan = job(intraStageFusion=pin)
+
+    async def go() -> Chosen | None:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        scheduling.learn(measured(0.01, slow="critic"))
+        return await scheduling.current()
+
+    chosen = asyncio.run(go())
+    assert chosen is not None
+    assert chosen.family.startswith(allowed)
+    assert chosen.family in PINS[pin]
+
+
+def test_without_a_pipeline_there_is_nothing_to_choose(tmp_path: Path) -> None:
+    spec, plan = job(parallelism={"actor": {"dp": 2}}, intraStageFusion="Fused")
+    assert plan.schedule == "Serial"
+    assert any("intraStageFusion is Fused, which has no effect" in warning for warning in plan.warnings)
+
+    async def go() -> Chosen | None:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        return await scheduling.current()
+
+    assert asyncio.run(go()) is None
+    assert schedule_section(read_schedule(tmp_path)) == ""
+
+
+def test_warm_up_of_the_critic_runs_where_its_stages_are() -> None:
+    spec, plan = job()
+    layouts = shared_layouts(plan.parallelism, reverse=True)
+    step = ppo_step(spec, plan, 1, StepFacts(0.1, False), layouts)
+    assert {a.model for a in step.actions[0]} == {"critic"}
+    # The critic's last stage, on rank 0, goes back at once.
+    assert [a.kind for a in step.actions[0][:2]] == ["F", "B"]
+    assert [a.kind for a in step.actions[1][:2]] == ["F", "F"]
