@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -16,15 +17,15 @@ from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.experience import Experience, experience_arrays
 from dovetail.coordinator.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.interstage.fusion import Fusion, StageFusion, describe
+from dovetail.coordinator.interstage.fusion import Fusion, StageFusion
 from dovetail.coordinator.interstage.record import record
+from dovetail.coordinator.interstage.stage import generate_and_score
 from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.publishing import Target
 from dovetail.coordinator.samples import Key, NewSample, Sample, ScoreRow, State
-from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, load_models
+from dovetail.coordinator.scoring import Inference, Scorer, Scores, load_models
 from dovetail.coordinator.seeds import sample_seed
-from dovetail.coordinator.work import Generated
 
 if TYPE_CHECKING:
     from dovetail.coordinator.engines import Engines
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 LOAD_SECONDS = 600.0
 INFERENCE_SECONDS = 3600.0
-
-
-def _finished(sample: Sample) -> Finished:
-    return Finished(sample.key, sample.prompt_tokens, sample.tokens)
 
 
 class ExperienceMaker:
@@ -110,23 +107,36 @@ class ExperienceMaker:
         self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
         total = len(prompts) * self._spec.ppo.samples_per_prompt
         engines.progress.update(samples_done=0, samples_total=total, phase="generation")
-        fusion = await self._fusion.begin(
-            [len(p.token_ids) for p in prompts for _ in range(self._spec.ppo.samples_per_prompt)],
-            engines.fleet.eligible(ROLLOUT),
-        )
-        engines.log("fusion.decided", iteration=iteration, **describe(fusion))
         scored: dict[Key, Scores] = {}
         begun = time.time()
-        async with self._inference(fusion, scored) as inference:
-            inference.add(_finished(s) for s in self._samples.samples(iteration, State.GENERATED))
-            with engines.timeline.phase("generation"):
-                done = await self._generate(iteration, fusion, inference)
-            generated = time.time()
-            engines.progress.update(phase="inference")
-            with engines.timeline.phase("inference"):
-                await inference.finish(INFERENCE_SECONDS)
-                if self._reward_function is not None:
-                    await self._reward(iteration, prompts, scored)
+        before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
+
+        def progress(done: int, left: int) -> None:
+            engines.progress.update(samples_done=before + done)
+            engines.metrics.samples_left.set(left - done)
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            engines.progress.update(phase=name)
+            with engines.timeline.phase(name):
+                yield
+
+        lengths = [len(p.token_ids) for p in prompts for _ in range(self._spec.ppo.samples_per_prompt)]
+        rollouts = engines.fleet.eligible(ROLLOUT)
+        async with (
+            self._fusion.stage(iteration, lengths, rollouts) as fusion,
+            self._inference(fusion, scored) as inference,
+        ):
+            done = await generate_and_score(
+                iteration, self._samples, self._generator, inference, fusion, INFERENCE_SECONDS, phase, progress
+            )
+        generated = begun + engines.timeline.phases["generation"]
+        if self._reward_function is not None:
+            with phase("inference"):
+                await self._reward(iteration, prompts, scored)
+        engines.metrics.samples.inc(done.samples)
+        engines.metrics.tokens.inc(done.tokens)
+        engines.timeline.add(done.spans)
         self.facts = record(engines, iteration, fusion, done, begun, generated)
         groups = {i.name: i.group for i in engines.fleet.instances()}
         scoring = [s for s in engines.timeline.spans("inference") if "tokens" in s.args]
@@ -146,29 +156,6 @@ class ExperienceMaker:
             for p, record in enumerate(prompts)
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
-
-    async def _generate(self, iteration: int, fusion: StageFusion, inference: Inference) -> Generated:
-        engines = self._engines
-        before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
-
-        def progress(done: int, total: int, tokens: int) -> None:
-            engines.progress.update(samples_done=before + done)
-            engines.metrics.samples_left.set(total - done)
-            inference.check()
-            # Who is idle may have changed.
-            inference.poke()
-
-        done = await self._generator.generate(
-            iteration,
-            on_finished=lambda sample: inference.add([_finished(sample)]),
-            progress=progress,
-            tail=fusion.gather,
-        )
-        fusion.generated = True
-        engines.timeline.add(done.spans)
-        engines.metrics.samples.inc(done.samples)
-        engines.metrics.tokens.inc(done.tokens)
-        return done
 
     def _inference(self, fusion: StageFusion, scored: dict[Key, Scores]) -> Inference:
         """Scores finished samples: stores them, or puts them into `scored` where the reward function must be called."""

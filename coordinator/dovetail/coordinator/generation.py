@@ -215,7 +215,10 @@ class Generator:
         chosen = tail(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._fleet.eligible(KIND)])
         if chosen:
             self._destinations = frozenset(chosen)
-            self._end([w for w in self._flying if w.instance not in self._destinations], "tail")
+            moving = [w for w in self._flying if w.instance not in self._destinations]
+            sources = sorted({w.instance for w in moving})
+            self._log("tail.gathered", left=len(unfinished), destinations=sorted(self._destinations), sources=sources)
+            self._end(moving, "tail")
 
     def _greet(self, eligible: Sequence[Instance]) -> None:
         """First sight of an instance: abort what an earlier coordinator left on it, and give it a share of the work."""

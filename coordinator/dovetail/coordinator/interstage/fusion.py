@@ -5,7 +5,8 @@ One `Fusion` a job, one `StageFusion` an iteration. No I/O but the store's key `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,15 +84,28 @@ class Fusion:
         """What is known of the instances of a group."""
         return self.measurements.setdefault(group, Measurements(self._assumed))
 
-    async def begin(self, prompt_lengths: Sequence[int], instances: Sequence[Instance]) -> StageFusion:
-        """Decide an iteration's threshold."""
+    @asynccontextmanager
+    async def stage(
+        self, iteration: int, prompt_lengths: Sequence[int], instances: Sequence[Instance]
+    ) -> AsyncIterator[StageFusion]:
+        """One iteration's, whose threshold is decided while its generation begins. Raises what deciding raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
         stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
         if self._spec.plan.inter_stage_fusion == "Off" or not instances:
-            return stage
+            yield stage
+            return
         profiles = [stage.profiles[i.name] for i in instances]
-        stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
-        return stage
+
+        async def decide() -> None:
+            stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
+            self._log("fusion.decided", iteration=iteration, **describe(stage.decision))
+
+        deciding = asyncio.create_task(decide())
+        try:
+            yield stage
+            await deciding
+        finally:
+            deciding.cancel()
 
     def learn(self, groups: Mapping[str, str], generated: Generated, scoring: Sequence[Span]) -> None:
         """What an iteration's requests took. `groups`: by rollout and by scorer; `scoring`: a span a chunk."""
@@ -116,11 +130,8 @@ class Fusion:
         self._store.put(STORED, self._controller.as_json())
 
 
-def describe(stage: StageFusion) -> dict[str, Any]:
+def describe(decision: Decision) -> dict[str, Any]:
     """For the event log."""
-    decision = stage.decision
-    if decision is None:
-        return {"threshold": None}
     return {
         "threshold": decision.threshold,
         "fraction": decision.fraction,

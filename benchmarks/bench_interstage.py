@@ -1,0 +1,179 @@
+"""Generation and inference one after the other against fused (RLHFuse section 4 and figure 9), by threshold.
+
+    python benchmarks/bench_interstage.py [--instances 4 8 16 32] [--share 0.3] [--fractions ...]
+    python benchmarks/bench_interstage.py --real [--iterations 8] [--settings Off 0.05 ... Auto]
+
+Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
+LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
+log-normal with the median an eighth of the longest. Reference, reward and critic take a given share of the serial
+stage, and everything takes --slow times as long as there, against the noise of a busy machine. With --real: whole jobs,
+two vLLM servers and scorers on this machine's cores, the model of bench_e2e.py.
+
+A JSON line a measurement: `threshold` (samples; null: serial), `fraction`, `serial_seconds` (of the same run), and
+`fused_seconds`, their ratio `speedup`, the simulator's `predicted_speedup`; a last line says what the controller
+chose, and how far predictions were off."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_interstage_paper import MODELS, profile
+from interstage.stage import decided, instances, lengths_of, measure
+
+from dovetail.planner.interstage import Decision, StageProfile, ThresholdController, scan
+
+PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
+FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
+LEARNT = 5
+
+
+def device(share: float, slow: float, lengths: Sequence[int], count: int) -> StageProfile:
+    """LLaMA-33B on eight H100, `slow` times slower, inference scaled to `share` of the serial stage."""
+    model = MODELS["33B"]
+    fast = profile(model, model, PROMPT + float(np.mean(lengths)) / 2)
+    found = replace(
+        fast,
+        decode=tuple((batch, slow * seconds) for batch, seconds in fast.decode),
+        prefill_seconds_per_token=slow * fast.prefill_seconds_per_token,
+        inference_seconds_per_token=slow * fast.inference_seconds_per_token,
+        kv_transfer_seconds_per_token=None,
+    )
+    alone = scan(lengths, [PROMPT] * len(lengths), [found] * count, [None], MAX_TOKENS)[0]
+    wanted = alone.generation_seconds * share / (1 - share)
+    factor = wanted / (alone.serial_seconds - alone.generation_seconds)
+    return replace(found, inference_seconds_per_token=factor * found.inference_seconds_per_token)
+
+
+def choice(count: int, size: int, device: StageProfile, seed: int) -> Decision:
+    """What the controller decides after some iterations of other samples."""
+    controller = ThresholdController("Auto", MAX_TOKENS)
+    for iteration in range(LEARNT):
+        controller.observe(lengths_of(size, MAX_TOKENS, seed + 1 + iteration))
+    return controller.decide([PROMPT] * size, [device] * count)
+
+
+def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seed: int) -> list[dict[str, Any]]:
+    size = SAMPLES * count
+    lengths = lengths_of(size, MAX_TOKENS, seed)
+    one = device(share, slow, lengths, count)
+    chosen = choice(count, size, one, seed)
+    thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
+    if chosen.threshold not in thresholds:
+        thresholds.append(chosen.threshold)
+    predictions = scan(lengths, [PROMPT] * size, [one] * count, thresholds, MAX_TOKENS)
+    lines: list[dict[str, Any]] = []
+    serial = 0.0
+    with instances(one, count, lengths, PROMPT) as ports:
+        for threshold, prediction in zip(thresholds, predictions, strict=True):
+            decision = decided(threshold, prediction)
+            seconds, generation, moved = asyncio.run(measure(ports, lengths, PROMPT, one, decision, MAX_TOKENS))
+            serial = serial or seconds
+            lines.append(
+                {
+                    "measurement": "interstage emulated",
+                    "instances": count,
+                    "threshold": threshold,
+                    "fraction": None if threshold is None else round(threshold / size, 3),
+                    "serial_seconds": round(serial, 3),
+                    "fused_seconds": round(seconds, 3),
+                    "generation_seconds": round(generation, 3),
+                    "migrated": moved,
+                    "speedup": round(serial / seconds, 3),
+                    "predicted_seconds": round(prediction.fused_seconds, 3),
+                    "predicted_speedup": round(prediction.speedup, 3),
+                }
+            )
+            print(json.dumps(lines[-1]), flush=True)
+    lines.append(conclusion("emulated", lines, chosen.threshold) | {"instances": count})
+    print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: int | None) -> dict[str, Any]:
+    best = max(lines, key=lambda line: line["speedup"])
+    ours = next(line for line in lines if line["threshold"] == chosen)
+    off = [abs(line["predicted_speedup"] / line["speedup"] - 1) for line in lines if line["threshold"] is not None]
+    return {
+        "measurement": f"interstage {kind} choice",
+        "best_threshold": best["threshold"],
+        "best_speedup": best["speedup"],
+        "chosen_threshold": chosen,
+        "chosen_speedup": ours["speedup"],
+        "chosen_over_best_seconds": round(ours["fused_seconds"] / best["fused_seconds"], 4),
+        "prediction_error_max": round(max(off), 4),
+        "prediction_error_median": round(statistics.median(off), 4),
+    }
+
+
+def real(settings: Sequence[str], iterations: int) -> list[dict[str, Any]]:
+    """Whole jobs; medians over iterations, the first two left out."""
+    from e2e.model import make_models
+    from e2e.ours import manifest
+    from e2e.settings import Folder, Settings
+    from interstage.real import stages
+
+    from dovetail.api.types import RLHFJob
+
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        shared = Settings(iterations=iterations)
+        folder = Folder(Path(temporary) / "models")
+        make_models(folder, shared)
+        serial = None
+        for setting in ("Off", *(s for s in settings if s != "Off")):
+            document = manifest(folder, shared).model_dump(by_alias=True, exclude_none=True, mode="json")
+            document["spec"]["plan"]["interStageFusion"] = setting if setting in ("Off", "Auto") else float(setting)
+            rows = stages(RLHFJob.model_validate(document), Path(temporary) / f"run-{setting}")[shared.warmup :]
+            seconds = statistics.median(row["seconds"] for row in rows)
+            serial = serial or seconds
+            lines.append(
+                {
+                    "measurement": "interstage real",
+                    "setting": setting,
+                    "threshold": rows[-1].get("threshold"),
+                    "serial_seconds": round(serial, 3),
+                    "fused_seconds": round(seconds, 3),
+                    "generation_seconds": round(statistics.median(row["generation"] for row in rows), 3),
+                    "migrated": statistics.median(row["migrated"] for row in rows),
+                    "speedup": round(serial / seconds, 3),
+                    "predicted_speedup": round(statistics.median(row["predicted_speedup"] for row in rows), 3),
+                }
+            )
+            print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--share", type=float, default=0.3, help="of inference in the serial stage")
+    parser.add_argument("--slow", type=float, default=2.0, help="times the profile's durations")
+    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="thresholds, of the batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--real", action="store_true", help="two vLLM servers on this machine instead")
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--settings", nargs="+", default=["Off", "0", "0.05", "0.1", "0.2", "0.4", "0.8", "Auto"])
+    options = parser.parse_args(argv)
+    if not 0 < options.share < 1:
+        parser.error("--share must be between 0 and 1")
+    if options.real:
+        real(options.settings, options.iterations)
+        return 0
+    for count in options.instances:
+        emulate(count, options.share, options.slow, options.fractions, options.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

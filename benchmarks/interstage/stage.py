@@ -1,0 +1,115 @@
+"""One stage of generation and inference by the coordinator's own code, on emulated instances."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from dovetail.api.messages import Register
+from dovetail.api.types import Generation
+from dovetail.coordinator.fleet import Fleet
+from dovetail.coordinator.generation import Generator
+from dovetail.coordinator.interstage.fusion import StageFusion
+from dovetail.coordinator.interstage.stage import generate_and_score
+from dovetail.coordinator.samples import NewSample, ScoreRow, State
+from dovetail.coordinator.scoring import Inference, Scorer, Scores
+from dovetail.coordinator.store import Store
+from dovetail.planner.interstage import Decision, Prediction, StageProfile
+from interstage.emulated import serve
+
+DEADLINE = 600.0
+
+
+@contextmanager
+def instances(profile: StageProfile, count: int, lengths: Sequence[int], prompt: int) -> Iterator[list[int]]:
+    """Ports of `count` emulated instances; sample i answers with lengths[i] tokens."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    table = {seed + 1: length for seed, length in enumerate(lengths)}
+    process = context.Process(target=serve, args=(profile, count, table, prompt, theirs), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(120):
+            raise RuntimeError("the emulated instances did not start within 120 s")
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.join(10)
+        process.kill()
+
+
+def decided(threshold: int | None, prediction: Prediction) -> Decision:
+    return Decision(threshold, None, "pinned", prediction, prediction.serial_seconds, prediction.fused_seconds, {})
+
+
+async def measure(
+    ports: Sequence[int],
+    lengths: Sequence[int],
+    prompt: int,
+    profile: StageProfile,
+    decision: Decision,
+    max_tokens: int,
+) -> tuple[float, float, int]:
+    """Seconds of the stage, of its generation, and samples migrated. Raises RuntimeError unless every sample ends
+    scored, with its own length."""
+    fleet = Fleet(time.monotonic, lambda event, **fields: None)
+    fleet.publish(1)
+    for index, port in enumerate(ports):
+        for kind, name in (("rollout", f"r{index:03}"), ("scorer", f"r{index:03}-scorer")):
+            message = {"name": name, "kind": kind, "group": "g", "url": f"http://127.0.0.1:{port}"}
+            more = {"ready": True, "incarnation": "1", "weight_version": 1, "abilities": {"sampler": "counter"}}
+            fleet.register(Register.model_validate({**message, **more}))
+    scorers = [Scorer(f"r{index:03}-scorer", f"http://127.0.0.1:{port}") for index, port in enumerate(ports)]
+    rollouts = fleet.eligible("rollout")
+    fusion = StageFusion({i.name: profile for i in rollouts}, prompt + max_tokens, decision)
+    generation = Generation.model_validate({"maxTokens": max_tokens, "maxConcurrent": profile.max_samples})
+    spent: dict[str, float] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        spent[name] = time.monotonic() - started
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder))
+        tokens = list(range(prompt))
+        store.samples.begin_iteration(1, [NewSample(i, 0, tokens, i + 1) for i in range(len(lengths))])
+
+        def keep(scores: list[Scores]) -> None:
+            store.samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, 1) for s in scores)
+
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+            Generator(store, fleet, generation, "token", lambda event, **fields: None) as generator,
+            Inference(
+                session,
+                ["reference", "reward", "critic"],
+                lambda: [s for s in scorers if fusion.may_score(s.name, generator.idle)],
+                keep,
+                lambda scorer, reason: None,
+            ) as inference,
+        ):
+            done = await generate_and_score(1, store.samples, generator, inference, fusion, DEADLINE, phase)
+        found = store.samples.samples(1)
+        wrong = [
+            s.key for s, n in zip(found, lengths, strict=True) if s.state is not State.SCORED or len(s.tokens) != n
+        ]
+        store.close()
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} samples did not end scored and whole, the first {wrong[0]}")
+    return sum(spent.values()), spent["generation"], len(done.migrations)
+
+
+def lengths_of(count: int, max_tokens: int, seed: int) -> list[int]:
+    """Log-normal, the median an eighth of the longest."""
+    rng = np.random.default_rng(seed)
+    drawn = max_tokens / 8 * np.exp(np.log(8) / 2.4 * rng.standard_normal(count))
+    return [int(n) for n in np.clip(np.rint(drawn), 1, max_tokens)]
