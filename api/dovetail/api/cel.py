@@ -36,20 +36,28 @@ class CelRule(NamedTuple):
         return {"rule": self.rule, **said} | ({"fieldPath": self.field} if self.field else {})
 
 
+def _listed(flags: dict[str, str], separator: str) -> str:
+    """Holes of a message that together write the names whose expression in `flags` is true."""
+    holes, earlier = "", list(flags.values())
+    for index, (name, flag) in enumerate(flags.items()):
+        first = f"({' || '.join(earlier[:index])} ? '{separator}{name}' : '{name}')" if index else f"'{name}'"
+        holes += f"{{{flag} ? {first} : ''}}"
+    return holes
+
+
 def _one_of(path: str, prefix: str, names: tuple[str, ...]) -> tuple[CelRule, CelRule]:
-    flags = [f"has(self.{name})" for name in names]
-    given, known = f"[{', '.join(flags)}]", ", ".join(names)
-    listed = f"{{{flags[0]} ? '{names[0]}' : ''}}"
-    for index, name in enumerate(names[1:], 1):
-        listed += f"{{{flags[index]} ? ({' || '.join(flags[:index])} ? ' and {name}' : '{name}') : ''}}"
+    flags = {name: f"has(self.{name})" for name in names}
+    given, known = f"[{', '.join(flags.values())}]", ", ".join(names)
+    too_many = f"{prefix}has {_listed(flags, ' and ')}; give exactly one of {known}."
     return (
         CelRule(path, f"{given}.exists(x, x)", f"{prefix}names nothing; give exactly one of {known}."),
-        CelRule(path, f"{given}.filter(x, x).size() < 2", f"{prefix}has {listed}; give exactly one of {known}."),
+        CelRule(path, f"{given}.filter(x, x).size() < 2", too_many),
     )
 
 
 _MODELS = ("actor", "critic", "reward", "reference")
 _DATA = ("demonstrations", "preferences", "prompts")
+_IN_STAGES = {stage: f"'{stage}' in self" for stage in ("sft", "reward", "ppo")}
 _PPO = "!('ppo' in self.stages) || "
 _TRAINS_REWARD = "'reward' in self.stages && !has(self.models.reward.__function__)"
 _RESERVED = "[" + ", ".join(f"'{option}'" for option in RESERVED_VLLM_ARGS) + "]"
@@ -353,7 +361,7 @@ CEL_RULES: tuple[CelRule, ...] = (
     CelRule(
         "spec.stages",
         "!self.all(s, self.exists_one(t, t == s)) || self == ['sft', 'reward', 'ppo'].filter(s, s in self)",
-        "spec.stages must be in the order sft, reward, ppo; write {['sft', 'reward', 'ppo'].filter(s, s in self)}.",
+        f"spec.stages must be in the order sft, reward, ppo; write [{_listed(_IN_STAGES, ', ')}].",
     ),
     *_models(),
     *_reward(),

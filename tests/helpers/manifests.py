@@ -1,0 +1,192 @@
+"""A good RLHFJob, and bad ones with the sentences that users get for them."""
+
+from __future__ import annotations
+
+import copy
+
+GOOD = {
+    "apiVersion": "dovetail.dev/v1alpha1",
+    "kind": "RLHFJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "models": {
+            "actor": {"source": {"scratch": {"config": {"hidden_size": 64, "num_hidden_layers": 2}}}},
+            "tokenizer": {"train": {"vocabSize": 512}},
+        },
+        "data": {
+            "demonstrations": [{"synthetic": {}}],
+            "preferences": [{"synthetic": {}}],
+            "prompts": [{"synthetic": {}}],
+        },
+        "groups": [
+            {"name": "trainers", "roles": ["trainer"], "replicas": 2},
+            {"name": "rollouts", "roles": ["rollout"], "replicas": 2},
+        ],
+    },
+}
+DELETE = object()
+
+
+def changed(**changes):
+    """GOOD with dotted paths (`ppo.clip`, `groups.0.name`) set below spec, or deleted."""
+    manifest = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        node = manifest["spec"]
+        *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+        for step in steps:
+            node = node[step] if isinstance(node, list) else node.setdefault(step, {})
+        if value is DELETE:
+            del node[last]
+        elif isinstance(node, list) and last == len(node):
+            node.append(value)
+        else:
+            node[last] = value
+    return manifest
+
+
+HF, SCRATCH = {"source": {"huggingFace": "a/b"}}, {"source": {"scratch": {}}}
+FIELDS = [
+    ({"ppo.miniBatchSze": 4}, "spec.ppo.miniBatchSze is not a field; did you mean miniBatchSize?"),
+    ({"ppo.mini_batch_size": 4}, "spec.ppo.mini_batch_size is not a field; did you mean miniBatchSize?"),
+    ({"group": []}, "spec.group is not a field; did you mean groups?"),
+    ({"groups.0.gpu": {"perpod": 2}}, "spec.groups[0].gpu.perpod is not a field; did you mean perPod?"),
+    ({"plan.zzz": 1}, "spec.plan.zzz is not a field; spec.plan has placement, interStageFusion, intraStageFusion, "),
+    ({"groups": DELETE}, "spec.groups is required (The pods, by kind of hardware); add it."),
+    ({"groups": []}, "spec.groups must be a list of 1 to 32 items; it has 0."),
+    ({"groups": {"name": "a"}}, "spec.groups must be a list of 1 to 32 items; it is a mapping."),
+    ({"groups.0.name": "Big_A"}, "spec.groups[0].name must be lower-case letters, digits and dashes, starting and"),
+    ({"groups.0.name": DELETE}, "spec.groups[0].name is required"),
+    ({"groups.0.roles": ["trainr"]}, 'spec.groups[0].roles[0] must be one of trainer, rollout; it is "trainr".'),
+    ({"groups.0.replicas": 0}, "spec.groups[0].replicas must be a whole number of at least 1 and at most 4096 (or"),
+    ({"ppo.clip": "0.2"}, 'spec.ppo.clip must be a number above 0; it is "0.2".'),
+    ({"ppo.clip": True}, "spec.ppo.clip must be a number above 0; it is true."),
+    ({"ppo.clip": float("nan")}, "spec.ppo.clip must be a number above 0; it is nan."),
+    ({"ppo.epochs": 1.5}, "spec.ppo.epochs must be a whole number of at least 1; it is 1.5."),
+    ({"ppo.epochs": None}, "spec.ppo.epochs must be a whole number of at least 1; it is null."),
+    ({"ppo.advantage": "gea"}, 'spec.ppo.advantage must be one of gae, grpo, rloo; it is "gea".'),
+    ({"ppo.ema": 1.0}, "spec.ppo.ema must be a number above 0 and below 1 (or null); it is 1.0."),
+    ({"ppo.gamma": 1.5}, "spec.ppo.gamma must be a number of at least 0 and at most 1; it is 1.5."),
+    ({"ppo.whitenAdvantages": "yes"}, 'spec.ppo.whitenAdvantages must be true or false; it is "yes".'),
+    ({"ppo.advantageFunction": "os.system"}, "spec.ppo.advantageFunction must be a Python function as module:callable"),
+    ({"stages": ["sft", "rm"]}, 'spec.stages[1] must be one of sft, reward, ppo; it is "rm".'),
+    ({"plan.parallelism": "Some"}, "spec.plan.parallelism must be Auto or a mapping"),
+    ({"plan.parallelism": {"critic": {}}}, "spec.plan.parallelism.actor is required"),
+    ({"plan.parallelism": {"actor": {"pp": 0}}}, "spec.plan.parallelism.actor.pp must be a whole number of at least 1"),
+    (
+        {"plan.interStageFusion": 1.2},
+        "spec.plan.interStageFusion must be one of Auto, Off or a number of at least 0 and",
+    ),
+    ({"generation.stop": "END"}, 'spec.generation.stop must be a list of at most 16 items; it is "END".'),
+    ({"models": [1]}, "spec.models must be a mapping"),
+    (
+        {"failurePolicy.maxRestarts": -1},
+        "spec.failurePolicy.maxRestarts must be a whole number of at least 0; it is -1.",
+    ),
+]
+RULES = [
+    ({"stages": ["ppo", "sft"]}, "spec.stages must be in the order sft, reward, ppo; write [sft, ppo]."),
+    ({"stages": ["sft", "sft"]}, "spec.stages names a stage twice"),
+    ({"models.actor": {}}, "spec.models.actor.source is required"),
+    ({"models.actor.source.path": "x"}, "spec.models.actor.source has path and scratch; give exactly one of"),
+    ({"models.critic": {"source": {}}}, "spec.models.critic.source names nothing; give exactly one of"),
+    ({"models.critic": {"source": {"path": "x", "revision": "y"}}}, "spec.models.critic.source.revision belongs to"),
+    ({"models.critic": {"source": {"pvc": "claim"}}}, "spec.models.critic.source.pvc must be claim/path"),
+    ({"models.actor.dtype": "float16"}, "spec.models.actor.dtype float16 cannot be trained in"),
+    ({"models.actor.lora": {"dropout": 1.0}}, "spec.models.actor.lora.dropout is 1"),
+    ({"models.actor.lora": {"targetModules": ["q", "q"]}}, "spec.models.actor.lora.targetModules names a module twice"),
+    ({"models.reference": {"lora": {}}}, "spec.models.reference.lora has no effect"),
+    ({"models.actor.source.scratch.config.vocab_size": 9}, "config.vocab_size comes from the tokenizer; remove it."),
+    (
+        {"models.actor.source.scratch.config.num_attention_heads": 3},
+        "config.hidden_size is 64, which num_attention_heads (3) does not divide; make it a multiple of 3.",
+    ),
+    ({"models.actor.source.scratch.config.hidden_size": "64"}, "hidden_size must be a whole number of at least 1"),
+    ({"models.reward": {"function": "a:b", **HF}}, "spec.models.reward.source cannot go with"),
+    ({"models.reward": {"function": "a:b"}, "stages": ["reward"]}, "spec.stages has only reward, but"),
+    ({"stages": ["sft", "ppo"]}, "spec.models.reward needs a source or a function when spec.stages has ppo without"),
+    ({"stages": ["ppo"], "models.reward": SCRATCH}, "spec.models.reward.source.scratch is an untrained reward model"),
+    ({"models.tokenizer": {}}, "spec.models.tokenizer is required for an actor from scratch"),
+    ({"models.tokenizer.path": "x"}, "spec.models.tokenizer has both path and train"),
+    ({"models.actor": HF}, "spec.models.tokenizer.train makes a new vocabulary"),
+    ({"data.demonstrations": []}, "spec.data.demonstrations is empty, but the sft stage needs it"),
+    ({"data.preferences": []}, "spec.data.preferences is empty, but the reward stage needs it"),
+    ({"data.prompts": []}, "spec.data.prompts is empty, but the ppo stage needs it"),
+    ({"data.prompts": [{}]}, "spec.data.prompts[0] names nothing; give exactly one of huggingFace, path, synthetic."),
+    ({"data.prompts.0.path": "x"}, "spec.data.prompts[0] has path and synthetic"),
+    ({"data.prompts": [{"path": "x", "subset": "y"}]}, "spec.data.prompts[0].subset belongs to huggingFace"),
+    ({"data.prompts": [{"path": "x", "split": "test"}]}, "spec.data.prompts[0].split belongs to huggingFace"),
+    ({"data.split": {"ppo": 0}}, "spec.data.split.ppo is 0, but spec.stages has ppo"),
+    ({"data.heldOut": 1.0}, "spec.data.heldOut is 1, which leaves nothing to train on"),
+    (
+        {"stages": ["reward", "ppo"], "data.demonstrations": [], "ppo.ptxCoef": 0.1},
+        "spec.ppo.ptxCoef is above 0, but spec.data.demonstrations is empty",
+    ),
+    (
+        {"ppo.samplesPerPrompt": 3},
+        "spec.ppo.globalBatchSize is 64, which spec.ppo.samplesPerPrompt (3) does not divide; make it a multiple of 3.",
+    ),
+    ({"ppo.miniBatchSize": 48}, "spec.ppo.globalBatchSize is 64, which spec.ppo.miniBatchSize (48) does not divide"),
+    (
+        {"ppo.microBatchSize": 7},
+        "spec.ppo.miniBatchSize is 64, which cannot be cut into micro-batches of 7 (spec.ppo.microBatchSize) on the "
+        "actor; make it a multiple of 7.",
+    ),
+    ({"sft.batchSize": 12}, "spec.sft.batchSize is 12, which cannot be cut into micro-batches of 8"),
+    ({"reward.microBatchSize": 5}, "spec.reward.batchSize is 32, which cannot be cut into micro-batches of 5"),
+    (
+        {"ppo.microBatchSize": 64, "plan.parallelism": {"actor": {"dp": 2}}},
+        "on 2 data-parallel ranks of the actor; make it a multiple of 128.",
+    ),
+    ({"ppo.advantage": "grpo"}, "spec.ppo.samplesPerPrompt is 1, but grpo compares samples of the same prompt"),
+    (
+        {"ppo.advantage": "rloo", "ppo.samplesPerPrompt": 4, "ppo.criticWarmupIterations": 1},
+        "spec.ppo.criticWarmupIterations is 1, but rloo has no critic; remove it.",
+    ),
+    ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),
+    ({"ppo.kl": {"coef": 0, "target": 1}}, "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move"),
+    ({"generation": {"minTokens": 9, "maxTokens": 8}}, "spec.generation.minTokens (9) is above"),
+    ({"groups.1.name": "trainers"}, "spec.groups has 'trainers' twice"),
+    ({"groups.0.roles": ["rollout"]}, "spec.groups has no group with the role trainer"),
+    ({"groups.1.roles": ["trainer"]}, "spec.groups has no group with the role rollout, but the ppo stage generates"),
+    ({"groups.0.roles": ["trainer", "trainer"]}, "spec.groups[0].roles names a role twice"),
+    ({"groups.1.minReplicas": 3, "groups.1.maxReplicas": 2}, "minReplicas (3) is above maxReplicas (2)"),
+    (
+        {"groups.1.minReplicas": 3},
+        "spec.groups[1].replicas (2) must be within minReplicas and maxReplicas (from 3 up).",
+    ),
+    ({"groups.0.maxReplicas": 4}, "spec.groups[0] has the role trainer, whose number of pods is fixed"),
+    ({"groups.0.gpu": {"perPod": 8}}, "spec.groups[0].gpu.perPod is 8 without gpu.product"),
+    ({"groups.0.gpu": {"product": "A", "perPod": 0}}, "spec.groups[0].gpu.perPod is 0, but gpu.product names a GPU"),
+    (
+        {"groups.2": {"name": "g", "roles": ["trainer"], "gpu": {"product": "A"}}},
+        "spec.groups mixes trainer groups with and without GPUs",
+    ),
+    ({"groups.0.vllmArgs": ["--x"]}, "spec.groups[0].vllmArgs has no effect without the role rollout"),
+    ({"groups.1.vllmArgs": ["--port=1"]}, "spec.groups[1].vllmArgs[0]: --port is set by Dovetail; remove it."),
+    ({"groups.1.name": "trainer"}, "spec.groups[1].name 'trainer' is the name of other processes"),
+    (
+        {"groups.1.gpu": {"product": "Tesla-V100-SXM2-32GB"}, "groups.1.dtype": "bfloat16"},
+        "spec.groups[1].dtype is bfloat16, which Tesla-V100-SXM2-32GB does not have",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"pp": 3}}},
+        "spec.plan.parallelism.actor: pp 3 x tp 1 x dp 1 is 3 ranks, but the trainer groups have 2; make the product",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"pp": 4}}, "groups.0.replicas": 4},
+        "spec.plan.parallelism.actor.pp is 4, but the actor has only 2 layers; lower it.",
+    ),
+    (
+        {"models.actor.source.scratch.config.max_position_embeddings": 600},
+        "spec.data.maxPromptTokens + spec.generation.maxTokens is 1024, but the actor has max_position_embeddings 600",
+    ),
+    (
+        {"models.actor.source.scratch.config.max_position_embeddings": 600},
+        "spec.data.maxTokens is 1024, but the actor has max_position_embeddings 600",
+    ),
+    (
+        {"models.actor.source.scratch.config.head_dim": 16},
+        "spec.models.actor.source.scratch.config: the actor's attention heads have 16 dimensions (hidden_size / "
+        "num_attention_heads); vLLM on CPUs takes 32, 64, 80,",
+    ),
+]

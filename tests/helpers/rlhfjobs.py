@@ -1,0 +1,71 @@
+"""RLHFJobs on a real API server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import yaml
+
+from helpers.cluster import REPOSITORY, KubeCluster, wait_for
+
+CRD = REPOSITORY / "crds" / "rlhfjobs.dovetail.dev.yaml"
+NAME = "rlhfjobs.dovetail.dev"
+
+
+def install_crd(cluster: KubeCluster, manifest: str | None = None) -> None:
+    """Server-side apply of the CRD (or of another version of it); returns when the API server goes by it."""
+    text = manifest or CRD.read_text(encoding="utf-8")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=60s")
+    spec = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+
+    def served() -> bool:
+        """A new schema is taken up some time after it was stored; what is published of it comes last."""
+        done = cluster.try_kubectl("get", "--raw", "/openapi/v3/apis/dovetail.dev/v1alpha1")
+        if done.returncode != 0:
+            return False
+        shown = json.loads(done.stdout)["components"]["schemas"]["dev.dovetail.v1alpha1.RLHFJob"]["properties"]["spec"]
+        return all(_outline(shown, key) == _outline(spec, key) for key in ("properties", "x-kubernetes-validations"))
+
+    wait_for("the schema to be served", served)
+
+
+def _outline(schema: dict[str, Any], key: str) -> Any:
+    found = schema.get(key)
+    return sorted(found) if isinstance(found, dict) else found
+
+
+def create(cluster: KubeCluster, manifest: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+    """`kubectl create` with strict validation."""
+    text = json.dumps(manifest)
+    return cluster.try_kubectl("create", "--validate=strict", "-f", "-", *words, stdin=text)
+
+
+def sentences(stderr: str) -> list[str]:
+    """What the API server found, each sentence with the whole path of the field, as `dovetail validate` writes it."""
+    found = []
+    for path, message in re.findall(r'([\w.\[\]]+): Invalid value: (?:"[^"\n]*": |-?[\d.]+: )?(.*)', stderr):
+        # A rule inside a list starts its sentence at the item, with a field or with "has".
+        rest = message.removeprefix("spec.") if path == "spec" else message
+        if message.startswith("spec."):
+            found.append(message)
+        else:
+            found += [f"{path}.{rest}", f"{path} {rest}", f"{path}: {rest}"]
+    return found
+
+
+def mark_planned(cluster: KubeCluster, namespace: str, name: str, status: str = "True") -> None:
+    """As the operator does once a plan holds."""
+    condition = {
+        "type": "Planned",
+        "status": status,
+        "reason": "Planned",
+        "message": "by the test",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    patch = json.dumps({"status": {"conditions": [condition]}})
+    words = ("patch", "rlhfjob", name, "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
+    cluster.kubectl(*words)
