@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+import threading
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import psutil
 import yaml
 
 from dovetail.api.types import RLHFJob
+from dovetail.coordinator.samples import Sample
+from dovetail.coordinator.store import Store
 from dovetail.local.launcher import Launcher
 from dovetail.local.supervisor import Outcome
 from dovetail.planner.simple import make_plan
@@ -146,6 +149,56 @@ def sample_rows(run_dir: Path) -> list[tuple[int, int, int, str, int]]:
             "SELECT iteration, prompt_index, sample_index, state, length(response)/4 FROM samples ORDER BY 1, 2, 3"
         )
         return [tuple(row) for row in rows]
+
+
+def stored_samples(run_dir: Path, iteration: int) -> list[Sample]:
+    """The samples of an iteration, whole, in order of (prompt, sample)."""
+    store = Store(run_dir)
+    try:
+        return store.samples.samples(iteration)
+    finally:
+        store.close()
+
+
+@dataclass
+class Reaper:
+    """SIGKILLs processes as soon as an event is logged: give it to `run_job` as the injector, and close it.
+
+    `victim(event)` names the process to kill, or None; it is asked of each line of events.jsonl once, a few
+    milliseconds after it is written, in a thread of its own."""
+
+    run_dir: Path
+    victim: Callable[[dict[str, Any]], str | None]
+    killed: list[str] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, launcher: Launcher) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, args=(launcher,), daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(10)
+
+    def _watch(self, launcher: Launcher) -> None:
+        path, offset = self.run_dir / "events.jsonl", 0
+        while not self._stop.wait(0.003):
+            if not path.exists() or path.stat().st_size == offset:
+                continue
+            with path.open("rb") as file:
+                file.seek(offset)
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            offset += len(whole)
+            for line in whole.splitlines():
+                name = self.victim(json.loads(line))
+                pid = launcher.pids.get(name) if name is not None else None
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.append(str(name))
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:

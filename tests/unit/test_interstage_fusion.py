@@ -34,6 +34,14 @@ def test_gathers_once_at_the_threshold_where_most_samples_are() -> None:
     assert fusion.gather(left[:3], ["r0", "r1", "r2"]) is None
 
 
+def test_the_last_threshold_counts_until_there_is_a_new_one() -> None:
+    fusion = stage(4)
+    fusion.decision, fusion.provisional = None, 2
+    left: list[tuple[Key, str | None]] = [(Key(1, i, 0), f"r{i}") for i in range(3)]
+    assert fusion.gather(left, ["r0", "r1", "r2"]) is None
+    assert fusion.gather(left[:2], ["r0", "r1", "r2"]) is not None
+
+
 @pytest.mark.parametrize("threshold", [None, 0])
 def test_nobody_migrates_when_off_or_at_zero(threshold: int | None) -> None:
     assert stage(threshold).gather([(Key(1, 0, 0), "r0")], ["r0", "r1"]) is None

@@ -32,7 +32,7 @@ def rollout_of(scorer: str) -> str:
 
 @dataclass
 class StageFusion:
-    """One iteration's. `decision` None: not decided yet, or the stages run one after the other.
+    """One iteration's. `decision` None: not decided yet (`provisional` counts until then), or off.
 
     `destinations`: where the tail was gathered; `remaining`: how many samples were left then. `generated`: none are
     left to generate."""
@@ -40,6 +40,7 @@ class StageFusion:
     profiles: dict[str, StageProfile]
     kv_per_sample: int
     decision: Decision | None = None
+    provisional: int | None = None
     destinations: tuple[str, ...] = ()
     remaining: int | None = None
     moves: int = 0
@@ -48,7 +49,7 @@ class StageFusion:
     @property
     def threshold(self) -> int | None:
         """Unfinished samples at which the tail is gathered; 0: never; None: inference waits for generation's end."""
-        return None if self.decision is None else self.decision.threshold
+        return self.provisional if self.decision is None else self.decision.threshold
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
         """The generator's `Tail`: the destinations, once the samples left are as few as the threshold."""
@@ -78,6 +79,8 @@ class Fusion:
         saved = store.get(STORED)
         if saved is not None:
             self._controller.restore(saved)
+        setting = spec.plan.inter_stage_fusion
+        self._fraction = None if isinstance(setting, str) else setting
         self.measurements: dict[str, Measurements] = {}
 
     def measured(self, group: str) -> Measurements:
@@ -88,16 +91,19 @@ class Fusion:
     async def stage(
         self, iteration: int, prompt_lengths: Sequence[int], instances: Sequence[Instance]
     ) -> AsyncIterator[StageFusion]:
-        """One iteration's, whose threshold is decided while its generation begins. Raises what deciding raises."""
+        """One iteration's, whose threshold is decided while its generation begins; until then the last one's counts.
+        Raises what deciding raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
         stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
         if self._spec.plan.inter_stage_fusion == "Off" or not instances:
             yield stage
             return
         profiles = [stage.profiles[i.name] for i in instances]
+        stage.provisional = None if self._fraction is None else int(self._fraction * len(prompt_lengths))
 
         async def decide() -> None:
             stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
+            self._fraction = stage.decision.fraction
             self._log("fusion.decided", iteration=iteration, **describe(stage.decision))
 
         deciding = asyncio.create_task(decide())

@@ -1,0 +1,104 @@
+"""Whole jobs with inter-stage fusion: they learn from the same samples as without it, and lose none when processes die
+while the tail migrates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from helpers.jobs import Reaper, events, history, run_job, stored_samples, summary, tiny_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ITERATIONS, SAMPLES = 3, 48
+
+
+def job(fusion: float | str) -> Any:
+    """A stop string of one letter gives random text long-tailed lengths."""
+    return tiny_job(
+        plan={"interStageFusion": fusion},
+        sft={"steps": 4},
+        reward={"steps": 6},
+        ppo={"iterations": ITERATIONS, "globalBatchSize": SAMPLES, "miniBatchSize": SAMPLES},
+        generation={"maxTokens": 80, "stop": ["e"]},
+        checkpoint={"everySteps": 100},
+    )
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One stage after the other."""
+    run_dir = tmp_path_factory.mktemp("serial")
+    outcome, _ = run_job(job("Off"), run_dir)
+    assert outcome.succeeded, outcome.reason
+    assert events(run_dir, "tail.gathered") == []
+    return run_dir
+
+
+def check_samples(run_dir: Path, serial: Path) -> None:
+    """The same tokens, and the same scores."""
+    for iteration in range(1, ITERATIONS + 1):
+        ours, theirs = stored_samples(run_dir, iteration), stored_samples(serial, iteration)
+        assert [s.key for s in ours] == [s.key for s in theirs]
+        assert len(ours) == SAMPLES
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert (a.finish_reason, a.state) == (b.finish_reason, b.state)
+            for name in ("logprobs", "ref_logprobs", "values", "reward"):
+                np.testing.assert_allclose(getattr(a, name), getattr(b, name), atol=2e-6, rtol=0, err_msg=name)
+
+
+def largest_difference(run_dir: Path, serial: Path) -> float:
+    """Of the trained weights."""
+    differences = []
+    for model in ("actor", "critic"):
+        one, two = (load_file(path / "models" / model / "model.safetensors") for path in (run_dir, serial))
+        assert one.keys() == two.keys()
+        differences += [float(np.abs(one[name] - two[name]).max()) for name in one]
+    return max(differences)
+
+
+def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> None:
+    outcome, _ = run_job(job(0.4), tmp_path)
+    assert outcome.succeeded, outcome.reason
+    gathered = events(tmp_path, "tail.gathered")
+    assert gathered
+    assert all(e["left"] <= 0.4 * SAMPLES and len(e["destinations"]) == 1 for e in gathered)
+    check_samples(tmp_path, serial)
+    assert largest_difference(tmp_path, serial) < 2e-5
+    migrated = [s for i in range(1, ITERATIONS + 1) for s in stored_samples(tmp_path, i) if s.attempt > 1]
+    assert migrated, "a tail was on one server alone each time"
+
+    facts = summary(tmp_path)["fusion"]
+    assert facts["samples_migrated"] == len(events(tmp_path, "sample.moved")) > 0
+    assert {e["reason"] for e in events(tmp_path, "sample.moved")} == {"tail"}
+    assert facts["seconds_hidden"] > 0
+    assert facts["threshold"] == int(0.4 * SAMPLES)
+    assert summary(serial)["fusion"]["seconds_hidden"] == 0
+    for metrics in history(tmp_path, "ppo").values():
+        spent = sum(metrics[f"seconds_{name}"] for name in ("generation", "inference", "training", "weights", "other"))
+        assert spent == pytest.approx(metrics["iteration_seconds"], rel=1e-3)
+
+
+def test_whoever_dies_as_the_tail_migrates_no_sample_is_lost_or_doubled(tmp_path: Path, serial: Path) -> None:
+    """A source in the first iteration, a destination in the second, the scorer beside a freed server in the third."""
+    roles = iter(["source", "destination", "scorer"])
+
+    def victim(event: dict[str, Any]) -> str | None:
+        if event["event"] != "tail.gathered":
+            return None
+        freed = next(iter(event["sources"] or {"rollouts-0", "rollouts-1"} - set(event["destinations"])))
+        chosen = {"source": freed, "destination": event["destinations"][0], "scorer": f"{freed}-scorer"}
+        return chosen[next(roles)]
+
+    reaper = Reaper(tmp_path, victim)
+    try:
+        outcome, told = run_job(job(0.4), tmp_path, reaper)
+    finally:
+        reaper.close()
+    assert outcome.succeeded, (outcome.reason, told)
+    assert len(reaper.killed) >= 2, "the tail was hardly ever gathered"
+    check_samples(tmp_path, serial)
