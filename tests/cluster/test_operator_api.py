@@ -60,11 +60,14 @@ def leader(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
 
 @pytest.fixture(autouse=True)
 def clean(server: KubeCluster) -> Iterator[None]:
+    """What a job made goes with it: by the garbage collector alone, also without an operator."""
     yield
     for namespace in NAMESPACES:
-        for kind in ("rlhfjobs", "jobsets", *KINDS[1:]):
-            if kind not in ("serviceaccount", "configmap"):
-                server.kubectl("delete", kind, "--all", "-n", namespace, "--wait=false", "--timeout=60s")
+        server.kubectl("delete", "rlhfjobs", "--all", "-n", namespace, "--wait=true", "--timeout=60s")
+    selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
+    for namespace in NAMESPACES:
+        words = ("get", ",".join(KINDS), "-n", namespace, *selector)
+        wait_for("nothing left", lambda words=words: server.kubectl(*words) == "")
 
 
 def condition(server: KubeCluster, kind: str, name: str = "demo", namespace: str = NAMESPACES[0]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from dovetail.operator.tokens import Tokens
 from dovetail.operator.workqueue import WorkQueue
 
 RESYNC_SECONDS = 600.0
+FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
 MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
 
@@ -62,7 +63,15 @@ class Controller:
             await self.queue.add(key)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Nothing is decided before everything has been listed: to a controller that sees a job and
+        not yet its children, they would all be missing."""
+        while True:
+            try:
+                await self.resync()
+                break
+            except KubeError as error:
+                log("sync.failed", error=str(error))
+                await asyncio.sleep(FIRST_SYNC_SECONDS)
         async with asyncio.TaskGroup() as group:
             for _ in range(self._settings.workers):
                 group.create_task(self._work())
@@ -201,7 +210,12 @@ class Controller:
 
     async def _compare(self, resource: Resource, namespace: str | None) -> None:
         known = self.store.of_kind(resource.kind, namespace)
-        listed = await self._client.list(resource, namespace, "" if resource is RLHFJOB else MANAGED)
+        try:
+            listed = await self._client.list(resource, namespace, "" if resource is RLHFJOB else MANAGED)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            listed = []  # the API server does not know the kind: JobSet is not installed
         there = {item["metadata"]["uid"] for item in listed}
         for thing in known:
             if thing["metadata"].get("uid") not in there:

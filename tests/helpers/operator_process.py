@@ -1,0 +1,123 @@
+"""The operator as a process of this machine, with no more rights than the chart's ServiceAccount."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from helpers.cluster import REPOSITORY, KubeCluster
+
+SYSTEM = "dovetail-system"
+RBAC = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+
+
+def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, Any]:
+    """A CRD that takes anything, for a kind whose controller does not run."""
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {
+        "name": version,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{plural}.{group}",
+            # What the API server asks for in *.x-k8s.io.
+            "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
+        },
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [served],
+        },
+    }
+
+
+def install(cluster: KubeCluster, namespaces: list[str]) -> None:
+    """The chart's accounts and rights, with nothing that runs. `namespaces`: none means all."""
+    names = "{" + ",".join(namespaces) + "}"
+    text = cluster.helm(
+        "template", "dovetail", str(REPOSITORY / "helm/dovetail"), "-n", SYSTEM, "--set", f"namespaces={names}"
+    )
+    wanted = [thing for thing in yaml.safe_load_all(text) if thing and thing["kind"] in RBAC]
+    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
+    items = {"apiVersion": "v1", "kind": "List", "items": [space, *wanted]}
+    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(items))
+
+
+def kubeconfig(cluster: KubeCluster, folder: Path, account: str = "dovetail-operator") -> Path:
+    """For the ServiceAccount of that name."""
+    token = cluster.kubectl("create", "token", account, "-n", SYSTEM, "--duration=2h").strip()
+    document = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "--output=json"))
+    document["users"] = [{"name": account, "user": {"token": token}}]
+    document["contexts"][0]["context"]["user"] = account
+    path = folder / f"{account}.kubeconfig"
+    path.write_text(json.dumps(document))
+    return path
+
+
+class OperatorProcess:
+    """`log` is what it wrote."""
+
+    def __init__(self, config: Path, folder: Path, identity: str, namespaces: list[str], **variables: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = folder / f"{identity}.log"
+        environ = os.environ | {
+            "KUBECONFIG": str(config),
+            "DOVETAIL_IDENTITY": identity,
+            "DOVETAIL_NAMESPACE": SYSTEM,
+            "DOVETAIL_NAMESPACES": ",".join(namespaces),
+            "DOVETAIL_HEALTH_PORT": str(self.port),
+            "PYTHONUNBUFFERED": "1",
+            **variables,
+        }
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dovetail.operator.main"], env=environ, stdout=log, stderr=log, cwd=folder
+            )
+
+    def leads(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return '"leader.started"' in self.log.read_text()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+
+@contextmanager
+def operator(
+    config: Path, folder: Path, identity: str, namespaces: list[str], **variables: str
+) -> Iterator[OperatorProcess]:
+    """Running until the end of the block."""
+    process = OperatorProcess(config, folder, identity, namespaces, **variables)
+    try:
+        yield process
+    finally:
+        if process.process.poll() is None:
+            process.kill()
