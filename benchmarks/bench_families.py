@@ -2,14 +2,15 @@
 
 For the rows of RLHFuse's Table 3, and for two models of one size with one and six mini-batches. Each cell is the
 speed-up and, in brackets, the peak activation memory in units of serial 1F1B's. ROWS: which problems, by number
-(0,3,12; default all); SECONDS_EACH: time to search a cell (3); SEED (0); WORKERS: threads (all cores)."""
+(0,3,12; default all); FAMILIES: which families (default all); SECONDS_EACH: time to search a cell (3); SEED (0);
+WORKERS: threads (all cores); CLOCK=cpu: seconds of the processor, as in bench_table3."""
 
 from __future__ import annotations
 
 import os
 import time
 
-from bench_table3 import PAPER, row_problem, serial_time
+from bench_table3 import PAPER, clock_of, row_problem, serial_time
 
 from dovetail.planner.schedules.families import FAMILIES, family_names
 from dovetail.planner.schedules.instance import zero_bubble_limit
@@ -42,10 +43,11 @@ def main() -> None:
     chosen = problems()
     numbers = [int(x) for x in os.environ.get("ROWS", "").split(",") if x] or list(range(len(chosen)))
     seconds, seed = float(os.environ.get("SECONDS_EACH", "3")), int(os.environ.get("SEED", "0"))
+    wanted = os.environ.get("FAMILIES", "").split(",") if os.environ.get("FAMILIES") else []
     workers = int(os.environ.get("WORKERS", str(os.cpu_count() or 1)))
     print(f"seed {seed}, {workers} threads, {seconds:g} s a cell, load average before: {os.getloadavg()[0]:.1f}")
     begun = time.monotonic()
-    effort = Effort(seconds, time.monotonic, workers, seed, memory=False)
+    effort = Effort(seconds, clock_of(workers), workers, seed, memory=False)
     for number in numbers:
         name, problem = chosen[number]
         bound = serial_time(problem) / zero_bubble_limit(problem)
@@ -53,6 +55,8 @@ def main() -> None:
         # The rounding of the paper's two decimals is allowed.
         capped = serial_memory(problem) * 1.0045
         for family in family_names(problem):
+            if wanted and family not in wanted:
+                continue
             cells = [cell(problem, family, limit, effort) for limit in (capped, None)]
             print(f"  {family:20}{cells[0]:>18}{cells[1]:>18}", flush=True)
     print(f"\n{time.monotonic() - begun:.0f} s")

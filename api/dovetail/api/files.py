@@ -19,6 +19,30 @@ def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
     return list(_data(spec, base_dir)) + list(_models(spec, base_dir)) + list(_tokenizer(spec, base_dir))
 
 
+def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
+    """Layers of actor, critic and reward model, where the manifest's own folders and configurations tell.
+
+    A critic without a source is made from the reward model, or from the actor; so is the reward model."""
+    own = {name: _layers(getattr(spec.models, name).source, base_dir) for name in ("actor", "critic", "reward")}
+    sources = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
+    found = {}
+    for name, candidates in sources.items():
+        first = next((c for c in candidates if getattr(spec.models, c).source is not None), None)
+        if first is not None and (count := own[first]) is not None:
+            found[name] = count
+    return found
+
+
+def _layers(source: ModelSource | None, base: Path) -> int | None:
+    fields: Any = None
+    if source is not None and source.scratch is not None:
+        fields = source.scratch.config
+    elif source is not None and source.path is not None:
+        fields = _json(base / source.path / "config.json")
+    count = fields.get("num_hidden_layers") if isinstance(fields, dict) else None
+    return count if isinstance(count, int) else None
+
+
 def _data(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     needed = {
         "demonstrations": Stage.SFT in spec.stages or spec.ppo.ptx_coef > 0,

@@ -16,6 +16,7 @@ from dovetail.api.manifest import ManifestError, parse, read_yaml
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.cli.overrides import apply_overrides
+from dovetail.cli.profile import profile
 from dovetail.cli.run import INTERRUPTED
 from dovetail.cli.run import run_job as run_to_the_end
 from dovetail.cli.schedule import schedule
@@ -74,6 +75,7 @@ _seed = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Short fo
 
 def _load(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there."""
+    from dovetail.api.files import layer_counts
     from dovetail.api.validation import absolute_paths, check, check_files, resolve, warnings
     from dovetail.planner.simple import make_plan
 
@@ -87,7 +89,7 @@ def _load(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> 
     if errors := check_files(written.spec, base):
         raise ManifestError(errors)
     job = absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base)
-    made = make_plan(job.spec)
+    made = make_plan(job.spec, layer_counts(job.spec, base))
     for warning in dict.fromkeys([*warnings(written.spec), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)
     return job, made
@@ -237,6 +239,7 @@ def plan(manifest: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 cli.add_command(schedule)
+cli.add_command(profile)
 
 
 @cli.command()

@@ -33,8 +33,15 @@ _count = click.IntRange(1)
 @click.option("--actor-stages", type=_count, required=True, help="Pipeline stages of the actor.")
 @click.option("--critic-stages", type=_count, required=True, help="Pipeline stages of the critic.")
 @click.option("--micro-batches", type=_count, required=True, help="Of an actor pipeline, per mini-batch.")
-@click.option("--actor-forward", type=_positive, required=True, help="Time of a stage at the larger stage count.")
-@click.option("--critic-forward", type=_positive, required=True, help="Time of a stage at the larger stage count.")
+@click.option("--actor-forward", type=_positive, help="Time of a stage at the larger stage count.")
+@click.option("--critic-forward", type=_positive, help="Time of a stage at the larger stage count.")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Measured times, from dovetail profile, in place of those above; times are then seconds, sizes bytes.",
+)
+@click.option("--micro-batch-size", type=_count, default=1, show_default=True, help="Sequences, with --profile.")
 @click.option("--actor-backward", type=_positive, help="[default: twice forward]")
 @click.option("--critic-backward", type=_positive, help="[default: twice forward]")
 @click.option(
@@ -68,6 +75,7 @@ _count = click.IntRange(1)
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--workers", type=_count, help="Threads.  [default: the number of cores]")
+@click.option("--pareto", is_flag=True, help="Show what less memory costs the best family, or --family.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the schedule as JSON.")
 @click.option("--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw the timeline.")
 @click.option("--no-cache", is_flag=True, help="Search again, even where the answer is known from an earlier call.")
@@ -79,6 +87,9 @@ def schedule(
     output: Path | None,
     svg_path: Path | None,
     no_cache: bool,
+    pareto: bool,
+    profile_path: Path | None,
+    micro_batch_size: int,
     memory: float | None,
     **numbers: Any,
 ) -> None:
@@ -99,10 +110,11 @@ def schedule(
     from dovetail.planner.schedules.legality import check_steps, steps
     from dovetail.planner.schedules.search import Effort
 
-    stages = (numbers.pop("actor_stages"), numbers.pop("critic_stages"))
-    work = (numbers.pop("micro_batches"), numbers.pop("actor_forward"), numbers.pop("critic_forward"))
     try:
-        problem = fused_problem(*stages, *work, memory_limit=memory, **numbers)
+        if profile_path is None:
+            problem = _problem(memory, **numbers)
+        else:
+            problem = _measured(profile_path, micro_batch_size, memory, **numbers)
     except ProblemError as error:
         raise UsageError(f"{error}.") from error
     console = Console()
@@ -135,6 +147,9 @@ def schedule(
         raise UsageError(f"{error}.") from error
     check_steps(problem, steps(choice.best))
     _show(console, problem, choice)
+    if pareto:
+        with console.status("searching"):
+            _show_front(console, problem, choice, effort, finder)
     for path, write in ((output, _json), (svg_path, svg)):
         if path is None:
             continue
@@ -143,6 +158,56 @@ def schedule(
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
         console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+
+
+def _problem(memory: float | None, **numbers: Any) -> Problem:
+    for name in ("actor_forward", "critic_forward"):
+        if numbers[name] is None:
+            raise UsageError(f"--{name.replace('_', '-')} is missing; give it, or measured times with --profile.")
+    names = ("actor_stages", "critic_stages", "micro_batches", "actor_forward", "critic_forward")
+    return fused_problem(*(numbers.pop(name) for name in names), memory_limit=memory, **numbers)
+
+
+def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> Problem:
+    from pydantic import ValidationError
+
+    from dovetail.api.profile import Profile
+    from dovetail.planner.schedules.measured import profiled_problem
+
+    try:
+        read = Profile.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UsageError(f"{path} is no profile: {where}: {first['msg']}; make one with dovetail profile.") from error
+    stages = (numbers["actor_stages"], numbers["critic_stages"])
+    return profiled_problem(
+        read,
+        ("actor", "critic"),
+        stages,
+        numbers["micro_batches"],
+        micro_batch_size,
+        mini_batches=numbers["mini_batches"],
+        memory_limit=memory,
+    )
+
+
+def _show_front(console: Console, problem: Problem, choice: Choice, effort: Effort, finder: Any) -> None:
+    from dovetail.planner.schedules.pareto import pareto
+
+    family = choice.best.family
+    found = pareto(problem, FAMILIES[family], effort, finder=lambda p, f, e: finder(p, f.name, e))
+    serial = choice.schedules.get("serial")
+    baseline, unit = serial.makespan if serial else _serial(problem), serial_memory(problem)
+    table = Table(title=f"{family}: less memory for more time", title_justify="left", show_edge=False)
+    for heading in ("makespan", "speed-up", "peak", "of serial"):
+        table.add_column(heading, justify="right")
+    for s in found:
+        table.add_row(f"{s.makespan:g}", f"{baseline / s.makespan:.3f}", f"{s.peak:g}", f"{s.peak / unit:.2f}")
+    console.print()
+    console.print(table)
 
 
 def _others(problem: Problem, names: list[str], effort: Effort, finder: Any) -> dict[str, Schedule]:

@@ -82,9 +82,9 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
                     latency[index, B, rank] = edges[path[stage + 1], rank]
                 source, q = block[stage], slice(0, int(total[index]))
                 duration[index, F, rank, q] = problem.array(index, "forward")[source]
-                whole, half = problem.array(index, "backward")[source], problem.array(index, "input_gradient")[source]
-                duration[index, B, rank, q] = half if split else whole
-                duration[index, W, rank, q] = whole - half if split else 0.0
+                duration[index, B, rank, q] = problem.array(index, "input_gradient" if split else "backward")[source]
+                if split:
+                    duration[index, W, rank, q] = problem.array(index, "weight_gradient")[source]
                 activation[index, rank, q] = problem.array(index, "activation")[source]
     wait = np.zeros((2, count, 2), dtype=np.int64)
     for k in range(count):

@@ -27,7 +27,8 @@ class Model:
     """One model's pipelines. Arrays broadcast to (pipelines, stages, micro-batches of all mini-batches).
 
     `forward`, `backward`: time of one micro-batch in one stage. `input_gradient`: the part of `backward` that the
-    previous stage waits for, where the backward is split (default half). `activation`: memory one micro-batch holds in
+    previous stage waits for, where the backward is split (default half); `weight_gradient`: the rest, where both take
+    longer or shorter than the whole. `activation`: memory one micro-batch holds in
     a stage from its forward's start to its backward's end. `optimizer_step`: time between two mini-batches."""
 
     name: str
@@ -38,6 +39,7 @@ class Model:
     activation: float | Floats = 1.0
     pipelines: int = 1
     input_gradient: float | Floats | None = None
+    weight_gradient: float | Floats | None = None
     optimizer_step: float = 0.0
 
 
@@ -72,6 +74,8 @@ class Problem:
         value: Any = getattr(m, field)
         if field == "input_gradient" and value is None:
             value = np.asarray(m.backward, dtype=np.float64) / 2
+        if field == "weight_gradient" and value is None:
+            return self.array(model, "backward") - self.array(model, "input_gradient")
         shape = (m.pipelines, m.stages, m.micro_batches * self.mini_batches)
         return np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), shape)).reshape(self.ranks, -1)
 
@@ -88,7 +92,7 @@ class Problem:
         parts: list[Any] = [edges, self.mini_batches, self.memory_limit]
         for index, m in enumerate(self.models):
             parts += [m.name, m.stages, m.pipelines, m.micro_batches, m.optimizer_step]
-            for field in ("forward", "backward", "input_gradient", "activation"):
+            for field in ("forward", "backward", "input_gradient", "weight_gradient", "activation"):
                 parts.append(hashlib.sha256(self.array(index, field).tobytes()).hexdigest())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -211,9 +215,9 @@ def _check_values(problem: Problem, index: int, m: Model) -> None:
         bad = ~np.isfinite(values) | (values < 0 if field == "activation" else values <= 0)
         if bad.any():
             raise ProblemError(f"{m.name}'s {field} is {values[bad][0]:g}; it must be {lowest}")
-    halves, whole = problem.array(index, "input_gradient"), problem.array(index, "backward")
-    if not ((halves > 0) & (halves < whole)).all():
-        raise ProblemError(f"{m.name}'s input_gradient must be above 0 and below its backward time")
+    first, second = problem.array(index, "input_gradient"), problem.array(index, "weight_gradient")
+    if not ((first > 0) & (second > 0)).all():
+        raise ProblemError(f"{m.name}'s input_gradient must be above 0 and, if alone, below its backward time")
     if not m.optimizer_step >= 0:
         raise ProblemError(f"{m.name}'s optimizer_step is {m.optimizer_step}; it must be 0 or more")
 

@@ -2,6 +2,7 @@
 
 1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
 2. Annealing on the critical path from the best of those, under a hard limit of activation memory.
+   Many micro-batches: from the schedule of a few, its steady part repeated.
 3. CP-SAT, where OR-Tools is installed, on what these do not reach; it also proves that nothing is faster.
 
 Work is done in rounds of fixed size, by tasks with seeds of their own, on any number of threads (the kernels hold no
@@ -10,10 +11,10 @@ the search with the best so far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from dovetail.planner.schedules.families import Family, family_instance, fixed_w
 from dovetail.planner.schedules.instance import Coupling, Instance, Ints, lower_bound
 from dovetail.planner.schedules.jit import COMPILED
 from dovetail.planner.schedules.listing import search_rules
+from dovetail.planner.schedules.periodic import shorter, unroll
 from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
 from dovetail.planner.schedules.schedule import (
     DeadlockError,
@@ -35,8 +37,7 @@ from dovetail.planner.schedules.schedule import (
 
 TASKS = 4
 UNLIMITED = 1e300
-EXACT_TASKS = 2
-EXACT_SIZE = 4000  # passes; beyond, CP-SAT takes more memory and time than it is worth
+EXACT_SIZE = 3200  # passes; beyond, CP-SAT takes more memory and time than it is worth
 _POLL = 0.05  # seconds
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -93,24 +94,22 @@ class _Search:
             self.best = found
         return found
 
-    def attempt(
-        self, limit: float, target: float, rule_rounds: int, anneal_rounds: int, part: float = 1.0
-    ) -> Schedule | None:
-        """The fastest schedule within `limit`, stopping at `target`, or None. `part`: of a round's work."""
+    def attempt(self, limit: float, target: float, rung: _Rung) -> Schedule | None:
+        """The fastest schedule within `limit`, stopping at `target`, or None."""
         top: list[Schedule] = []
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
             top.append(self.best)
-        for number in range(rule_rounds + anneal_rounds):
+        for number in range(rung.rules + rung.annealing):
             # One round always, so that there is an answer better than a rule's.
             if self.rounds and self.left() <= 0:
                 break
             self.rounds += 1
-            if number < rule_rounds or not top:
-                results = self._rules(limit, target, part)
+            if number < rung.rules or not top:
+                results = self._rules(limit, target, rung.part)
             else:
-                results = self._anneal(top, limit, target, part * 2 ** min(number - rule_rounds, 3))
+                results = self._anneal(top, limit, target, rung.part * 2 ** min(number - rung.rules, 3))
             top = sorted([*top, *results], key=_key)[:TASKS]
-            self.report("rules" if number < rule_rounds else "annealing")
+            self.report("rules" if number < rung.rules else "annealing")
             if top and top[0].makespan <= target * (1 + 1e-9):
                 return top[0]
         return top[0] if top else None
@@ -154,14 +153,23 @@ class _Search:
         found = self._first(self._run(task, TASKS), target)
         return [self.keep(words, "annealing") for words in found]
 
-    def exact(self, limit: float, target: float, work: float) -> Answer:
-        """CP-SAT's answer; a schedule that it finds is kept."""
+    def exact(self, limit: float, target: float, work: float, tasks: int) -> Answer:
+        """CP-SAT's answer; a schedule that it finds is kept.
+
+        Its times to an answer are spread over orders of magnitude, so `tasks` short runs of different seeds find more
+        than a long one."""
         work *= self.effort.scale
-        if not self.effort.exact or work < 0.02 or self.size > EXACT_SIZE or not available() or self.left() <= 0:
+        if (
+            not self.effort.exact
+            or work < 0.02
+            or self.size > EXACT_SIZE
+            or not available()
+            or self.left() <= 1e-3 * self.size
+        ):
             return Answer(None)
         self.rounds += 1
         cap = None if limit >= UNLIMITED else limit
-        searches: list[ExactSearch | None] = [None] * EXACT_TASKS
+        searches: list[ExactSearch | None] = [None] * tasks
 
         def task(number: int, stop: Ints) -> Answer:
             if stop[:number].any() or stop[-1]:
@@ -178,7 +186,7 @@ class _Search:
                 if search is not None and (stop[-1] or stop[:number].any()):
                     search.stop()
 
-        for answer in self._run(task, EXACT_TASKS, poll):
+        for answer in self._run(task, tasks, poll):
             if answer.words is not None:
                 self.keep(answer.words, "CP-SAT")
                 self.report("CP-SAT")
@@ -218,17 +226,18 @@ class _Search:
                 break
         return taken
 
-    def run(self, start: Ints | None = None) -> Schedule | None:
+    def run(self, known: Sequence[Ints]) -> Schedule | None:
         limit = self.instance.problem.memory_limit
         cap = UNLIMITED if limit is None else limit
-        for words in self._starts(cap, start):
+        for words in self._starts(cap, known):
             self.keep(words, "rule")
-        for part, rule_rounds, anneal_rounds, work in _LATENCY:
+        for rung in _LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
-            self.attempt(cap, self.bound, rule_rounds, anneal_rounds, part)
-            if work and not (self.best is not None and self.best.at_bound) and self.proved <= self.bound:
-                self._prove(cap, self.bound, work)
+            self.attempt(cap, self.bound, rung)
+            near = self.best is None or (not self.best.at_bound and self.best.makespan <= self.bound * _NEAR)
+            if rung.work and near and self.proved <= self.bound:
+                self._prove(cap, self.bound, rung.work, rung.runs)
         if self.best is None:
             return None
         if self.effort.memory:
@@ -237,24 +246,23 @@ class _Search:
             self._close(cap)
         return replace(self.best, proved=self.proved)
 
-    def _starts(self, cap: float, start: Ints | None) -> Iterable[Ints]:
-        """A known schedule, and plain 1F1B of one model after the other, where they fit: never worse than those."""
+    def _starts(self, cap: float, known: Sequence[Ints]) -> Iterable[Ints]:
+        """Known schedules, and plain 1F1B of one model after the other, where they fit: never worse than those."""
         words = fixed_words(self.instance, Family("overlapped", "", self.instance.coupling))
-        for known in (start, words):
-            if known is None:
-                continue
+        for start in (*known, words):
             try:
-                if evaluate(self.instance, known).peak <= cap * (1 + 1e-9):
-                    yield known
+                if evaluate(self.instance, start).peak <= cap * (1 + 1e-9):
+                    yield start
             except DeadlockError:
                 continue
 
-    def _prove(self, cap: float, target: float, work: float) -> bool:
+    def _prove(self, cap: float, target: float, work: float, runs: int) -> bool:
         """Whether CP-SAT settled it: a schedule of `target`, or the proof that all are slower."""
-        answer = self.exact(cap, target, work)
+        answer = self.exact(cap, target, work, runs)
         if answer.impossible:
             unit = time_unit(self.instance)
-            self.proved = max(self.proved, target + (unit or 0.0))
+            if unit is not None:
+                self.proved = max(self.proved, unit * (np.floor(target / unit + 1e-6) + 1))
         return answer.impossible or answer.words is not None
 
     def _close(self, cap: float) -> None:
@@ -266,8 +274,8 @@ class _Search:
             low, high = max(self.bound, self.proved), self.best.makespan
             if high <= low * (1 + 1e-9):
                 return
-            middle = min(high - unit, unit * np.floor((low + high) / 2 / unit + 1e-6))
-            if middle < low * (1 - 1e-9) or not self._prove(cap, float(middle), _EXACT_WORK):
+            middle = float(max(low, min(high - unit, unit * np.floor((low + high) / 2 / unit + 1e-6))))
+            if not any(self._prove(cap, target, *_CLOSING) for target in dict.fromkeys((middle, high - unit))):
                 return
 
     def _less_memory(self, serial: float) -> None:
@@ -278,36 +286,52 @@ class _Search:
         target = self.best.makespan
         goal = serial * 1.0045  # 1.00 in two decimals
         impossible = 0.0
-        for part, rule_rounds, anneal_rounds, work in _MEMORY:
+        for rung in _MEMORY:
             failed = impossible
             while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
                 trial = goal if not failed else (failed + self.best.peak) / 2
-                if work:
-                    answer = self.exact(trial, target, work)
+                if rung.work:
+                    answer = self.exact(trial, target, rung.work, rung.runs)
                     if answer.impossible:
                         impossible = trial
                     reached = answer.words is not None
                 else:
-                    found = self.attempt(trial, target, rule_rounds, anneal_rounds, part)
+                    found = self.attempt(trial, target, rung)
                     reached = found is not None and found.makespan <= target * (1 + 1e-9)
                 if not reached:
                     failed = trial
-                    if work:  # it takes long to fail, and what it did not settle it rarely settles nearby
+                    if rung.work:  # it takes long to fail, and what it did not settle it rarely settles nearby
                         break
 
 
-# Part of a round's work, rounds of rules, rounds of annealing, then CP-SAT's deterministic seconds.
-_LATENCY = ((1 / 16, 1, 0, 0.0), (1 / 4, 1, 0, 0.3), (1.0, 1, 0, 0.0), (1.0, 1, 6, 8.0))
-_MEMORY = (
-    (1 / 16, 1, 0, 0.0),
-    (0.0, 0, 0, 0.3),
-    (1 / 4, 1, 0, 0.0),
-    (1.0, 1, 0, 0.0),
-    (0.0, 0, 0, 8.0),
-    (1.0, 1, 3, 0.0),
-    (1.0, 2, 5, 0.0),
+class _Rung(NamedTuple):
+    """What is tried before the next rung, which is harder work."""
+
+    part: float = 1.0  # of a round's work
+    rules: int = 0  # rounds
+    annealing: int = 0  # rounds
+    work: float = 0.0  # CP-SAT's deterministic seconds, each run
+    runs: int = 0
+
+
+_LATENCY = (
+    _Rung(1 / 16, rules=1),
+    _Rung(1 / 4, rules=1, work=0.3, runs=2),
+    _Rung(rules=1),
+    _Rung(rules=1, annealing=6, work=2.5, runs=4),
 )
-_EXACT_WORK = 8.0
+_MEMORY = (
+    _Rung(1 / 16, rules=1),
+    _Rung(work=0.7, runs=2),
+    _Rung(1 / 4, rules=1),
+    _Rung(work=2.5, runs=4),
+    _Rung(rules=1),
+    _Rung(rules=1, annealing=3),
+    _Rung(rules=2, annealing=5),
+    _Rung(work=5.0, runs=8),
+)
+_CLOSING = (2.5, 4)
+_NEAR = 1.05  # of the bound: farther away it is not what CP-SAT should be asked for first
 
 
 def _key(schedule: Schedule) -> tuple[float, float]:
@@ -323,6 +347,17 @@ def _same_shape(instance: Instance, start: Schedule | None) -> Ints | None:
         counts[3 * m : 3 * m + instance.kinds] = instance.total[m]
     same = all((np.bincount(word, minlength=6) == counts).all() for word in start.words)
     return start.words if same else None
+
+
+def _unrolled(problem: Problem, family: Family, effort: Effort, pool: ThreadPoolExecutor) -> Ints | None:
+    """Words from a schedule of fewer micro-batches, which takes a third of the time to find."""
+    fewer = shorter(problem, family)
+    if fewer is None:
+        return None
+    part = replace(effort, seconds=effort.seconds / 3)
+    found = _Search(family_instance(fewer, family), family, part, pool).run([])
+    longer = None if found is None else unroll(problem, family, found)
+    return None if longer is None else longer.words
 
 
 def find(problem: Problem, family: Family, effort: Effort, start: Schedule | None = None) -> Schedule:
@@ -342,7 +377,13 @@ def find(problem: Problem, family: Family, effort: Effort, start: Schedule | Non
             )
         return replace(found, seconds=effort.clock() - started)
     with ThreadPoolExecutor(effort.workers) as pool:
-        best = _Search(instance, family, effort, pool).run(_same_shape(instance, start))
+        known = [
+            words
+            for words in (_same_shape(instance, start), _unrolled(problem, family, effort, pool))
+            if words is not None
+        ]
+        left = replace(effort, seconds=effort.seconds - (effort.clock() - started))
+        best = _Search(instance, family, left, pool).run(known)
     if best is None:
         raise ProblemError(
             f"no {family.name} schedule within a memory limit of {limit:g} was found; serial 1F1B takes "

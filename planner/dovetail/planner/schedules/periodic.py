@@ -1,0 +1,125 @@
+"""Many micro-batches: the schedule of a few, its steady part repeated (after Tessel, arXiv 2311.15269).
+
+A search costs in proportion to the number of micro-batches and finds less the longer a schedule is. Far from both ends
+a good schedule repeats itself, so one of a few micro-batches is found, and in each rank's word a stretch that holds
+the same passes on every rank is repeated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from dovetail.planner.schedules.families import Family, family_instance
+from dovetail.planner.schedules.instance import KINDS, Instance, Ints
+from dovetail.planner.schedules.problem import Floats, Model, Problem
+from dovetail.planner.schedules.schedule import DeadlockError, Schedule, evaluate
+
+_CUTS = 24
+
+
+def shorter(problem: Problem, family: Family) -> Problem | None:
+    """The problem with fewer micro-batches that a schedule of `problem` can be unrolled from, or None.
+
+    Only for one mini-batch, of at least five times as many micro-batches as there are ranks. Times are the mean
+    over micro-batches."""
+    unit = _unit(problem)
+    # A multiple of the unit, three ranks' worth: filling, a steady part, draining.
+    count = max(unit[0], -(-3 * problem.ranks // unit[0]) * unit[0])
+    if problem.mini_batches > 1 or family.fixed or problem.models[0].micro_batches < 5 * problem.ranks:
+        return None
+    scale = count // unit[0]
+    models = (_mean(problem, 0, scale * unit[0]), _mean(problem, 1, scale * unit[1]))
+    return replace(problem, models=models)
+
+
+def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None:
+    """The best schedule of `problem` that repeats a stretch of `short`; None where no stretch can be repeated."""
+    instance, unit = family_instance(problem, family), _unit(problem)
+    less = short.instance.problem
+    missing = [problem.models[m].micro_batches - less.models[m].micro_batches for m in (0, 1)]
+    best: Schedule | None = None
+    for width in (1, 2, 3, 4):
+        period = [width * unit[0], width * unit[1]]
+        if missing[0] <= 0 or missing[0] % period[0] or missing[1] * period[0] != missing[0] * period[1]:
+            continue
+        copies = missing[0] // period[0]
+        for moment in np.linspace(0.25, 0.75, _CUTS) * short.makespan:
+            words = _repeat(short, float(moment), period, copies)
+            if words is None:
+                continue
+            try:
+                found = evaluate(instance, words, family.name, "period")
+            except DeadlockError:
+                continue
+            if found.peaks.min() < 0 or found.peak > (problem.memory_limit or math.inf) * (1 + 1e-9):
+                continue
+            if best is None or (found.makespan, found.peak) < (best.makespan, best.peak):
+                best = found
+    return best
+
+
+def _unit(problem: Problem) -> list[int]:
+    """Micro-batches of the two models' pipelines that belong together: K1 * M1 = K2 * M2."""
+    k = [m.pipelines for m in problem.models]
+    common = math.lcm(*k)
+    return [common // k[0], common // k[1]]
+
+
+def _mean(problem: Problem, index: int, count: int) -> Model:
+    m = problem.models[index]
+
+    def shrunk(field: str) -> Floats:
+        values = problem.array(index, field).reshape(m.pipelines, m.stages, -1)
+        mean: Floats = values.mean(axis=2, keepdims=True)
+        return mean
+
+    return replace(
+        m,
+        micro_batches=count,
+        forward=shrunk("forward"),
+        backward=shrunk("backward"),
+        input_gradient=shrunk("input_gradient"),
+        weight_gradient=shrunk("weight_gradient"),
+        activation=shrunk("activation"),
+    )
+
+
+def _repeat(short: Schedule, moment: float, period: list[int], copies: int) -> Ints | None:
+    """Words with, on each rank, the stretch that begins at about `moment` repeated."""
+    i = short.instance
+    wanted = np.zeros(2 * KINDS, dtype=np.int64)
+    for m in (0, 1):
+        wanted[KINDS * m : KINDS * m + i.kinds] = period[m]
+    rows = []
+    for rank in range(i.ranks):
+        word = short.words[rank]
+        ends = _ends(i, short, rank)
+        span = _stretch(word, ends, wanted, moment)
+        if span is None:
+            return None
+        rows.append(np.concatenate([word[: span[1]], np.tile(word[span[0] : span[1]], copies), word[span[1] :]]))
+    return np.array(rows)
+
+
+def _ends(i: Instance, short: Schedule, rank: int) -> Floats:
+    count, ends = np.zeros(2 * KINDS, dtype=np.int64), []
+    for code in map(int, short.words[rank]):
+        ends.append(short.finish[code // KINDS, code % KINDS, rank, count[code]])
+        count[code] += 1
+    return np.array(ends)
+
+
+def _stretch(word: Ints, ends: Floats, wanted: Ints, moment: float) -> tuple[int, int] | None:
+    """The stretch of exactly the passes `wanted` that begins nearest to `moment`."""
+    counts = np.zeros((len(word) + 1, len(wanted)), dtype=np.int64)
+    counts[np.arange(1, len(word) + 1), word] = 1
+    counts = counts.cumsum(axis=0)
+    length = int(wanted.sum())
+    starts = np.flatnonzero((counts[length:] - counts[:-length] == wanted).all(axis=1))
+    if not len(starts):
+        return None
+    begins = np.concatenate([[0.0], ends])[starts]
+    at = int(starts[np.abs(begins - moment).argmin()])
+    return at, at + length

@@ -1,0 +1,6 @@
+"""Measured times of models and of messages on this machine: what `dovetail profile` writes."""
+
+from dovetail.trainer.profile.links import measure_link
+from dovetail.trainer.profile.passes import measure_model
+
+__all__ = ["measure_link", "measure_model"]

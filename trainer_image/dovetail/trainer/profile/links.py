@@ -1,0 +1,81 @@
+"""Latency and bandwidth of messages between two processes on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.api.profile import Link
+
+_SMALL, _LARGE = 1, 4 * 2**20  # float32 values
+
+
+def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) -> Link:
+    """Round trips between this machine's processes 0 and 1, over Gloo, or over NCCL between GPUs 0 and 1.
+
+    Starts both processes. Raises TimeoutError if they are not done within `seconds`, RuntimeError if one of them
+    fails."""
+    context: Any = torch.multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=seconds))
+    answers = context.SimpleQueue()
+    started = time.monotonic()
+    peers = [
+        context.Process(target=_peer, args=(rank, store.port, gpu, repeats, seconds, answers), daemon=True)
+        for rank in (0, 1)
+    ]
+    try:
+        for peer in peers:
+            peer.start()
+        for peer in peers:
+            peer.join(max(0.0, started + seconds - time.monotonic()))
+        if any(peer.exitcode is None for peer in peers):
+            raise TimeoutError(f"two processes did not finish exchanging messages within {seconds:g} s")
+        if any(peer.exitcode for peer in peers) or answers.empty():
+            raise RuntimeError(
+                f"a process that measures messages failed (exit code {peers[0].exitcode or peers[1].exitcode})"
+            )
+        latency, rate = answers.get()
+        return Link(latency=latency, bytes_per_second=rate)
+    finally:
+        for peer in peers:
+            with suppress(ValueError, AttributeError):
+                peer.kill()
+
+
+def _peer(rank: int, port: int, gpu: bool, repeats: int, seconds: float, answers: Any) -> None:
+    timeout = timedelta(seconds=seconds)
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    try:
+        trips = [_round_trips(rank, torch.zeros(size, device=device), repeats) for size in (_SMALL, _LARGE)]
+        if rank == 0:
+            latency = trips[0] / 2
+            transfer = max(trips[1] / 2 - latency, 1e-9)
+            answers.put((latency, 4 * _LARGE / transfer))
+    finally:
+        dist.destroy_process_group()
+
+
+def _round_trips(rank: int, tensor: torch.Tensor, repeats: int) -> float:
+    """Median seconds of there and back."""
+    seconds = []
+    for _ in range(repeats + 3):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(tensor, dst=1 - rank)
+            else:
+                dist.recv(tensor, src=1 - rank)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[3:])
