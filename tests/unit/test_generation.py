@@ -14,7 +14,7 @@ import pytest
 
 from dovetail.api.types import Generation
 from dovetail.coordinator.fleet import Fleet, Timeouts
-from dovetail.coordinator.generation import GenerationError, Generator
+from dovetail.coordinator.generation import GenerationError, Generator, Tail
 from dovetail.coordinator.samples import NewSample, Sample, State
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.work import Generated, Settings
@@ -61,9 +61,9 @@ class Job:
             server.join(self.fleet)
         return server
 
-    async def generate(self) -> Generated:
+    async def generate(self, tail: Tail | None = None) -> Generated:
         return await self.generator.generate(
-            1, on_finished=self.finished.append, progress=lambda *p: self.progress.append(p)
+            1, on_finished=self.finished.append, progress=lambda *p: self.progress.append(p), tail=tail
         )
 
     def check(self) -> None:

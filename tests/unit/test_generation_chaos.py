@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -49,10 +50,18 @@ def test_chaos(seed: int) -> None:
                     await job.generator.drain(name)
                     job.fleet.drain(name, False)
 
+        threshold = rng.randrange(17)
+
+        def tail(unfinished: Sequence[object], eligible: Collection[str]) -> Collection[str] | None:
+            """As inter-stage fusion: at some number of samples left, to some of the servers."""
+            if len(unfinished) > threshold or len(eligible) < 2:
+                return None
+            return rng.sample(sorted(eligible), rng.randrange(1, len(eligible)))
+
         disturbing = asyncio.create_task(disturb())
         try:
             while True:
-                task = asyncio.create_task(job.generate())
+                task = asyncio.create_task(job.generate(tail))
                 if rng.random() < 0.5:
                     await asyncio.wait([task], timeout=rng.random() * 0.1)
                     task.cancel()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from unit.test_generation import Job, play, until
+from test_generation import FAST, Job, play, until
 
 from dovetail.api.types import RLHFJobSpec
+from dovetail.coordinator.fleet import Health, Instance
 from dovetail.coordinator.interstage.fusion import ASSUMED, StageFusion
 from dovetail.coordinator.samples import Key
+from dovetail.coordinator.watch import leaves
+from dovetail.coordinator.work import Settings
 from dovetail.planner.interstage import Decision, simulate
 from helpers.jobs import MANIFEST
 
+# No server of these tests stalls, however busy the machine is.
+PATIENT = replace(FAST, stall=30.0)
 Unfinished = Sequence[tuple[Key, str | None]]
 
 
@@ -100,7 +106,7 @@ def test_the_tail_moves_and_no_answer_changes(tmp_path: Path, count: int) -> Non
         assert servers[0].aborted == []
         assert any(idle)
 
-    play(tmp_path, scenario, count=24)
+    play(tmp_path, scenario, count=24, settings=PATIENT)
 
 
 def test_without_its_destination_the_tail_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -113,7 +119,7 @@ def test_without_its_destination_the_tail_goes_on_elsewhere(tmp_path: Path) -> N
         job.reported_once()
         assert len(second.requests) > 8, "it took the tail back"
 
-    play(tmp_path, scenario)
+    play(tmp_path, scenario, settings=PATIENT)
 
 
 def test_a_source_that_dies_as_it_is_left_costs_nothing(tmp_path: Path) -> None:
@@ -131,7 +137,32 @@ def test_a_source_that_dies_as_it_is_left_costs_nothing(tmp_path: Path) -> None:
         job.check()
         job.reported_once()
 
-    play(tmp_path, scenario)
+    play(tmp_path, scenario, settings=PATIENT)
+
+
+def test_a_pod_that_is_about_to_end_gives_its_samples_away(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        leaving = await job.server("r0", step=0.01)
+        await job.server("r1", step=0.01)
+        task = asyncio.create_task(job.generate())
+        await until(lambda: leaving.tokens_sent > 40)
+        job.fleet.retire("r0")
+        result = await task
+        job.check()
+        job.reported_once()
+        assert {(m.source, m.destination, m.reason) for m in result.migrations} == {("r0", "r1", "drain")}
+
+    play(tmp_path, scenario, settings=PATIENT)
+
+
+def test_a_silent_suspect_gives_its_samples_away_if_others_are_there() -> None:
+    instance = Instance("r0", "rollout", "g", "", "1", Health.SUSPECT, True, 1, {}, 0.0, "")
+    settings = Settings(suspect=10.0)
+    assert leaves(instance, 11.0, True, settings) == "suspect"
+    assert leaves(instance, 9.0, True, settings) is None, "its tokens still come"
+    assert leaves(instance, 11.0, False, settings) is None, "nobody else is there"
+    assert leaves(replace(instance, health=Health.HEALTHY), 11.0, True, settings) is None
+    assert leaves(replace(instance, health=Health.HEALTHY, draining=True), 0.0, False, settings) == "drain"
 
 
 def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:
@@ -147,4 +178,4 @@ def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:
         job.check()
         assert late.requests == []
 
-    play(tmp_path, scenario)
+    play(tmp_path, scenario, settings=PATIENT)

@@ -12,16 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from dovetail.api.messages import Span
 from dovetail.api.types import Generation
 from dovetail.coordinator.dispatch import Speeds, excess, place
-from dovetail.coordinator.fleet import Fleet, Health, Instance
+from dovetail.coordinator.fleet import Fleet, Instance
 from dovetail.coordinator.interstage.migrations import Leave, Migration
 from dovetail.coordinator.kv_migration import KVMigration
 from dovetail.coordinator.requests import Requests, body, cancel
 from dovetail.coordinator.samples import Assignment, Delta, Key, Sample, State
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.stream import RequestRefused, ServerFailure, stream
+from dovetail.coordinator.watch import given_up, leaves
 from dovetail.coordinator.work import Activity, Generated, Settings, Work, request_id
 from dovetail.planner.migration import Mechanism
 
@@ -126,17 +126,7 @@ class Generator:
             await self._stop()
         result.seconds = self._clock() - started
         result.migrations, result.instances = self._migrations, dict(self._activity)
-        result.spans = [
-            Span(
-                name="generation",
-                process=name,
-                start=a.start,
-                end=a.end,
-                iteration=iteration,
-                args={"samples": a.samples, "tokens": a.tokens},
-            )
-            for name, a in sorted(self._activity.items())
-        ]
+        result.spans = [a.span(name, iteration) for name, a in sorted(self._activity.items())]
         return result
 
     def idle(self, name: str) -> bool:
@@ -314,41 +304,33 @@ class Generator:
         if work.leave is not None:
             leave, work.leave = work.leave, None
             names = leave.instance, instance.name, mechanism.value, leave.reason
-            self._migrations.append(Migration(work.key, *names, tokens, nbytes, now - leave.time, time.time()))
-            self._log(
-                "sample.moved",
-                sample=list(work.key),
-                instance=instance.name,
-                tokens=len(work.tokens),
-                source=leave.instance,
-                mechanism=mechanism.value,
-                reason=leave.reason,
-                seconds=now - leave.time,
-            )
+            migration = Migration(work.key, *names, tokens, nbytes, now - leave.time, time.time())
+            self._migrations.append(migration)
+            self._log("sample.moved", **migration.fields())
 
     def _watch(self) -> None:
-        """End requests that are stalled, whose process is gone, or which did not heed an abort."""
+        """End requests that are stalled, whose process is gone, or which did not heed an abort; and move samples away
+        from servers that are about to end, or seem to have."""
         now, s = self._clock(), self._settings
         if now - self._watched < s.flush:
             return
         self._watched = now
         fleet = {i.name: i for i in self._fleet.instances(KIND)}
+        eligible = {i.name for i in self._eligible()}
         heard: dict[str, float] = {}
         for work in self._flying:
             heard[work.instance] = max(heard.get(work.instance, 0.0), work.heard)
+        for name in heard:
+            quiet, others = now - heard[name], bool(eligible - {name})
+            if (reason := leaves(fleet.get(name), quiet, others, s)) is not None:
+                self._end([w for w in self._flying if w.instance == name], reason)
         for work in self._flying:
             if work.task is None or work.task.done():
                 continue
-            instance = fleet.get(work.instance)
-            if instance is None or instance.incarnation != work.incarnation or instance.health is Health.DEAD:
-                work.failure = "its process is gone"
-            elif work.ending is not None and now - work.ending > s.abort:
-                pass
-            elif now - work.heard > (s.stall if now - heard[work.instance] > s.stall else 10 * s.stall):
-                work.failure = f"no token for {now - work.heard:.0f} s"
-            else:
-                continue
-            work.task.cancel()
+            failure = given_up(work, fleet.get(work.instance), now, heard[work.instance], s)
+            if failure is not None:
+                work.failure = failure or work.failure
+                work.task.cancel()
 
     def _flush(self, seconds: float) -> list[Key]:
         """Store what came in since the last flush; the samples that are finished by it."""

@@ -17,10 +17,12 @@ class Settings:
     `max_fruitless`: attempts of one sample in a row without a token.
 
     `stall`: silence after which a request is given up, if its whole server is silent; ten times it otherwise (a server
-    may queue requests while it works on others)."""
+    may queue requests while it works on others). `suspect`: silence after which the samples of a suspect server go
+    elsewhere."""
 
     flush: float = 0.25
     stall: float = 60.0
+    suspect: float = 10.0
     wait: float = 600.0
     connect: float = 5.0
     abort: float = 5.0
@@ -42,6 +44,11 @@ class Activity:
     fresh: int = 0
     decode: dict[int, tuple[int, float]] = field(default_factory=dict)
     prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
+
+    def span(self, name: str, iteration: int) -> Span:
+        """Its bar on the timeline."""
+        args = {"samples": self.samples, "tokens": self.tokens}
+        return Span(name="generation", process=name, start=self.start, end=self.end, iteration=iteration, args=args)
 
     def decoded(self, batch: int, steps: int, seconds: float) -> None:
         if steps:

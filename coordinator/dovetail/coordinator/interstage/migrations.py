@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dovetail.coordinator.samples import Key
 
@@ -31,3 +32,15 @@ class Migration:
     nbytes: int
     seconds: float
     ended: float
+
+    def fields(self) -> dict[str, Any]:
+        """For the event log."""
+        return {
+            "sample": list(self.key),
+            "instance": self.destination,
+            "tokens": self.tokens,
+            "source": self.source,
+            "mechanism": self.mechanism,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 4),
+        }
