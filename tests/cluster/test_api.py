@@ -1,0 +1,254 @@
+"""The status API under the chart's ServiceAccount, against a real API server: who may see what, and what they see."""
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from dovetail.api.types import Stage
+from dovetail.coordinator.server import make_app
+from dovetail.coordinator.telemetry import History
+from dovetail.operator import names
+from helpers.chart_tools import CHART
+from helpers.cluster import KubeCluster, wait_for
+from helpers.fake_kube import ServerThread
+from helpers.operator_process import RBAC, kubeconfig
+from helpers.rlhfjobs import install_crd, mark_planned
+
+LAB, OTHER, SYSTEM = "api-lab", "api-other", "dovetail-system"
+TOKEN = "the-jobs-own"
+
+
+class Coordinator:
+    """A coordinator's own routes over a real run directory."""
+
+    trainers: Any = None
+
+    def __init__(self, folder: Path) -> None:
+        self.history = History(folder)
+        self.server = ServerThread(make_app(self, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "running", "stage": "ppo", "phase": "training", "instances": {}}
+
+    def history_since(self, offset: int) -> dict[str, Any]:
+        return self.history.since(offset)
+
+
+@pytest.fixture(scope="module")
+def server(api_server: KubeCluster) -> KubeCluster:
+    install_crd(api_server)
+    values = ("--set-json", f"namespaces={json.dumps([LAB, OTHER])}", "--set", "rbac.userRoles=false")
+    text = api_server.helm("template", "dovetail", str(CHART), "-n", SYSTEM, *values)
+    wanted = [thing for thing in yaml.safe_load_all(text) if thing and thing["kind"] in RBAC]
+    spaces = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": n}} for n in (LAB, OTHER, SYSTEM)]
+    items = json.dumps({"apiVersion": "v1", "kind": "List", "items": [*spaces, *wanted]})
+    api_server.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=items)
+    return api_server
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    found = Coordinator(tmp_path_factory.mktemp("run"))
+    yield found
+    found.server.close()
+
+
+@pytest.fixture(scope="module")
+def job(server: KubeCluster) -> dict[str, Any]:
+    """A job with what the operator makes for it, in LAB; one of the same name without, in OTHER."""
+    manifest = yaml.safe_load((CHART.parents[1] / "examples" / "quickstart.yaml").read_text())
+    for namespace in (LAB, OTHER):
+        server.apply(manifest, namespace=namespace)
+    name = manifest["metadata"]["name"]
+    mark_planned(server, LAB, name)
+    found: dict[str, Any] = server.get("rlhfjob", name, "-n", LAB)
+    owner = {key: found[key] for key in ("apiVersion", "kind")} | {"name": name, "uid": found["metadata"]["uid"]}
+    metadata = {"namespace": LAB, "ownerReferences": [owner | {"controller": True}]}
+    data = {names.TOKEN_KEY: base64.b64encode(TOKEN.encode()).decode()}
+    server.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {**metadata, "name": names.token_secret(name)},
+            "data": data,
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {**metadata, "name": names.plan_config_map(name)},
+            "data": {"plan.json": '{"version": 1}'},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": "planned", "namespace": LAB},
+            "involvedObject": owner | {"namespace": LAB},
+            "reason": "Planned",
+            "message": "The plan holds.",
+            "type": "Normal",
+            "lastTimestamp": "2026-01-01T00:00:00Z",
+        },
+        namespace=LAB,
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def api(
+    server: KubeCluster, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """The process of the chart's Deployment, with its ServiceAccount's token."""
+    folder = tmp_path_factory.mktemp("api")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = os.environ | {
+        "KUBECONFIG": str(kubeconfig(server, folder, "dovetail-api")),
+        "DOVETAIL_API_HOST": "127.0.0.1",
+        "DOVETAIL_API_PORT": str(port),
+        "DOVETAIL_API_NAMESPACES": f"{LAB},{OTHER}",
+        "DOVETAIL_API_COORDINATOR_URL": coordinator.server.url,
+        "DOVETAIL_API_POLL_SECONDS": "0.1",
+        "DOVETAIL_API_AUTH_CACHE_SECONDS": "0.5",
+    }
+    log = (folder / "api.log").open("wb")
+    process = subprocess.Popen([sys.executable, "-m", "dovetail.operator.api"], env=environ, stdout=log, stderr=log)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+
+    def ready() -> bool:
+        assert process.poll() is None, (folder / "api.log").read_text()
+        try:
+            return client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for("the API", ready)
+        yield client
+        process.terminate()
+        assert process.wait(60) in (0, -15)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(60)
+        client.close()
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def token(server: KubeCluster) -> Callable[[str], dict[str, str]]:
+    """Headers of a new account in LAB that is bound to a built-in ClusterRole there ("": to none)."""
+
+    def make(role: str, name: str = "") -> dict[str, str]:
+        name = name or f"some-{role or 'body'}"
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": LAB}}
+        server.apply(account, namespace=LAB)
+        if role:
+            server.apply(_binding(name, role), _reader(), namespace=LAB)
+        return {"Authorization": f"Bearer {server.kubectl('create', 'token', name, '-n', LAB).strip()}"}
+
+    return make
+
+
+def _binding(name: str, role: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": name, "namespace": LAB},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": LAB}],
+    }
+
+
+def _reader() -> dict[str, Any]:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": "reader", "namespace": LAB},
+        "rules": [
+            {"apiGroups": ["dovetail.dev"], "resources": ["rlhfjobs"], "verbs": ["get", "list"]},
+            {"apiGroups": [""], "resources": ["events", "pods"], "verbs": ["list"]},
+        ],
+    }
+
+
+def path(namespace: str, name: str = "", part: str = "") -> str:
+    return "/".join(filter(None, [f"/api/v1/namespaces/{namespace}/rlhfjobs", name, part]))
+
+
+def test_a_reader_sees_the_job_and_its_progress(server, api, job, coordinator, token):
+    reader, name = token("reader"), job["metadata"]["name"]
+    wait_for("the right", lambda: api.get(path(LAB), headers=reader).status_code == 200)
+    assert [item["name"] for item in api.get(path(LAB), headers=reader).json()["items"]] == [name]
+    coordinator.history.add(Stage.PPO, 1, {"reward": 0.5, "kl": 0.25})
+    detail = api.get(path(LAB, name), headers=reader).json()
+    assert detail["state"] == "Planned"
+    assert detail["uid"] == job["metadata"]["uid"]
+    assert detail["live"]["status"]["phase"] == "training"
+    assert [event["reason"] for event in detail["events"]] == ["Planned"]
+
+    def rows() -> Any:
+        return api.get(path(LAB, name, "iterations"), headers=reader).json()["items"]
+
+    assert wait_for("the row", rows)[0]["metrics"] == {"reward": 0.5, "kl": 0.25}
+    assert api.get(path(LAB, name, "plan"), headers=reader).json() == {"version": 1}
+    assert api.get(path(LAB, name, "logs"), headers=reader).json() == {"items": []}
+
+
+def test_rights_are_those_of_rbac(server, api, job, token):
+    name = job["metadata"]["name"]
+    nobody = token("")
+    for where in (path(LAB), path(LAB, name), path(LAB, name, "events"), path(LAB, name, "plan")):
+        assert api.get(where).status_code == 401
+        assert api.get(where, headers={"Authorization": "Bearer not.a.token"}).status_code == 401
+        refused = api.get(where, headers=nobody)
+        assert refused.status_code == 403
+        assert f"system:serviceaccount:{LAB}:some-body" in refused.json()["detail"]
+    reader = token("reader")
+    wait_for("the right", lambda: api.get(path(LAB), headers=reader).status_code == 200)
+    assert api.get(path(OTHER), headers=reader).status_code == 403, "the same name in another namespace"
+    assert api.get(path(OTHER, name), headers=reader).status_code == 403
+    assert api.get(path(LAB, "nope"), headers=reader).status_code == 404
+
+
+def test_a_right_that_is_taken_away_ends_within_the_cache_time_streams_too(server, api, job, token):
+    name = job["metadata"]["name"]
+    headers = token("reader", name="leaver")
+    wait_for("the right", lambda: api.get(path(LAB, name), headers=headers).status_code == 200)
+    kinds = []
+    with api.stream("GET", path(LAB, name, "events"), headers=headers) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("event: "):
+                kinds.append(line.removeprefix("event: "))
+                if kinds == ["iteration", "status"] or kinds == ["status"]:
+                    server.kubectl("delete", "rolebinding", "leaver", "-n", LAB)
+    assert kinds[-1] == "end"
+    assert api.get(path(LAB, name), headers=headers).status_code == 403
+
+
+def test_the_accounts_own_rights_suffice_and_are_all_it_has(api, job, server):
+    """Secrets of other namespaces stay closed to the API, and the namespace is not shown even to an administrator."""
+    user = f"system:serviceaccount:{SYSTEM}:dovetail-api"
+    assert server.try_kubectl("auth", "can-i", "get", "secrets", "-n", "default", "--as", user).returncode == 1
+    assert server.try_kubectl("auth", "can-i", "get", "secrets", "-n", LAB, "--as", user).returncode == 0
+    words = ("clusterrolebinding", "api-admin")
+    account = f"--serviceaccount={LAB}:default"
+    server.kubectl("create", *words, "--clusterrole=cluster-admin", account)
+    try:
+        admin = {"Authorization": f"Bearer {server.kubectl('create', 'token', 'default', '-n', LAB).strip()}"}
+        wait_for("the right", lambda: api.get(path(LAB), headers=admin).status_code == 200)
+        hidden = api.get(path("default"), headers=admin)
+        assert (hidden.status_code, hidden.json()["detail"]) == (404, "jobs in namespace default are not shown here")
+    finally:
+        server.kubectl("delete", *words)
