@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 
 # Measured speeds this close to the mean count as equal: noise must not unbalance like servers.
@@ -12,26 +13,32 @@ MIN_INTERVAL_SECONDS = 0.1
 
 
 class Speeds:
-    """Tokens per second of one request on each instance, smoothed."""
+    """Tokens per second of one request on each instance, smoothed.
+
+    A step takes longer with more requests, so instances are compared where they ran about as many."""
 
     def __init__(self) -> None:
-        self._speeds: dict[str, float] = {}
+        self._speeds: dict[int, dict[str, float]] = {}
 
     def measured(self, name: str, tokens: int, streams: int, seconds: float) -> None:
         """`tokens` came from `streams` concurrent requests in `seconds`."""
         if streams < 1 or tokens < 1 or seconds < MIN_INTERVAL_SECONDS:
             return
         now = tokens / (streams * seconds)
-        self._speeds[name] = now + (1 - SMOOTHING) * (self._speeds.get(name, now) - now)
+        speeds = self._speeds.setdefault(int(2 * math.log2(streams)), {})
+        speeds[name] = now + (1 - SMOOTHING) * (speeds.get(name, now) - now)
 
     def relative(self, names: Sequence[str]) -> dict[str, float]:
         """Speeds over their mean; 1 for unknown ones and for those near the mean."""
-        known = [self._speeds[n] for n in names if n in self._speeds]
-        if not known:
-            return dict.fromkeys(names, 1.0)
-        mean = sum(known) / len(known)
-        ratios = {n: self._speeds.get(n, mean) / mean for n in names}
-        return {n: 1.0 if abs(r - 1) <= TOLERANCE else r for n, r in ratios.items()}
+        ratios: dict[str, list[float]] = {n: [] for n in names}
+        for speeds in self._speeds.values():
+            known = {n: speeds[n] for n in names if n in speeds}
+            mean = sum(known.values()) / max(1, len(known))
+            for n, speed in known.items():
+                if len(known) > 1:
+                    ratios[n].append(speed / mean)
+        means = {n: sum(r) / len(r) if r else 1.0 for n, r in ratios.items()}
+        return {n: 1.0 if abs(r - 1) <= TOLERANCE else r for n, r in means.items()}
 
 
 def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], capacity: int) -> list[str]:
