@@ -119,18 +119,18 @@ class Client:
                 reply = await self._api.call_api(*request)
                 text = bytes(await reply.read()).decode(errors="replace")
         except client.ApiException as error:
-            raise KubeError(int(error.status or 0), _sentence(error.body or str(error.reason))) from error
+            raise KubeError(int(error.status or 0), sentence(error.body or str(error.reason))) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
         if reply.status >= 300:
-            raise KubeError(int(reply.status), _sentence(text))
+            raise KubeError(int(reply.status), sentence(text))
         return dict(json.loads(text))
 
 
 _MANAGER = names.FIELD_MANAGER
 
 
-def _sentence(body: str) -> str:
+def sentence(body: str) -> str:
     """The message of a metav1.Status, or the text as it is."""
     try:
         return str(json.loads(body)["message"])

@@ -19,10 +19,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from dovetail.api.base import NAME_PATTERN
 from dovetail.operator.api.auth import Forbidden, Unauthenticated
 from dovetail.operator.api.coordinators import Unreachable
-from dovetail.operator.api.kube import KubeError
 from dovetail.operator.api.metrics import Metrics
 from dovetail.operator.api.models import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.operator.api.service import NotFound, Service, TooMany
+from dovetail.operator.client import KubeError
 
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="Kubernetes namespace.")]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The RLHFJob's name.")]

@@ -14,9 +14,10 @@ from typing import Any
 import aiohttp
 
 from dovetail.operator import names
-from dovetail.operator.api.kube import Kube, KubeError, Object, core_path, get
+from dovetail.operator.api.kube import Kube, Object, core_path, get
 from dovetail.operator.api.models import Iteration, Live
 from dovetail.operator.api.view import owned_by
+from dovetail.operator.client import KubeError
 
 REMEMBERED = 500  # jobs; a coordinator that is gone is answered for from memory
 ANSWER_BYTES = 8 << 20

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from typing import Any, Protocol
 from urllib.parse import quote, urlencode
 
 import aiohttp
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 
 from dovetail.api.crd import GROUP, PLURAL, VERSION
+from dovetail.operator.client import KubeError, connect, sentence
 
 Object = dict[str, Any]
-
-
-class KubeError(Exception):
-    """The API server refused or did not answer; `status` is its HTTP status, 0 without an answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Kube(Protocol):
@@ -39,13 +31,7 @@ class KubeClient:
         self._timeout = timeout
 
     async def __aenter__(self) -> KubeClient:
-        settings = client.Configuration()
-        if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
-            config.load_incluster_config(settings)
-        else:
-            # The package reads KUBECONFIG when it is imported.
-            await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
-        self._api = client.ApiClient(settings)
+        self._api = await connect()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -66,9 +52,9 @@ class KubeClient:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
         except client.ApiException as error:
-            raise KubeError(int(error.status or 0), _sentence(error.body or str(error.reason))) from error
+            raise KubeError(int(error.status or 0), sentence(error.body or str(error.reason))) from error
         if reply.status >= 300:
-            raise KubeError(reply.status, _sentence(content.decode(errors="replace")))
+            raise KubeError(reply.status, sentence(content.decode(errors="replace")))
         return content
 
 
@@ -89,11 +75,3 @@ def jobs_path(namespace: str, name: str = "") -> str:
 def core_path(namespace: str, kind: str, name: str = "") -> str:
     path = f"/api/v1/namespaces/{quote(namespace, safe='')}/{kind}"
     return f"{path}/{quote(name, safe='')}" if name else path
-
-
-def _sentence(body: str) -> str:
-    """The message of a metav1.Status, or the text as it is."""
-    try:
-        return str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.strip()

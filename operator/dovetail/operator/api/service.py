@@ -11,8 +11,9 @@ from dovetail.operator import names
 from dovetail.operator.api import view
 from dovetail.operator.api.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.operator.api.coordinators import Coordinators
-from dovetail.operator.api.kube import Kube, KubeError, Object, core_path, get, jobs_path
+from dovetail.operator.api.kube import Kube, Object, core_path, get, jobs_path
 from dovetail.operator.api.models import IterationList, JobDetail, JobList, PodLog, PodLogList
+from dovetail.operator.client import KubeError
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
