@@ -11,7 +11,7 @@ UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-interstage bench-interstage-paper bench-coordinator bench-migration clean
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-coordinator bench-migration clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -78,6 +78,9 @@ bench-table3: install ## Fused pipeline schedules against RLHFuse's Table 3
 
 bench-families: install ## Every family of pipeline schedules
 	$(BIN)/python benchmarks/bench_families.py
+
+bench-pipeline: install ## The executor: schedules on real processes against their predictions
+	$(BIN)/python benchmarks/bench_pipeline.py
 
 bench-interstage: install ## Generation and inference fused, by threshold: real protocols, emulated instances
 	$(BIN)/python benchmarks/bench_interstage.py

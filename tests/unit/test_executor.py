@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -24,6 +24,7 @@ def actions(text: str) -> list[Action]:
     return [Action(model=word[0], kind=word[1], micro_batch=int(word[2:])) for word in text.split()]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_interleaving_of_ascending_models_is_accepted(data: st.DataObject) -> None:
     queues = {m: actions(f"{m}F0 {m}F1 {m}B0 {m}F2 {m}B1 {m}B2") for m in "ac"}
@@ -43,11 +44,23 @@ def test_any_interleaving_of_ascending_models_is_accepted(data: st.DataObject) -
         ("aF0 aB0 aB1 aF1", "before its F"),
         ("aF0 aF1 aB0 aB1 bF0", "model 'b', which has no work"),
         ("aF0 aF1 aB0", "1 B of a"),
+        ("aF0 aW0 aI0 aF1 aB1", "W of a micro-batch 0 before its I"),
+        ("aI0 aF0 aW0 aF1 aB1", "I of a micro-batch 0 before its F"),
+        ("aF0 aF1 aI0 aB1 aW0", "where 0 is next"),
+        ("aF0 aF1 aI0 aI1 aW0", "1 B of a"),
     ],
 )
 def test_impossible_schedules_are_named(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_actions(actions(text), {"a": 2}, training=True)
+
+
+def test_a_split_backward_and_several_mini_batches_are_accepted() -> None:
+    check_actions(actions("aF0 aF1 aI0 aI1 aW0 aW1"), {"a": 2}, training=True)
+    check_actions(actions("aF0 aB0 aF1 aI1 aW1"), {"a": 2}, training=True, mini_batches=2)
+    check_actions(actions("aF0 aF1 aB0 bF0 aB1 aF2 bB0 aB2 aF3 bF1 aB3 bB1"), {"a": 4, "b": 2}, True, mini_batches=2)
+    with pytest.raises(ValueError, match="F of a micro-batch 1 before the optimizer step of the mini-batch before it"):
+        check_actions(actions("aF0 aI0 aF1 aW0 aB1"), {"a": 2}, training=True, mini_batches=2)
 
 
 @pytest.mark.parametrize("schedule", ["Constant", "Linear", "Cosine"])

@@ -15,12 +15,14 @@ from dovetail.coordinator.experience_maker import ExperienceMaker
 from dovetail.coordinator.kl import KLController
 from dovetail.coordinator.ppo import StepFacts, has_critic, iteration_metrics, optimizer_steps, other_seconds, ppo_step
 from dovetail.coordinator.prepare import PromptRecord
-from dovetail.coordinator.scheduling import Scheduling, scheduled
+from dovetail.coordinator.schedule_words import applies, scheduled
 from dovetail.coordinator.summary import mean_ci95
 from dovetail.coordinator.trainer_session import StagePlan
 
 if TYPE_CHECKING:
+    from dovetail.api.plan import Layout
     from dovetail.coordinator.engines import Engines
+    from dovetail.coordinator.scheduling import Scheduling
 
 
 class PPOStage:
@@ -32,13 +34,23 @@ class PPOStage:
         self._spec = engines.spec
         self._maker = maker
         self._saving: asyncio.Task[None] | None = None
-        self._scheduling = Scheduling(engines.spec, engines.plan, engines.store, engines.settings.run_dir, engines.log)
+        self._scheduling: Scheduling | None = None
+        self._placing: asyncio.Task[None] | None = None
+        if applies(engines.spec, engines.plan):
+            from dovetail.coordinator.scheduling import Scheduling
+
+            self._scheduling = Scheduling(
+                engines.spec, engines.plan, engines.store, engines.settings.run_dir, engines.log
+            )
+            # Beside the stages before PPO: the first search compiles its kernels.
+            self._placing = asyncio.create_task(self._scheduling.begin())
 
     async def close(self) -> None:
-        """Let go of a checkpoint under way."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        """Let go of a checkpoint and a search under way."""
+        for task in (self._saving, self._placing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     async def begin(self) -> None:
         """Load actor and critic and bring their weights to the rollouts and scorers."""
@@ -47,9 +59,10 @@ class PPOStage:
         models = {"actor": self._engines.sources.actor_for_ppo()}
         if has_critic(self._spec):
             models["critic"] = self._engines.sources.critic()
-        await self._scheduling.begin()
+        if self._placing is not None:
+            await self._placing
         self._engines.session.begin(
-            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._scheduling.layouts),
+            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts()),
             int(progress["step"]),
         )
         self._engines.progress.update(
@@ -84,7 +97,7 @@ class PPOStage:
             raise ValueError(f"experience of iteration {iteration} given, {self._engines.iteration + 1} expected")
         if self._engines.store.get(f"ppo/{iteration}/facts") is None:
             warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
-            schedule = await self._scheduling.current() if warm else None
+            schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
             facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
             self._engines.files.write(iteration, experience.arrays)
             self._engines.store.put(f"ppo/{iteration}/facts", facts.as_json())
@@ -94,7 +107,8 @@ class PPOStage:
             await self._saved()
             result = await self._engines.session.run_step()
             self._engines.timeline.add(result.spans)
-            self._scheduling.learn(result)
+            if self._scheduling is not None:
+                self._scheduling.learn(result)
             self._kl.update(float(experience.kl.mean()), len(experience.responses))
             self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             self._maker.trained(iteration)
@@ -170,15 +184,19 @@ class PPOStage:
         result = self._engines.session.result_of(f"ppo/{iteration}/step")
         self._record(iteration, unpack(self._engines.files.read(iteration)), result, {}, None)
 
+    def _layouts(self) -> dict[str, Layout]:
+        return {} if self._scheduling is None else self._scheduling.layouts
+
     def _ppo_step(self, iteration: int) -> Step:
         facts = StepFacts(**self._engines.store.get(f"ppo/{iteration}/facts"))
-        step = ppo_step(self._spec, self._engines.plan, iteration, facts, self._scheduling.layouts)
+        step = ppo_step(self._spec, self._engines.plan, iteration, facts, self._layouts())
         return scheduled(step, facts.schedule, self._engines.plan.world_size)
 
     async def finish(self) -> None:
         """Export the trained models."""
         await self._saved()
-        await self._scheduling.close()
+        if self._scheduling is not None:
+            await self._scheduling.close()
         self._engines.progress.update(phase="export", message="exporting models")
         folder = self._engines.settings.run_dir / "models"
         await self._engines.session.export("actor", folder / "actor")

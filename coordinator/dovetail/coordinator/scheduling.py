@@ -1,22 +1,22 @@
 """The schedule of actor and critic training during a job: chosen before the first iteration, refined by what the
 trainers measure, kept with each step so that a replay runs the same.
 
-Where the trainers have no pipeline, or there is no critic, there is nothing to choose and none of this runs."""
+Made only where there is something to choose (`schedule_words.applies`): the search loads numba."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.api.messages import Action, CommandResult, Kind, Step
+from dovetail.api.messages import CommandResult
 from dovetail.api.plan import Layout, Plan
 from dovetail.api.types import RLHFJobSpec, Role
-from dovetail.coordinator.ppo import has_critic, optimizer_steps
+from dovetail.coordinator.ppo import optimizer_steps
+from dovetail.coordinator.schedule_words import Chosen, write_words
 from dovetail.coordinator.summary import write_json
 from dovetail.planner.schedules.choose import Choice
 from dovetail.planner.schedules.export import document
@@ -38,10 +38,6 @@ from dovetail.planner.training import (
 # A schedule is replaced between iterations when the new one is faster by this part.
 HYSTERESIS = 0.03
 SEARCH_SECONDS = 5.0
-LETTERS: dict[str, tuple[str, Kind]] = {
-    **{kind: ("actor", kind) for kind in ("F", "B", "I", "W")},
-    **{kind.lower(): ("critic", kind) for kind in ("F", "B", "I", "W")},
-}
 
 
 class Records(Protocol):
@@ -49,39 +45,6 @@ class Records(Protocol):
 
     def get(self, key: str) -> Any: ...
     def put(self, key: str, value: object) -> None: ...
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A schedule as it is stored: one word a trainer rank, a letter an action: F, B, I, W of the actor, f, b, i, w of
-    the critic, micro-batches of each in ascending order."""
-
-    family: str
-    mini_batches: int
-    words: list[str]
-
-    def as_json(self) -> dict[str, object]:
-        return {"family": self.family, "mini_batches": self.mini_batches, "words": self.words}
-
-    def actions(self) -> list[list[Action]]:
-        """Every rank's list."""
-        return [_read(word) for word in self.words]
-
-
-def _read(word: str) -> list[Action]:
-    count = dict.fromkeys(LETTERS, 0)
-    actions = []
-    for letter in word:
-        model, kind = LETTERS[letter]
-        actions.append(Action(model=model, micro_batch=count[letter], kind=kind))
-        count[letter] += 1
-    return actions
-
-
-def write_words(lists: Sequence[Sequence[Action]]) -> list[str]:
-    """The words of lists whose micro-batches ascend."""
-    code = {key: letter for letter, key in LETTERS.items()}
-    return ["".join(code[action.model, action.kind] for action in mine) for mine in lists]
 
 
 class Scheduling:
@@ -101,20 +64,12 @@ class Scheduling:
         self._reverse: bool | None = None
 
     @property
-    def applies(self) -> bool:
-        """Whether there is anything to choose: two models, at least one of them in a pipeline."""
-        layouts = self._plan.parallelism
-        return has_critic(self._spec) and max(layouts["actor"].pp, layouts["critic"].pp) > 1
-
-    @property
     def layouts(self) -> dict[str, Layout]:
         """Where the stages of actor and critic are; empty where the plan's layouts say all."""
         return self._layouts
 
     async def begin(self) -> None:
         """Choose the first schedule, and with it the placement of the critic's stages, which the job keeps."""
-        if not self.applies:
-            return
         kept = self._records.get("ppo/placement")
         if isinstance(kept, dict):
             self._place(bool(kept["reverse"]))
@@ -142,7 +97,7 @@ class Scheduling:
             for span in result.spans
             if span.process == "trainer-0" and span.lane == "phases" and span.name.startswith("mini-batch")
         ]
-        self._choosing = asyncio.create_task(asyncio.to_thread(self._choose))
+        self._choosing = asyncio.create_task(asyncio.to_thread(self._refine))
 
     async def close(self) -> None:
         """Wait for a search under way, so that what it finds is in the report."""
@@ -169,6 +124,12 @@ class Scheduling:
     def _limited(self) -> bool:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
+
+    def _refine(self) -> None:
+        try:
+            self._choose()
+        except ProblemError as error:
+            self._log("schedule.kept", reason=str(error))
 
     def _choose(self) -> None:
         """Evaluate every family with what is known; take the best one, if it gains enough."""
@@ -248,13 +209,3 @@ class Scheduling:
 
 def _rank(schedule: Schedule) -> tuple[float, float]:
     return float(f"{schedule.makespan:.6g}"), schedule.peak
-
-
-def scheduled(step: Step, chosen: Mapping[str, Any] | None, world: int) -> Step:
-    """The step with a stored schedule instead of the serial one; unchanged without."""
-    if chosen is None:
-        return step
-    schedule = Chosen(str(chosen["family"]), int(chosen["mini_batches"]), list(chosen["words"]))
-    if len(schedule.words) != world:
-        raise ValueError(f"the stored schedule is for {len(schedule.words)} trainer ranks, there are {world}")
-    return step.model_copy(update={"actions": schedule.actions(), "mini_batches": schedule.mini_batches})

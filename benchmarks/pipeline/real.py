@@ -1,0 +1,242 @@
+"""Real transformer stages on two ranks: the training stage under several schedules, against torch's own 1F1B."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from dovetail.api.messages import Action, Load, ModelRef, StageTimes
+from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.coordinator.schedule_words import Chosen, write_words
+from dovetail.planner.schedules.instance import zero_bubble_limit
+from dovetail.planner.schedules.problem import Problem
+from dovetail.planner.schedules.search import Effort
+from dovetail.planner.training import Times, choose_schedule, rank_actions, shared_layouts, training_problem
+from dovetail.trainer.engine import Engine, MicroBatch
+from dovetail.trainer.groups import Groups
+
+VOCABULARY = 1024
+FAMILIES = ("serial", "zero-bubble", "stitched", "fused", "fused-split")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule: predicted seconds, peak bytes of each rank, each rank's word."""
+
+    family: str
+    makespan: float
+    peaks: list[float]
+    words: list[str]
+
+    def actions(self, rank: int) -> list[Action]:
+        return Chosen(self.family, 1, self.words).actions()[rank]
+
+
+class Bench:
+    """One rank. `settings`: layers, hidden, micro_batches, sequences, tokens, repeats."""
+
+    def __init__(self, rank: int, world: int, port: int, settings: dict[str, int]) -> None:
+        self.rank, self.world, self.s = rank, world, settings
+        plain = Parallelism(pp=world)
+        self.groups = Groups.form("127.0.0.1", port, rank, world, {"actor": plain, "critic": plain}, 120.0)
+        groups = [{"name": "t", "roles": ["trainer", "rollout"]}]
+        self.engine = Engine(RLHFJobSpec.model_validate({"groups": groups}), self.groups)
+        self.counts = {"actor": settings["micro_batches"], "critic": settings["micro_batches"]}
+
+    def load(self, reverse: bool) -> None:
+        """Place the critic's stages and build both models anew."""
+        scratch = ScratchModel(
+            architecture="llama",
+            config={
+                "vocab_size": VOCABULARY,
+                "hidden_size": self.s["hidden"],
+                "intermediate_size": 3 * self.s["hidden"],
+                "num_hidden_layers": self.s["layers"],
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "tie_word_embeddings": False,
+            },
+        )
+        self.layouts = shared_layouts({m: Parallelism(pp=self.world) for m in ("actor", "critic")}, reverse)
+        refs = {
+            "actor": ModelRef(head="lm", scratch=scratch, seed=1),
+            "critic": ModelRef(head="value", scratch=scratch, seed=2),
+        }
+        self.engine.load(Load(id="load", stage="ppo", models=refs, total_steps=100, layouts=dict(self.layouts)))
+
+    def work(self) -> dict[str, list[MicroBatch]]:
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.s["sequences"], self.s["tokens"])
+        lengths = torch.full((self.s["sequences"],), self.s["tokens"])
+
+        def one(model: str) -> MicroBatch:
+            tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+
+            def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                value = token_loss(output, tokens) if model == "actor" else output.square().mean()
+                return value / self.s["micro_batches"], {}
+
+            return MicroBatch(tokens, lengths, loss)
+
+        return {model: [one(model) for _ in range(count)] for model, count in self.counts.items()}
+
+    def timed(self, *lists: list[Action]) -> tuple[float, int]:
+        """Wall seconds of one mini-batch of both models without the optimizer's, and this rank's peak of bytes."""
+        work = self.work()
+        self.groups.barrier()
+        start = time.perf_counter()
+        peak = 0
+        for actions in lists:
+            models = {action.model for action in actions}
+            self.engine.run(actions, {m: work[m] for m in models})
+            peak = max(peak, self.engine.measured.peak_bytes)
+        self.groups.barrier()
+        seconds = time.perf_counter() - start
+        for held in self.engine.models.values():
+            for parameter in held.trainable().values():
+                parameter.grad = None
+        return seconds, peak
+
+    def measured(self) -> list[Any]:
+        """Every rank's times since the last call, on every rank."""
+        parts = self.groups.share_json([t.model_dump(mode="json") for t in self.engine.measured.take(self.rank)])
+        return [part for mine in parts for part in mine]
+
+    def latency(self) -> float:
+        """Seconds that one boundary tensor takes from rank 0 to rank 1."""
+        model = self.engine.models["actor"].groups
+        tensor = torch.zeros(self.s["sequences"], self.s["tokens"], self.s["hidden"])
+        times = []
+        for _ in range(12):
+            start = time.perf_counter()
+            if self.rank == 0:
+                dist.send(tensor, 1, group=model.forward_out)
+                dist.recv(tensor, 1, group=model.backward_in)
+            elif self.rank == 1:
+                dist.recv(tensor, 0, group=model.forward_in)
+                dist.send(tensor, 0, group=model.backward_out)
+            times.append((time.perf_counter() - start) / 2)
+        return float(self.groups.broadcast_json(statistics.median(times[2:])))
+
+
+def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean next-token cross entropy."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str, Any]:
+    """Everything measured on this rank; the same numbers on all, except `peaks`."""
+    bench = Bench(rank, world, port, settings)
+    rows: dict[str, dict[str, Any]] = {}
+    bench.load(reverse=True)
+    c = bench.latency()
+    times = Times()
+    warm = plan(bench, times, c, reverse=True)
+    for name in ("serial", "fused-split"):  # both kinds of backward are measured
+        for _ in range(3):
+            bench.timed(warm[name].actions(bench.rank))
+            seen = bench.measured()
+        times.add([StageTimes.model_validate(part) for part in seen], bench.layouts)
+    for reverse in (True, False):
+        if not reverse:
+            bench.load(reverse=False)
+            bench.timed(plan(bench, times, c, reverse)["stitched"].actions(bench.rank))
+        rounds(bench, rows, {n: s for n, s in plan(bench, times, c, reverse).items() if n in here(reverse)})
+    ours = torch_rounds(bench)
+    rows["serial, torch's 1F1B"] = {"seconds": ours, "predicted": rows["serial"]["predicted"], "peaks": None}
+    problem = problem_of(bench, times, c, False)
+    result = {"rows": rows, "latency": c, "limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
+    bench.groups.barrier()
+    bench.groups.close()
+    return result
+
+
+def here(reverse: bool) -> tuple[str, ...]:
+    """Families measured in that placement."""
+    return ("serial", "zero-bubble", "fused", "fused-split") if reverse else ("stitched",)
+
+
+def problem_of(bench: Bench, times: Times, c: float, split: bool) -> Problem:
+    return training_problem(bench.layouts, bench.counts, 1, times, split=split, communication=c)
+
+
+def split_cost(bench: Bench, times: Times, c: float) -> float:
+    """How much longer both halves of a backward take than the whole, later stages only: the first has no halves."""
+    whole, halves = (problem_of(bench, times, c, split) for split in (False, True))
+    ratio = [(halves.array(m, "backward") / whole.array(m, "backward"))[1:].mean() for m in (0, 1)]
+    return float(sum(ratio) / 2 - 1)
+
+
+def plan(bench: Bench, times: Times, c: float, reverse: bool) -> dict[str, Found]:
+    """The families' schedules for these times, rank 0's for all: searches may end unlike."""
+    found = None
+    if bench.rank == 0:
+        problem, halves = (problem_of(bench, times, c, split) for split in (False, True))
+        effort = Effort(workers=1, scale=0.1)
+        choice = choose_schedule(problem, halves, FAMILIES, effort, reverse)
+        found = {
+            name: (s.makespan, s.peaks.tolist(), write_words(rank_actions(s, bench.layouts)))
+            for name, s in choice.schedules.items()
+        }
+    return {name: Found(name, *values) for name, values in bench.groups.broadcast_json(found).items()}
+
+
+def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found]) -> None:
+    """Run the schedules in turn, several times over, so that the machine's moods hit all alike."""
+    lists: dict[str, list[list[Action]]] = {}
+    for name, schedule in found.items():
+        mine = schedule.actions(bench.rank)
+        # A barrier between the models, as the definition of serial has it.
+        parts = [[a for a in mine if a.model == m] for m in ("actor", "critic")]
+        lists[name] = parts if name in ("serial", "zero-bubble") else [mine]
+    seconds: dict[str, list[float]] = {name: [] for name in lists}
+    peaks: dict[str, int] = {}
+    for _ in range(bench.s["repeats"]):
+        for name, mine in lists.items():
+            took, peak = bench.timed(*mine)
+            seconds[name].append(took)
+            peaks[name] = peak
+            bench.measured()
+    for name, schedule in found.items():
+        everyone = bench.groups.share_json(peaks[name])
+        rows[name] = {"seconds": seconds[name], "predicted": schedule.makespan, "peaks": [everyone, schedule.peaks]}
+
+
+def torch_rounds(bench: Bench) -> list[float]:
+    """The same stages, one model after the other on torch.distributed.pipelining's Schedule1F1B."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    size, count = bench.s["sequences"], bench.counts["actor"]
+    schedules = []
+    for name in ("actor", "critic"):
+        held = bench.engine.models[name]
+        shape = (size, bench.s["tokens"], bench.s["hidden"])
+        inputs = torch.zeros(shape[:2], dtype=torch.int64) if held.is_first else torch.zeros(shape)
+        held.module.train()
+        with torch.no_grad():
+            outputs = held.module(inputs)
+        stage = PipelineStage(
+            held.module, bench.rank, bench.world, torch.device("cpu"), input_args=inputs, output_args=outputs
+        )
+        loss = token_loss if name == "actor" else (lambda output, _: output.square().mean())
+        schedules.append((held, Schedule1F1B(stage, count, loss_fn=loss)))
+    found = []
+    for _ in range(bench.s["repeats"] + 1):
+        work = bench.work()
+        bench.groups.barrier()
+        start = time.perf_counter()
+        for held, schedule in schedules:
+            tokens = torch.cat([b.tokens for b in work[held.name]])
+            given = (tokens,) if held.is_first else ()
+            schedule.step(*given, target=tokens if held.is_last else None)
+            bench.groups.barrier()
+        found.append(time.perf_counter() - start)
+        for held, _ in schedules:
+            held.module.zero_grad()
+    return found[1:]  # the first makes the communicators
