@@ -17,6 +17,7 @@ from helpers.cluster import KubeCluster, wait_for
 
 BUSYBOX = "dovetail-dev/busybox:dev"
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
+ASK = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read().decode(), end=str())"
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "runAsNonRoot": True,
@@ -98,16 +99,16 @@ def test_pods_of_unlike_nodes_reach_each_other_by_service_name_and_by_pod_name(
     service["spec"] = {"selector": {"app": "server"}, "ports": [{"port": 80, "targetPort": 8080}]}
     headless = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "peers"}}
     headless["spec"] = {"selector": {"app": "server"}, "clusterIP": "None", "ports": [{"port": 8080}]}
-    serve = "mkdir /tmp/www; echo hello from $(hostname) > /tmp/www/index.html; exec httpd -f -p 8080 -h /tmp/www"
-    server = pod("server", serve, "a10")
+    serve = "mkdir www; echo hello from $HOSTNAME > www/index.html; exec python -m http.server 8080 --directory www"
+    image = {"image": "dovetail-dev/operator:dev", "workingDir": "/tmp"}
+    server = pod("server", serve, "a10", **image)
     server["spec"] |= {"hostname": "server", "subdomain": "peers"}
     cluster.apply(service, headless, server, namespace=namespace)
     address = cluster.wait_pod(namespace, "server", "Running")["status"]["podIP"]
-    ask = "until wget -q -T 5 -O - {url}; do sleep 0.2; done"
     urls = ("http://web", f"http://web.{namespace}.svc.cluster.local", "http://server.peers:8080")
-    script = "\n".join(ask.format(url=url) for url in urls)
+    script = "\n".join(f"until python -c '{ASK}' {url} 2>/tmp/error; do sleep 0.2; done" for url in urls)
     # From another node, and from the server's own, where the answer must not take a short cut.
-    cluster.apply(pod("far", script, "a100"), pod("near", script, "a10"), namespace=namespace)
+    cluster.apply(pod("far", script, "a100", **image), pod("near", script, "a10", **image), namespace=namespace)
     for client in ("far", "near"):
         assert log_of(cluster, namespace, client).splitlines() == ["hello from server"] * 3
     service_address = cluster.get("--namespace", namespace, "service", "web")["spec"]["clusterIP"]

@@ -21,17 +21,26 @@ def _hierarchies() -> list[Path]:
 
 
 def create(cluster: Cluster) -> None:
-    for hierarchy in _hierarchies():
-        for folder in [hierarchy / cluster.cgroup, *(hierarchy / cluster.cgroup / node.name for node in NODES)]:
-            folder.mkdir(exist_ok=True)
-            for name in ("cpuset.cpus", "cpuset.mems"):
-                # A cpuset of v1 starts empty, and then takes no process.
-                if (folder / name).exists() and not _unified():
-                    (folder / name).write_text((folder.parent / name).read_text())
-        if _unified():
-            for folder in (hierarchy, hierarchy / cluster.cgroup):
-                for controller in (folder / "cgroup.controllers").read_text().split():
-                    (folder / "cgroup.subtree_control").write_text(f"+{controller}")
+    """Does nothing for those that exist. Raises: ClusterError where this machine does not let us."""
+    try:
+        for hierarchy in _hierarchies():
+            _create(hierarchy, cluster)
+    except OSError as error:
+        raise ClusterError(f"cannot make cgroups, in which pods run: {error}") from error
+
+
+def _create(hierarchy: Path, cluster: Cluster) -> None:
+    top = hierarchy / cluster.cgroup
+    for folder in [top, *(top / node.name for node in NODES)]:
+        folder.mkdir(exist_ok=True)
+        for name in ("cpuset.cpus", "cpuset.mems"):
+            # A cpuset of v1 starts empty, and then takes no process.
+            if (folder / name).exists() and not _unified():
+                (folder / name).write_text((folder.parent / name).read_text())
+    if _unified():
+        for folder in (hierarchy, top):
+            for controller in (folder / "cgroup.controllers").read_text().split():
+                (folder / "cgroup.subtree_control").write_text(f"+{controller}")
 
 
 def remove(cluster: Cluster, seconds: float = 30) -> None:
