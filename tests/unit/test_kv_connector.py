@@ -102,6 +102,15 @@ def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
 # ---------------------------------------------------------------- two workers
 
 
+def new_worker(caches: dict[str, Any]) -> tuple[config.KVSetup, Working]:
+    setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
+    extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
+    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    worker = Working(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
+    worker.register(caches)
+    return setup, worker
+
+
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Working, dict[str, torch.Tensor], list[int]]]]:
     """Source and destination, with their caches and ports."""
@@ -112,13 +121,9 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Working, dic
     monkeypatch.setattr(config, "WAIT_SECONDS", 0.0)
     made, setups = [], []
     for _ in range(2):
-        setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
-        extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
-        vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-        worker = Working(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
         # CPUs: blocks first; a GPU back end: keys and values first.
         caches = {"layer.0": torch.randn(BLOCKS, 2, BLOCK, 8), "layer.1": torch.randn(2, BLOCKS, BLOCK, 4)}
-        worker.register(caches)
+        setup, worker = new_worker(caches)
         made.append((worker, caches, setup.ability.ports))
         setups.append(setup)
     yield made
@@ -206,11 +211,7 @@ def test_a_full_host_memory_keeps_no_more(workers: Any) -> None:
 def test_a_worker_without_a_token_neither_serves_nor_fetches(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (_, _, ports), _ = workers
     monkeypatch.setenv("DOVETAIL_TOKEN", "")
-    setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
-    extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
-    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-    worker = Working(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
-    worker.register({"layer.0": torch.randn(BLOCKS, 2, BLOCK, 8)})
+    setup, worker = new_worker({"layer.0": torch.randn(BLOCKS, 2, BLOCK, 8)})
     export(worker, [1, 2, 3, 4])
     assert worker.results().finished_sending == {"r"}
     assert load(worker, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
@@ -218,7 +219,13 @@ def test_a_worker_without_a_token_neither_serves_nor_fetches(workers: Any, monke
     setup.reserved[0].close()
 
 
-def test_a_cache_that_is_not_made_of_blocks_is_refused(workers: Any) -> None:
-    (source, _, _), _ = workers
-    with pytest.raises(ValueError, match="not 10 blocks"):
-        source.register({"layer": torch.zeros(3, 4, 10)})
+@pytest.mark.parametrize("cache", [torch.zeros(3, 4, 10), [torch.zeros(BLOCKS, 4)]], ids=["shape", "list"])
+def test_with_a_cache_that_is_not_made_of_blocks_all_is_computed(workers: Any, cache: Any) -> None:
+    (source, _, ports), _ = workers
+    export(source, [1, 2, 3, 4])
+    setup, worker = new_worker({"layer.0": cache})
+    export(worker, [1, 2, 3, 4])
+    assert worker.results().finished_sending == {"r"}
+    assert load(worker, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+    worker.close()
+    setup.reserved[0].close()

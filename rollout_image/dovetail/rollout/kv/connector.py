@@ -214,7 +214,7 @@ class Working:
         self._layout = ""
         self._pull_seconds = float(extra["pull_seconds"])
         self._num_blocks = int(kv_cache_config.num_blocks)
-        self._caches: dict[str, torch.Tensor] = {}
+        self._caches: list[torch.Tensor] = []
         self._block_bytes: list[int] = []
         self._held = HeldBlocks(int(extra["held_bytes"]), float(extra["hold_seconds"]), lambda: LOADED.version)
         self._server: HeldServer | None = None
@@ -223,20 +223,18 @@ class Working:
         self._copied: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError for a cache that is not made of blocks."""
-        seen: set[int] = set()
+        """Begin to serve. With caches that are not made of blocks nothing is kept, and what is asked for fails."""
+        caches: dict[int, torch.Tensor] = {}  # by address: a layer may share another one's
         for name, cache in kv_caches.items():
-            if cache.data_ptr() in seen:
-                continue  # a layer that shares another one's
-            seen.add(cache.data_ptr())
-            blocks = [d for d, size in enumerate(cache.shape[:2]) if size == self._num_blocks]
+            shape = tuple(getattr(cache, "shape", ()))
+            blocks = [d for d, size in enumerate(shape[:2]) if size == self._num_blocks]
             if not blocks:
-                raise ValueError(
-                    f"the KV cache of {name} has shape {tuple(cache.shape)}, not {self._num_blocks} blocks"
-                )
-            self._caches[name] = cache.movedim(blocks[0], 0)
-        self._block_bytes = [c[0].numel() * c.element_size() for c in self._caches.values()]
-        shapes = sorted({f"{c.dtype}{list(c.shape[1:])}" for c in self._caches.values()})
+                logger.warning("the KV cache of %s, shape %s, is not %d blocks", name, shape, self._num_blocks)
+                return
+            caches.setdefault(cache.data_ptr(), cache.movedim(blocks[0], 0))
+        self._caches = list(caches.values())
+        self._block_bytes = [c[0].numel() * c.element_size() for c in self._caches]
+        shapes = sorted({f"{c.dtype}{list(c.shape[1:])}" for c in self._caches})
         self._layout = f"{self._extra['layout']} {len(self._caches)} x {' '.join(shapes)}"
         self._serve()
 
@@ -264,7 +262,7 @@ class Working:
             logger.info("%s is not kept: no room, or not computed with the weights of now", export.hold.key)
             return
         layers = []
-        for cache, nbytes in zip(self._caches.values(), self._block_bytes, strict=True):
+        for cache, nbytes in zip(self._caches, self._block_bytes, strict=True):
             ids = torch.tensor(export.block_ids, device=cache.device)
             chosen = cache.index_select(0, ids).contiguous().cpu()
             layers.append(chosen.view(len(ids), -1).view(torch.uint8).view(len(ids), nbytes))
@@ -281,8 +279,8 @@ class Working:
         self._fetching[load.request_id] = (load, future, time.monotonic())
 
     def _fetch(self, load: Load, end: float) -> list[torch.Tensor]:
-        if len(load.pull.ports) <= self._rank or not self._token:
-            raise PullError("there is no port for this rank")
+        if self._server is None or len(load.pull.ports) <= self._rank:
+            raise PullError("this worker takes part in no transfers" if self._server is None else "no port is given")
         left = end - time.monotonic()
         if left <= 0:
             raise PullError(f"others took all of the {self._pull_seconds:g} s")
@@ -296,7 +294,7 @@ class Working:
     def _install(self, load: Load, layers: Sequence[torch.Tensor]) -> None:
         if LOADED.version != load.pull.weights:
             raise PullError(f"it is of weights {load.pull.weights}, this worker holds {LOADED.version}")
-        for cache, layer in zip(self._caches.values(), layers, strict=True):
+        for cache, layer in zip(self._caches, layers, strict=True):
             ids = torch.tensor(load.block_ids, device=cache.device)
             cache.index_copy_(0, ids, layer.view(cache.dtype).view(len(ids), *cache.shape[1:]).to(cache.device))
 
