@@ -32,6 +32,7 @@ from dovetail.planner.training import (
 )
 from dovetail.trainer.executor import check_actions
 
+
 @st.composite
 def pairs(draw: st.DrawFn) -> dict[str, Parallelism]:
     """Layouts of actor and critic over the same ranks."""
