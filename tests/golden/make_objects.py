@@ -31,7 +31,7 @@ class _NoAliases(yaml.SafeDumper):
 def jobs() -> dict[str, tuple[RLHFJob, Settings]]:
     """By name of the golden file."""
     cluster = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
-    colocated = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
+    colocated = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
     colocated["metadata"] |= {"namespace": "team-a", "labels": {"kueue.x-k8s.io/queue-name": "research", "team": "a"}}
     colocated["spec"]["models"]["critic"] = {"source": {"pvc": "models/critics/small"}}
     colocated["spec"]["checkpoint"]["volume"] = "shared"

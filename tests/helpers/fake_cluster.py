@@ -27,7 +27,7 @@ JOB_NAME = "batch.kubernetes.io/job-name"
 
 def manifest(**spec: Any) -> dict[str, Any]:
     """An RLHFJob as the API server has it: one trainer pod, one guaranteed rollout and a surplus one."""
-    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart.yaml").read_text())
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
     document["metadata"] = {"name": "demo", "namespace": "default", "uid": make_objects.UID, "generation": 1}
     document["spec"]["groups"] = [
         {"name": "train", "roles": ["trainer"], "replicas": 1},

@@ -49,10 +49,8 @@ def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, An
 
 def install(cluster: KubeCluster, namespaces: list[str]) -> None:
     """The chart's accounts and rights, with nothing that runs. `namespaces`: none means all."""
-    names = "{" + ",".join(namespaces) + "}"
-    text = cluster.helm(
-        "template", "dovetail", str(REPOSITORY / "helm/dovetail"), "-n", SYSTEM, "--set", f"namespaces={names}"
-    )
+    chart, values = str(REPOSITORY / "helm/dovetail"), f"namespaces={json.dumps(namespaces)}"
+    text = cluster.helm("template", "dovetail", chart, "-n", SYSTEM, "--set-json", values)
     wanted = [thing for thing in yaml.safe_load_all(text) if thing and thing["kind"] in RBAC]
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
     items = {"apiVersion": "v1", "kind": "List", "items": [space, *wanted]}

@@ -23,7 +23,7 @@ SECONDS = 60.0
 
 
 def a_job(groups):
-    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart.yaml").read_text())
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
     document["spec"]["groups"] = groups
     job = parse(document)
     return job.model_copy(update={"spec": resolve(job.spec)})

@@ -2,7 +2,7 @@
 
 import copy
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -130,5 +130,7 @@ class Life(RuleBasedStateMachine):
             assert self.cluster.condition("Degraded")["status"] == "False"
 
 
-Life.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+Life.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestLife = Life.TestCase

@@ -55,6 +55,7 @@ def test_a_job_starts_runs_and_completes():
     assert cluster.condition("Completed")["status"] == "True"
     assert cluster.condition("Running")["reason"] == "JobFinished"
     assert (status["stage"], status["iteration"], status["iterations"], status["reward"]) == ("ppo", 12, 12, 1.23457)
+    assert [group["ready"] for group in status["groups"]] == [0, 0]
     assert cluster.objects["JobSet", "demo"], "its logs stay"
     assert not [p for p in cluster.pods() if p["status"]["phase"] == "Running"]
 
@@ -361,6 +362,13 @@ def test_an_invalid_spec_is_refused_and_can_be_mended():
     cluster.edit(ppo={"globalBatchSize": 12, "miniBatchSize": 12, "microBatchSize": 1, "iterations": 1}, groups=groups)
     cluster.settle()
     assert cluster.condition("Planned")["status"] == "True"
+
+
+def test_what_has_no_effect_yet_is_said():
+    cluster = a_cluster()
+    cluster.document["spec"]["models"]["reference"] = {"dtype": "bfloat16"}
+    cluster.reconcile()
+    assert "spec.models.reference.dtype is not executed yet" in cluster.condition("Planned")["message"]
 
 
 # ---------------------------------------------------------------- the end

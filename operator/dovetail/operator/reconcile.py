@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.api.plan import Plan
 from dovetail.api.status import GroupStatus, PlanStatus, RLHFJobStatus
 from dovetail.api.types import Parallelism, RLHFJob
+from dovetail.api.unexecuted import warnings
 from dovetail.operator import names, progress, reasons, rootcause
 from dovetail.operator.children import (
     Children,
@@ -97,7 +98,7 @@ def reconcile(seen: Seen, now: datetime) -> Result:
             planned = Refused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, Refused):
         return _refused(planned, conditions, status)
-    conditions.set("Planned", True, reasons.PLANNED, _summary(context.plan))
+    conditions.set("Planned", True, reasons.PLANNED, _summary(context))
     status = status.model_copy(update={"plan": _plan_status(context.plan)})
     return _Reconciler(seen, context, conditions, status, now).run()
 
@@ -165,7 +166,9 @@ class _Reconciler:
     def _end(self, kind: Any, reason: str, message: str) -> None:
         self._conditions.set(kind, True, reason, message)
         self._conditions.set("Running", False, reasons.FINISHED)
-        self._status = self._status.model_copy(update={"completion_time": self._now.replace(microsecond=0)})
+        none = [group.model_copy(update={"ready": 0}) for group in self._groups()]
+        ended = {"completion_time": self._now.replace(microsecond=0), "groups": none}
+        self._status = self._status.model_copy(update=ended)
 
     def _suspended(self) -> Result:
         """Pods are deleted, everything else stays; the volume holds what the job resumes from."""
@@ -400,7 +403,13 @@ def _plan_status(plan: Plan) -> PlanStatus:
     )
 
 
-def _summary(plan: Plan) -> str:
-    return " ".join(
-        [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *(f"({w})" for w in plan.warnings)]
+def _summary(context: Context) -> str:
+    """The plan in short, and what a user may not expect of it."""
+    plan = context.plan
+    return "; ".join(
+        [
+            f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts",
+            *plan.warnings,
+            *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True)),
+        ]
     )

@@ -1,0 +1,206 @@
+"""Jobs on real kubelets: a whole one with real vLLM on three kinds of nodes, and what each failure is called."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.cluster import REPOSITORY, KubeCluster, wait_for
+from helpers.jobs import MANIFEST
+from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
+
+pytestmark = pytest.mark.timeout(1800)
+JOB_SECONDS = 1500.0
+GROUPS = [
+    {"name": "a100", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 1}},
+    {"name": "v100", "roles": ["rollout"], "gpu": {"product": "Tesla-V100-SXM2-32GB", "perPod": 1}},
+    {"name": "a10", "roles": ["rollout"], "gpu": {"product": "NVIDIA-A10", "perPod": 1}},
+]
+
+
+@pytest.fixture(scope="module")
+def leader(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """The operator, on this machine with the rights of the chart's account."""
+    cluster.apply(yaml.safe_load((REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml").read_text()))
+    install(cluster, [])
+    cluster.kubectl("wait", "--for=condition=Established", "crd/rlhfjobs.dovetail.dev", "--timeout=60s")
+    folder = tmp_path_factory.mktemp("operator")
+    images = {f"DOVETAIL_{name.upper()}_IMAGE": f"dovetail-dev/{name}:dev" for name in ("trainer", "rollout")}
+    images["DOVETAIL_COORDINATOR_IMAGE"] = "dovetail-dev/operator:dev"
+    with operator(kubeconfig(cluster, folder), folder, "leader", [], **images) as process:
+        wait_for("leadership", process.leads, 120)
+        yield process
+
+
+def manifest(namespace: str, groups: list[dict[str, Any]] | None = None, **spec: Any) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(MANIFEST)
+    document["metadata"]["namespace"] = namespace
+    document["spec"] |= {"groups": groups or GROUPS} | spec
+    return document
+
+
+def job(cluster: KubeCluster, namespace: str) -> dict[str, Any]:
+    return dict(cluster.get("rlhfjob", "tiny", "-n", namespace) or {})
+
+
+def condition(cluster: KubeCluster, namespace: str, kind: str) -> dict[str, Any]:
+    found = job(cluster, namespace).get("status", {}).get("conditions") or []
+    return next((c for c in found if c["type"] == kind), {})
+
+
+def wait_end(cluster: KubeCluster, namespace: str, seconds: float = JOB_SECONDS) -> str:
+    """Completed, or the reason of the failure."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition(cluster, namespace, "Completed").get("status") == "True":
+            return "Completed"
+        if failed := condition(cluster, namespace, "Failed"):
+            return f"{failed['reason']}: {failed['message']}"
+        time.sleep(2)
+    pods = cluster.kubectl("get", "pods", "-n", namespace, "-o", "wide")
+    raise AssertionError(f"not over within {seconds:.0f} s: {json.dumps(job(cluster, namespace)['status'])}\n{pods}")
+
+
+def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    cluster.apply(
+        manifest(namespace, ppo={"iterations": 3, "globalBatchSize": 16, "miniBatchSize": 8}), namespace=namespace
+    )
+    wait_for("Running", lambda: condition(cluster, namespace, "Running").get("status") == "True", JOB_SECONDS)
+    pods = cluster.get("pods", "-n", namespace)["items"]
+    where = {p["metadata"]["labels"].get("dovetail.dev/group", "coordinator"): p["spec"]["nodeName"] for p in pods}
+    products = {
+        n["metadata"]["name"]: n["metadata"]["labels"]["nvidia.com/gpu.product"] for n in cluster.get("nodes")["items"]
+    }
+    for group in GROUPS:
+        assert products[where[group["name"]]] == group["gpu"]["product"]
+    assert wait_end(cluster, namespace) == "Completed"
+    status = job(cluster, namespace)["status"]
+    assert (status["stage"], status["iteration"], status["iterations"]) == ("ppo", 3, 3)
+    assert isinstance(status["reward"], float)
+    assert status["samplesPerSecond"] > 0
+    wait_for(
+        "no pod left running",
+        lambda: (
+            not [
+                p
+                for p in cluster.get("pods", "-n", namespace)["items"]
+                if p["status"]["phase"] in ("Pending", "Running")
+            ]
+        ),
+    )
+    row = cluster.kubectl("get", "rlhfjobs", "-n", namespace)
+    assert "ppo" in row
+    cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
+    kinds = "jobsets,jobs,pods,configmaps,services,secrets,serviceaccounts,networkpolicies,persistentvolumeclaims"
+    selector = ("-l", "dovetail.dev/job=tiny", "-o", "name")
+    wait_for("nothing left", lambda: cluster.kubectl("get", kinds, "-n", namespace, *selector) == "")
+
+
+def with_trainer(**more: Any) -> list[dict[str, Any]]:
+    return [GROUPS[0] | more, *GROUPS[1:]]
+
+
+def container(**more: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "dovetail", **more}]}}
+
+
+CAUSES = {
+    "a product that no node has": (
+        with_trainer(gpu={"product": "NVIDIA-H100", "perPod": 1}),
+        "Scheduled",
+        "Unschedulable",
+        "nodes are available",
+    ),
+    "more GPUs than a node has": (
+        with_trainer(gpu={"product": "NVIDIA-A100-SXM4-80GB", "perPod": 64}),
+        "Scheduled",
+        "Unschedulable",
+        "Insufficient nvidia.com/gpu",
+    ),
+    "an image that does not exist": (
+        with_trainer(image="dovetail-dev/nothing:here"),
+        "Running",
+        "ImagePullFailed",
+        "dovetail-dev/nothing:here",
+    ),
+    "a secret that is missing": (
+        with_trainer(
+            podTemplate=container(
+                env=[{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
+            )
+        ),
+        "Running",
+        "SecretOrConfigMapMissing",
+        'secret "hub" not found',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CAUSES))
+def test_pods_that_cannot_start_are_explained(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess, name: str
+) -> None:
+    groups, kind, reason, words = CAUSES[name]
+    cluster.apply(manifest(namespace, groups), namespace=namespace)
+    wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 180)
+    assert words in condition(cluster, namespace, kind)["message"]
+    assert "a100" in condition(cluster, namespace, kind)["message"]
+    described = cluster.kubectl("describe", "rlhfjob", "tiny", "-n", namespace)
+    assert reason in described
+
+
+def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    groups = with_trainer(gpu={"product": "NVIDIA-H100", "perPod": 1})
+    document = manifest(namespace, groups, failurePolicy={"startTimeoutSeconds": 15})
+    cluster.apply(document, namespace=namespace)
+    assert wait_end(cluster, namespace, 300).startswith("Unschedulable: pod tiny-a100-0-0-")
+    wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"))
+
+
+def test_running_out_of_memory_fails_the_job_with_its_name(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    groups = with_trainer(podTemplate=container(resources={"limits": {"memory": "64Mi"}}))
+    document = manifest(namespace, groups, failurePolicy={"maxRestarts": 0})
+    cluster.apply(document, namespace=namespace)
+    end = wait_end(cluster, namespace, 600)
+    assert end.startswith("OOMKilled: pod tiny-a100-0-0-"), end
+
+
+def test_a_missing_model_fails_the_job_with_the_coordinators_sentence(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    models = {"actor": {"source": {"path": "/models/nothing"}}, "tokenizer": {"path": "/models/nothing"}}
+    cluster.apply(manifest(namespace, models=models), namespace=namespace)
+    end = wait_end(cluster, namespace, 600)
+    assert end.startswith("CoordinatorFailed: pod tiny-coordinator-0-0-"), end
+    assert "/models/nothing" in end
+
+
+def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    cluster.apply(
+        manifest(namespace, ppo={"iterations": 4, "globalBatchSize": 16, "miniBatchSize": 8}), namespace=namespace
+    )
+
+    def iteration() -> int:
+        status = job(cluster, namespace).get("status", {})
+        return int(status.get("iteration", 0)) if status.get("stage") == "ppo" else 0
+
+    wait_for("the second iteration", lambda: iteration() >= 2, JOB_SECONDS, 1.0)
+    cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"), 300)
+    assert condition(cluster, namespace, "Suspended")["status"] == "True"
+    cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    assert wait_end(cluster, namespace) == "Completed"
+    assert job(cluster, namespace)["status"]["iteration"] == 4

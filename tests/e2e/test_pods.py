@@ -1,0 +1,62 @@
+"""A job in the pods that the operator renders, run as processes with the pods' own commands and environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.api.resolve import resolve
+from dovetail.operator.render.context import Context
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+from helpers.fake_kubelet import FakeKubelet
+from helpers.jobs import events, history, summary, tiny_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+SECONDS = 1200.0
+UID = "0a1b2c3d-0000-4000-8000-000000000000"
+# GPU products, on a machine without GPUs: everything falls back to CPUs, as pretended devices make it do.
+GROUPS = [
+    {"name": "a100", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}},
+    {"name": "v100", "roles": ["rollout"], "gpu": {"product": "Tesla-V100-SXM2-32GB", "perPod": 1}, "dtype": "float16"},
+    {
+        "name": "a10",
+        "roles": ["rollout"],
+        "gpu": {"product": "NVIDIA-A10", "perPod": 1},
+        "minReplicas": 1,
+        "maxReplicas": 2,
+    },
+]
+
+
+def in_ppo(iteration: int) -> Any:
+    return lambda status: status.get("stage") == "ppo" and status["iteration"] >= iteration
+
+
+def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
+    """A pod of two ranks trains; one rollout is drained, a surplus one joins, and a trainer pod is killed."""
+    job = tiny_job(groups=GROUPS, checkpoint={"everySteps": 1}, ppo={"iterations": 6})
+    job = job.model_copy(update={"spec": resolve(job.spec)})
+    context = Context(job, UID, make_plan(job.spec), Settings())
+    with FakeKubelet(context, tmp_path) as kubelet:
+        assert sorted(kubelet.pods) == ["a10-0", "a100-0", "coordinator-0", "v100-0"]
+        assert kubelet.run(SECONDS, in_ppo(1)) is None
+        (surplus,) = kubelet.surplus()
+        kubelet.start(surplus)
+        drained = kubelet.pods["v100-0"]
+        assert drained.delete(grace=45) == 143
+        kubelet.start("v100-0")
+        kubelet.restarts.clear()
+        assert kubelet.run(SECONDS, in_ppo(2)) is None
+        kubelet.pods["a100-0"].kill()
+        assert kubelet.run(SECONDS) == 0, kubelet.pods["coordinator-0"].log.read_text()[-3000:]
+        assert kubelet.restarts == ["a100-0"], "only what was killed"
+    run_dir = kubelet.run_dir
+    assert sorted(history(run_dir, "ppo")) == list(range(1, 7))
+    assert summary(run_dir)["samples_per_second"] > 0
+    retired = {e["instance"] for e in events(run_dir, "instance.health") if e["health"] == "retired"}
+    assert retired == {"v100-0", "v100-0-scorer"}, "the preStop hook told the coordinator"
+    joined = {e["instance"] for e in events(run_dir, "instance.registered")}
+    assert {"a10-1", "a10-1-scorer"} <= joined, "the surplus rollout"
