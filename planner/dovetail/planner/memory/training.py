@@ -1,0 +1,111 @@
+"""One training rank: a stage of a model under FSDP2 as `dovetail.trainer.parallel` sets it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dovetail.api.types import Dtype, LoRA, Parallelism
+from dovetail.planner.memory.parts import Memory, on_gpu
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.switching.layout import layer_range
+
+ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2}
+# dovetail.trainer.algorithms.logprobs.GPU_CHUNK_BYTES, and about three of them at a time.
+LOSS_CHUNK_BYTES = 3 * 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model's training. `tokens`: of one micro-batch, padding included. `in_flight`: most micro-batches whose
+    activations a rank holds at once, as the schedule says; `micro_batches`: of a mini-batch.
+
+    `recompute`: only the blocks' inputs are kept, one block's activations made again. `offload`: optimizer moments live
+    in host memory between steps. `ema`: where the averaged weights are, if there are any."""
+
+    shape: ModelShape
+    head: Head
+    layout: Parallelism
+    dtype: Dtype
+    tokens: int
+    micro_batches: int = 1
+    in_flight: int = 1
+    lora: LoRA | None = None
+    recompute: bool = False
+    offload: bool = False
+    ema: Literal["device", "host"] | None = None
+    gpu: bool = True
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 wraps the stage (one CPU rank in float32 goes without)."""
+        return self.gpu or self.layout.dp > 1 or self.dtype is not Dtype.FLOAT32
+
+
+def stage_parameters(job: Training, stage: int) -> tuple[int, int]:
+    """Parameters of pipeline stage `stage` on one tensor parallel rank: all, and those that are trained."""
+    shape, tp, pp = job.shape, job.layout.tp, job.layout.pp
+    layers = len(layer_range(shape.layers, stage, pp))
+    total = layers * shape.layer_parameters(tp)
+    if stage == 0:
+        total += shape.embedding_parameters(tp)
+    if stage == pp - 1:
+        total += shape.head_parameters(job.head, shape.tied and pp == 1, tp)
+    if job.lora is None:
+        return total, total
+    wanted = set(job.lora.target_modules)
+    each = sum(
+        job.lora.rank * (linear.inputs // (tp if linear.split == "in" else 1))
+        + job.lora.rank * (linear.outputs // (tp if linear.split == "out" else 1))
+        for linear in shape.linears()
+        if not wanted or linear.name in wanted
+    )
+    trained = layers * each
+    value_head = shape.hidden if job.head == "value" and stage == pp - 1 else 0
+    return total + trained, trained + value_head
+
+
+def training_memory(job: Training, stage: int) -> Memory:
+    """Of one rank of pipeline stage `stage`, at the peak of a step.
+
+    Weights: float32 masters, a dp-th each; under FSDP2 (ZeRO-2) a whole copy of the stage in the compute dtype from the
+    first forward to the last backward of a mini-batch. Gradients: added up whole in float32 while there are further
+    micro-batches, then a dp-th. Moments: two float32 of the trained weights, a dp-th. Raises LayoutError for more
+    stages than layers."""
+    total, trained = stage_parameters(job, stage)
+    dp, b = job.layout.dp, ITEMSIZE[job.dtype]
+    device = {"weights": 4 * total / dp, "gradients": 4 * trained / dp}
+    host: dict[str, float] = {}
+    if job.sharded:
+        device["gathered weights"] = float(b * total)
+        # With one micro-batch a block's gradients are reduced as soon as they are there.
+        whole = trained if job.micro_batches > 1 else trained / max(1, len(_layers(job, stage)))
+        device["gradients"] += 4 * whole
+    (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
+    if job.ema is not None:
+        (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
+    device |= _activations(job, stage, b)
+    return Memory(on_gpu(device) if job.gpu else device, host)
+
+
+def _layers(job: Training, stage: int) -> range:
+    return layer_range(job.shape.layers, stage, job.layout.pp)
+
+
+def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
+    shape, tp, layers = job.shape, job.layout.tp, len(_layers(job, stage))
+    boundary = job.tokens * shape.hidden * b
+    block = job.tokens * shape.saved_bytes(b, tp)
+    saved = job.in_flight * layers * (boundary if job.recompute else block) + (block if job.recompute else 0.0)
+    if stage == job.layout.pp - 1:
+        saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
+    parts = {"activations": float(saved)}
+    if job.layout.pp > 1:
+        # What comes in and goes out while the next micro-batch is on its way.
+        parts["pipeline buffers"] = float(4 * boundary)
+    if stage == job.layout.pp - 1 and job.head == "lm":
+        # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks.
+        logits = job.tokens * shape.vocabulary / tp * b
+        chunk = min(LOSS_CHUNK_BYTES, 3 * job.tokens * shape.vocabulary * 4) if job.gpu else 0
+        parts["logits"] = 2 * logits + chunk
+    return parts

@@ -1,0 +1,166 @@
+"""The sizes of a transformer, from its Hugging Face configuration: parameters, saved activations, keys and values.
+
+Families and their parts are those that `dovetail.models` runs: Llama, Qwen2, Qwen3 and OPT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Head = Literal["lm", "value"]
+FAMILIES = ("llama", "qwen2", "qwen3", "opt")
+
+
+class ShapeError(ValueError):
+    """A model configuration that cannot be read; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block. `split`: which side tensor parallel ranks share, "out" (columns) or "in" (rows)."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+    split: Literal["out", "in"]
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs + self.bias * self.outputs
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """`queries`, `keys`: width of all query heads, and of all key (or value) heads. `embedding`: width of the token
+    embedding where it is not `hidden` (some OPT models). `positions`: rows of a learnt position table."""
+
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    embedding: int = 0
+    positions: int = 0
+    final_norm: bool = True
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """From a `config.json`. Raises ShapeError."""
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ShapeError(f"model_type {family!r} is not supported; use one of {', '.join(FAMILIES)}")
+        hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+        opt = family == "opt"
+        ends = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
+        width = config.get("word_embed_proj_dim") or hidden
+        return cls(
+            family=family,
+            layers=_whole(config, "num_hidden_layers"),
+            hidden=hidden,
+            intermediate=_whole(config, "ffn_dim" if opt else "intermediate_size"),
+            heads=heads,
+            kv_heads=heads if opt else int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
+            vocabulary=_whole(config, "vocab_size"),
+            tied=bool(config.get("tie_word_embeddings", opt)),
+            # Qwen2 has them on queries, keys and values whatever the configuration says.
+            attention_bias=bool(config.get("enable_bias", True) if opt else config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("enable_bias", True) if opt else config.get("mlp_bias", False)),
+            embedding=int(width) if opt and width != hidden else 0,
+            positions=_whole(config, "max_position_embeddings") + 2 if opt else 0,
+            final_norm=bool(ends) if opt else True,
+        )
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Of one block."""
+        h, i, q, k, bias = self.hidden, self.intermediate, self.queries, self.keys, self.attention_bias
+        inner = bias or self.family == "qwen2"
+        attention = (
+            Linear("q_proj", h, q, inner, "out"),
+            Linear("k_proj", h, k, inner, "out"),
+            Linear("v_proj", h, k, inner, "out"),
+            Linear("out_proj" if self.family == "opt" else "o_proj", q, h, bias, "in"),
+        )
+        if self.family == "opt":
+            return (*attention, Linear("fc1", h, i, self.mlp_bias, "out"), Linear("fc2", i, h, self.mlp_bias, "in"))
+        gate, up = Linear("gate_proj", h, i, self.mlp_bias, "out"), Linear("up_proj", h, i, self.mlp_bias, "out")
+        return (*attention, gate, up, Linear("down_proj", i, h, self.mlp_bias, "in"))
+
+    # ------------------------------------------------------------ parameters
+
+    def layer_parameters(self, tp: int = 1) -> int:
+        """Of one block, on one of `tp` tensor parallel ranks: its share of the linear layers, and the norms."""
+        linear = 0
+        for each in self.linears():
+            bias = each.bias * each.outputs
+            linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
+        norms = 4 * self.hidden if self.family == "opt" else 2 * self.hidden
+        return linear + norms + (2 * self.head_dim if self.family == "qwen3" else 0)
+
+    def embedding_parameters(self, tp: int = 1) -> int:
+        """Before the first block."""
+        projection = self.embedding * self.hidden
+        return self.vocabulary * (self.embedding or self.hidden) // tp + projection + self.positions * self.hidden
+
+    def head_parameters(self, head: Head, tied_here: bool = False, tp: int = 1) -> int:
+        """After the last block. `tied_here`: the head's weight is the embedding on the same rank."""
+        norm = (2 if self.family == "opt" else 1) * self.hidden * self.final_norm
+        width = self.embedding or self.hidden
+        output = width if head == "value" else 0 if tied_here else self.vocabulary * width // tp
+        return norm + self.embedding * self.hidden + output
+
+    def parameters(self, head: Head = "lm") -> int:
+        """Of the whole model, a tied embedding counting once."""
+        blocks = self.layers * self.layer_parameters()
+        return self.embedding_parameters() + blocks + self.head_parameters(head, self.tied)
+
+    # ------------------------------------------------------------ bytes a token
+
+    def saved_bytes(self, itemsize: int, tp: int = 1) -> float:
+        """What autograd keeps of one block for one token, attention by a fused kernel (scaled_dot_product_attention).
+
+        Each norm: its input in float32, the normalised input and the scaled one; queries, keys, values and the
+        attention's output, with a float32 number a head; the MLP's inner tensors: gate, its activation, up and their
+        product, or one of OPT's."""
+        q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
+        attention = (2 * q + 2 * k) * b + 4 * self.heads / tp
+        if self.family == "opt":
+            return 4 * h * b + attention + i * b + 4 * b
+        each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if self.family == "qwen3" else 0.0
+        return 2 * h * (4 + 2 * b) + 8 + attention + each_head + 4 * i * b
+
+    def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
+        """Keys and values of one token in all blocks, on one of `tp` ranks (a key head is not split further)."""
+        return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
+
+    # ------------------------------------------------------------ arithmetic
+
+    def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
+        """Of a forward pass over `tokens` positions that attend to `context` tokens each on average: two per weight of
+        a matrix and position, and scores and their use (4 x queries x context)."""
+        matrices = sum(each.inputs * each.outputs for each in self.linears())
+        output = self.vocabulary * (self.embedding or self.hidden) if head == "lm" else self.hidden
+        return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
+
+
+def _whole(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ShapeError(f"the model's {name} is {value!r}; it must be a whole number above 0")
+    return value
