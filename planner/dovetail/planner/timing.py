@@ -1,0 +1,130 @@
+"""Seconds of each task on given GPUs: rooflines with one set of constants, for what was not measured yet.
+
+Whatever a run or `dovetail profile` has measured goes before these. Symbols: F peak FLOP/s of the dtype, W memory
+bytes/s, b bytes a number; p parameters; one instance or stage is shared by tp GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dovetail.api.types import Dtype
+from dovetail.planner.hardware import GPU
+from dovetail.planner.interstage import StageProfile
+from dovetail.planner.memory.rollout import Server, kv_tokens
+from dovetail.planner.memory.training import ITEMSIZE
+from dovetail.planner.shape import Head, ModelShape
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+
+
+class TimingError(ValueError):
+    """A task that a GPU cannot do at all; the message names both."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Assumed, the same for all GPUs and models: shares of the peaks that are reached, and fixed costs.
+
+    `matrix`: of F in large matrix products; `memory`: of W when weights and KV cache stream through; `link`: of a
+    link's bandwidth. `layer_seconds`: launches and latencies of one block in a decode step; `collective_seconds`: of
+    one collective or message."""
+
+    matrix: float = 0.5
+    memory: float = 0.65
+    link: float = 0.8
+    layer_seconds: float = 20e-6
+    collective_seconds: float = 15e-6
+
+
+DEFAULT = Constants()
+
+
+def flops(gpu: GPU, dtype: Dtype) -> float:
+    """F. Raises TimingError for a dtype that the GPU has not."""
+    if dtype not in gpu.flops:
+        known = ", ".join(sorted(gpu.flops))
+        raise TimingError(f"{gpu.product} has no {dtype}; set the group's dtype to one of {known}")
+    return gpu.flops[dtype]
+
+
+def all_reduce(size: float, ranks: int, bandwidth: float, constants: Constants = DEFAULT) -> float:
+    """Ring: each rank sends and receives 2 (n - 1) / n of `size` bytes."""
+    if ranks == 1:
+        return 0.0
+    return constants.collective_seconds + 2 * (ranks - 1) / ranks * size / (constants.link * bandwidth)
+
+
+def forward(
+    shape: ModelShape,
+    head: Head,
+    tokens: float,
+    context: float,
+    gpu: GPU,
+    dtype: Dtype,
+    tp: int = 1,
+    c: Constants = DEFAULT,
+) -> float:
+    """A forward pass over `tokens` positions, `context` attended to on average: arithmetic or reading the weights,
+    whichever is longer, and with tp two all-reduces of the activations a block."""
+    b = ITEMSIZE[dtype]
+    arithmetic = shape.forward_flops(tokens, context, head) / (tp * c.matrix * flops(gpu, dtype))
+    reading = shape.parameters(head) * b / (tp * c.memory * gpu.memory_bandwidth)
+    exchange = 2 * shape.layers * all_reduce(tokens * shape.hidden * b, tp, gpu.peer, c)
+    return max(arithmetic, reading) + exchange
+
+
+def decode_step(
+    shape: ModelShape, batch: int, context: float, gpu: GPU, dtype: Dtype, tp: int = 1, c: Constants = DEFAULT
+) -> float:
+    """One token for each of `batch` samples with `context` tokens each: weights and KV cache are read once
+    (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer."""
+    b = ITEMSIZE[dtype]
+    read = shape.parameters() * b / tp + batch * context * shape.kv_bytes(b, tp)
+    memory = read / (c.memory * gpu.memory_bandwidth)
+    arithmetic = shape.forward_flops(batch, context) / (tp * c.matrix * flops(gpu, dtype))
+    exchange = 2 * shape.layers * all_reduce(batch * shape.hidden * b, tp, gpu.peer, c)
+    return max(memory, arithmetic) + shape.layers * c.layer_seconds + exchange
+
+
+def swap(size: float, gpu: GPU, tp: int = 1, c: Constants = DEFAULT) -> float:
+    """`size` bytes from host memory to `tp` GPUs, each over its own PCIe link."""
+    return size / (tp * c.link * gpu.pcie)
+
+
+def stage_profile(
+    actor: ModelShape,
+    scored: Sequence[tuple[ModelShape, Head]],
+    gpu: GPU,
+    dtype: Dtype,
+    tp: int,
+    prompt: float,
+    response: float,
+    max_samples: int = 256,
+    network: float | None = None,
+    c: Constants = DEFAULT,
+) -> StageProfile:
+    """What inter-stage fusion needs to know of a rollout before anything is measured.
+
+    `scored`: the models of the inference stage; `prompt`, `response`: mean tokens; `network`: bytes per second between
+    instances if KV caches can be moved. Raises TimingError if the model does not fit on the instance."""
+    room = kv_tokens(Server(actor, dtype, gpu.memory, tp))
+    if room <= 0:
+        raise TimingError(
+            f"a {actor.parameters() / 1e9:.1f}-billion-parameter actor does not fit on {tp} x {gpu.product} for "
+            "generation; give the group more GPUs per pod"
+        )
+    tokens, b = prompt + response, ITEMSIZE[dtype]
+    context = prompt + response / 2
+    together = 16 * tokens
+    inference = sum(forward(s, head, together, tokens / 2, gpu, dtype, tp, c) for s, head in scored) / together
+    weights = sum(s.parameters(head) * b for s, head in scored)
+    return StageProfile(
+        decode=tuple((n, decode_step(actor, n, context, gpu, dtype, tp, c)) for n in BATCHES),
+        prefill_seconds_per_token=forward(actor, "lm", together, tokens / 2, gpu, dtype, tp, c) / together,
+        inference_seconds_per_token=inference,
+        swap_in_seconds=swap(weights, gpu, tp, c),
+        max_samples=max_samples,
+        kv_tokens=room,
+        kv_transfer_seconds_per_token=None if network is None else tp * actor.kv_bytes(b, tp) / (c.link * network),
+    )

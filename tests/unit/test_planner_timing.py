@@ -1,0 +1,76 @@
+"""Roofline times: by hand, in the right order, and as a profile for inter-stage fusion."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.api.types import Dtype
+from dovetail.planner.hardware import gpu, products
+from dovetail.planner.interstage import ThresholdController
+from dovetail.planner.shape import ModelShape
+from dovetail.planner.timing import DEFAULT, TimingError, all_reduce, decode_step, forward, stage_profile, swap
+
+LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)
+LLAMA_13B = ModelShape("llama", 40, 5120, 13824, 40, 40, 128, 32000)
+H100, A10, V100 = gpu("NVIDIA-H100-80GB-HBM3"), gpu("NVIDIA-A10"), gpu("Tesla-V100-SXM2-32GB")
+BF16 = Dtype.BFLOAT16
+
+
+def test_decoding_one_sample_reads_the_weights() -> None:
+    seconds = decode_step(LLAMA_7B, 1, 0, H100, BF16)
+    assert seconds == pytest.approx(2 * 6.738e9 / (0.65 * 3.35e12) + 32 * 20e-6, rel=0.01)
+
+
+def test_a_long_prompt_is_arithmetic() -> None:
+    tokens = 4096
+    assert forward(LLAMA_7B, "lm", tokens, 0, H100, BF16) == pytest.approx(
+        LLAMA_7B.forward_flops(tokens, 0) / (0.5 * 989.5e12)
+    )
+    assert forward(LLAMA_7B, "lm", 1, 0, H100, BF16) == pytest.approx(2 * 6.738e9 / (0.65 * 3.35e12), rel=0.01)
+
+
+def test_links() -> None:
+    assert all_reduce(1e9, 1, 1e9) == 0
+    assert all_reduce(8e9, 4, 1e10) == pytest.approx(15e-6 + 1.5 * 8e9 / 0.8e10)
+    assert swap(32e9, A10, tp=2) == pytest.approx(32e9 / (2 * 0.8 * 32e9))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(products())),
+    st.integers(1, 512),
+    st.integers(1, 4096),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([Dtype.FLOAT16, Dtype.FLOAT32]),
+)
+def test_times_grow_with_work(product: str, batch: int, context: int, tp: int, dtype: Dtype) -> None:
+    card = gpu(product)
+    step = decode_step(LLAMA_7B, batch, context, card, dtype, tp)
+    assert 0 < step <= decode_step(LLAMA_7B, batch + 1, context, card, dtype, tp)
+    assert step <= decode_step(LLAMA_7B, batch, context + 1, card, dtype, tp)
+    assert step <= decode_step(LLAMA_13B, batch, context, card, dtype, tp)
+    assert step < batch * decode_step(LLAMA_7B, 1, context, card, dtype, tp) or batch == 1
+    passing = forward(LLAMA_7B, "value", batch, context, card, dtype, tp)
+    assert 0 < passing <= forward(LLAMA_7B, "lm", batch, context, card, dtype, tp)
+
+
+def test_a_dtype_that_a_gpu_lacks_is_refused() -> None:
+    with pytest.raises(
+        TimingError, match="Tesla-V100-SXM2-32GB has no bfloat16; set the group's dtype to one of float16"
+    ):
+        decode_step(LLAMA_7B, 1, 0, V100, BF16)
+
+
+def test_a_profile_before_anything_is_measured() -> None:
+    scored = [(LLAMA_13B, "lm"), (LLAMA_7B, "value"), (LLAMA_7B, "value")]
+    profile = stage_profile(LLAMA_13B, scored, H100, BF16, 2, 128, 300, network=25e9)  # type: ignore[arg-type]
+    assert profile.steps[1] < profile.steps[64] < 4 * profile.steps[1]
+    assert profile.swap_in_seconds == pytest.approx(2 * (13.0e9 + 2 * 6.6e9) / (2 * 0.8 * 64e9), rel=0.02)
+    assert profile.kv_transfer_seconds_per_token == pytest.approx(4 * 40 * 5120 / (0.8 * 25e9))
+    decision = ThresholdController("Auto", 1024).decide([128] * 128, [profile] * 4)
+    assert 1.0 <= decision.predicted_speedup < 2.0
+    with pytest.raises(TimingError, match=r"a 13\.0-billion-parameter actor does not fit on 1 x NVIDIA-A10"):
+        stage_profile(LLAMA_13B, [], A10, BF16, 1, 128, 300)
+    assert DEFAULT.matrix == 0.5
