@@ -5,9 +5,9 @@
 
 Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
 LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
-log-normal with the median an eighth of the longest. Reference, reward and critic take a given share of the serial
-stage, and everything takes --slow times as long as there, against the noise of a busy machine. With --real: whole jobs,
-two vLLM servers and scorers on this machine's cores, the model of bench_e2e.py.
+log-normal with the median an eighth of the longest, means over several draws of them. Reference, reward and critic
+take a given share of the serial stage. Everything takes --slow times as long as there, against the noise of a busy
+machine. With --real: whole jobs, two vLLM servers and scorers on this machine's cores, the model of bench_e2e.py.
 
 A JSON line a measurement: `threshold` (samples; null: serial), `fraction`, `serial_seconds` (of the same run), and
 `fused_seconds`, their ratio `speedup`, the simulator's `predicted_speedup`; a last line says what the controller
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
@@ -33,7 +34,7 @@ from interstage.stage import decided, instances, lengths_of, measure
 from dovetail.planner.interstage import Decision, StageProfile, ThresholdController, scan
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
-FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
+FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 LEARNT = 5
 
 
@@ -54,30 +55,37 @@ def device(share: float, slow: float, lengths: Sequence[int], count: int) -> Sta
     return replace(found, inference_seconds_per_token=factor * found.inference_seconds_per_token)
 
 
-def choice(count: int, size: int, device: StageProfile, seed: int) -> Decision:
+def choice(count: int, size: int, device: StageProfile, seeds: int) -> Decision:
     """What the controller decides after some iterations of other samples."""
     controller = ThresholdController("Auto", MAX_TOKENS)
     for iteration in range(LEARNT):
-        controller.observe(lengths_of(size, MAX_TOKENS, seed + 1 + iteration))
+        controller.observe(lengths_of(size, MAX_TOKENS, seeds + iteration))
     return controller.decide([PROMPT] * size, [device] * count)
 
 
-def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seed: int) -> list[dict[str, Any]]:
+def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seeds: int) -> list[dict[str, Any]]:
+    """Means over `seeds` draws of the lengths."""
     size = SAMPLES * count
-    lengths = lengths_of(size, MAX_TOKENS, seed)
-    one = device(share, slow, lengths, count)
-    chosen = choice(count, size, one, seed)
+    draws = [lengths_of(size, MAX_TOKENS, seed) for seed in range(seeds)]
+    one = device(share, slow, draws[0], count)
+    chosen = choice(count, size, one, seeds).threshold
     thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
-    if chosen.threshold not in thresholds:
-        thresholds.append(chosen.threshold)
-    predictions = scan(lengths, [PROMPT] * size, [one] * count, thresholds, MAX_TOKENS)
+    if chosen not in thresholds:
+        thresholds.append(chosen)
+    predicted = [scan(lengths, [PROMPT] * size, [one] * count, thresholds, MAX_TOKENS) for lengths in draws]
+    predicted_serial = statistics.fmean(p[0].serial_seconds for p in predicted)
     lines: list[dict[str, Any]] = []
     serial = 0.0
-    with instances(one, count, lengths, PROMPT) as ports:
-        for threshold, prediction in zip(thresholds, predictions, strict=True):
-            decision = decided(threshold, prediction)
-            seconds, generation, moved = asyncio.run(measure(ports, lengths, PROMPT, one, decision, MAX_TOKENS))
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(instances(one, count, lengths, PROMPT)) for lengths in draws]
+        for index, threshold in enumerate(thresholds):
+            found = []
+            for lengths, prediction, where in zip(draws, predicted, ports, strict=True):
+                decision = decided(threshold, prediction[index])
+                found.append(asyncio.run(measure(where, lengths, PROMPT, one, decision, MAX_TOKENS)))
+            seconds, generation, moved = (statistics.fmean(column) for column in zip(*found, strict=True))
             serial = serial or seconds
+            expected = statistics.fmean(p[index].fused_seconds for p in predicted)
             lines.append(
                 {
                     "measurement": "interstage emulated",
@@ -87,14 +95,14 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
                     "serial_seconds": round(serial, 3),
                     "fused_seconds": round(seconds, 3),
                     "generation_seconds": round(generation, 3),
-                    "migrated": moved,
+                    "migrated": round(moved, 1),
                     "speedup": round(serial / seconds, 3),
-                    "predicted_seconds": round(prediction.fused_seconds, 3),
-                    "predicted_speedup": round(prediction.speedup, 3),
+                    "predicted_seconds": round(expected, 3),
+                    "predicted_speedup": round(predicted_serial / expected, 3),
                 }
             )
             print(json.dumps(lines[-1]), flush=True)
-    lines.append(conclusion("emulated", lines, chosen.threshold) | {"instances": count})
+    lines.append(conclusion("emulated", lines, chosen) | {"instances": count, "draws": seeds})
     print(json.dumps(lines[-1]), flush=True)
     return lines
 
@@ -158,9 +166,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--share", type=float, default=0.3, help="of inference in the serial stage")
-    parser.add_argument("--slow", type=float, default=2.0, help="times the profile's durations")
+    parser.add_argument("--slow", type=float, default=1.0, help="times the profile's durations")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="thresholds, of the batch")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="draws of the lengths")
     parser.add_argument("--real", action="store_true", help="two vLLM servers on this machine instead")
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--settings", nargs="+", default=["Off", "0", "0.05", "0.1", "0.2", "0.4", "0.8", "Auto"])
@@ -171,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         real(options.settings, options.iterations)
         return 0
     for count in options.instances:
-        emulate(count, options.share, options.slow, options.fractions, options.seed)
+        emulate(count, options.share, options.slow, options.fractions, options.seeds)
     return 0
 
 

@@ -17,8 +17,9 @@ from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.experience import Experience, experience_arrays
 from dovetail.coordinator.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.interstage.fusion import Fusion, StageFusion
+from dovetail.coordinator.interstage.fusion import Fusion, StageFusion, rollout_of
 from dovetail.coordinator.interstage.record import record
+from dovetail.coordinator.interstage.sleep import Sleepers
 from dovetail.coordinator.interstage.stage import generate_and_score
 from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.prepare import PromptRecord
@@ -46,12 +47,15 @@ class ExperienceMaker:
         self._reward_function = reward_function
         self._loaded: dict[str, str] = {}
         self.facts: dict[str, float] = {}
+        self._waking: asyncio.Task[None] | None = None
+        self._sleepers = Sleepers(engines.fleet, lambda: engines.http, engines.log, self._swapped)
         self._fusion = Fusion(self._spec, engines.store, engines.log)
         self._generator = Generator(
             engines.store, engines.fleet, self._spec.generation, engines.settings.token, engines.log
         )
 
     async def close(self) -> None:
+        self._sleepers.close()
         await self._generator.close()
 
     def in_batch(self, iteration: int) -> None:
@@ -65,7 +69,10 @@ class ExperienceMaker:
     # ------------------------------------------------------------ scorers
 
     async def prepare_instance(self, target: Target) -> None:
-        """Before an instance takes weights: a scorer must hold the models. Raises OSError or TimeoutError."""
+        """Before an instance takes weights: a rollout must be awake, a scorer must hold the models. Raises OSError or
+        TimeoutError."""
+        if target.kind == "rollout":
+            await self._sleepers.wake(target.name)
         if target.kind != "scorer" or self._loaded.get(target.name) == target.incarnation:
             return
         models = {"reference": self._engines.sources.reference()}
@@ -114,6 +121,12 @@ class ExperienceMaker:
         def progress(done: int, left: int) -> None:
             engines.progress.update(samples_done=before + done)
             engines.metrics.samples_left.set(left - done)
+            waking = self._waking is not None and not self._waking.done()
+            if done < left and not waking and not engines.fleet.has_current(ROLLOUT):
+                # Nobody else is left to generate.
+                self._waking = asyncio.create_task(self._sleepers.wake_all())
+            elif fusion.destinations:
+                self._sleepers.free(name for name in fusion.freed if self._generator.idle(name))
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
@@ -177,12 +190,27 @@ class ExperienceMaker:
         return Inference(
             engines.http,
             want,
-            lambda: [s for s in self._scorers() if fusion.may_score(s.name, self._generator.idle)],
+            lambda: [
+                s
+                for s in self._scorers()
+                if fusion.may_score(s.name, self._generator.idle) and self._out_of_the_way(s, fusion)
+            ],
             keep,
             lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
             lambda scorer: engines.fleet.succeeded(scorer.name),
             lambda span: engines.timeline.add([span]),
         )
+
+    def _out_of_the_way(self, scorer: Scorer, fusion: StageFusion) -> bool:
+        """A freed rollout that can sleep must do so first."""
+        rollout = rollout_of(scorer.name)
+        return rollout not in fusion.freed or self._sleepers.out_of_the_way(rollout)
+
+    def _swapped(self, name: str, way: str, seconds: float) -> None:
+        instance = self._engines.fleet.get(name)
+        if instance is not None:
+            known = self._fusion.measured(instance.group)
+            (known.swapped_in if way == "in" else known.swapped_out)(seconds)
 
     async def _reward(self, iteration: int, prompts: Sequence[PromptRecord], scored: dict[Key, Scores]) -> None:
         """Once for all samples, as the function may compare them."""

@@ -24,6 +24,7 @@ class ServerState:
     kv_connector: str | None = None
     kv: KVAbility | None = None
     max_model_len: int = 0
+    sleep: bool = False
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""

@@ -215,6 +215,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     STATE.max_model_len = int(args.max_model_len)
+    STATE.sleep = bool(args.enable_sleep_mode)
     registrar = Registrar(env, STATE)
     registrar.start()
     try:

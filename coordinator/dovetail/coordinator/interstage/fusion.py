@@ -34,14 +34,15 @@ def rollout_of(scorer: str) -> str:
 class StageFusion:
     """One iteration's. `decision` None: not decided yet (`provisional` counts until then), or off.
 
-    `destinations`: where the tail was gathered; `remaining`: how many samples were left then. `generated`: none are
-    left to generate."""
+    `destinations`: where the tail was gathered, `freed`: the other rollouts; `remaining`: how many samples were left
+    then. `generated`: none are left to generate."""
 
     profiles: dict[str, StageProfile]
     kv_per_sample: int
     decision: Decision | None = None
     provisional: int | None = None
     destinations: tuple[str, ...] = ()
+    freed: tuple[str, ...] = ()
     remaining: int | None = None
     moves: int = 0
     generated: bool = False
@@ -59,7 +60,8 @@ class StageFusion:
         plan = plan_migration(list(unfinished), profiles, self.kv_per_sample)
         if plan is None:
             return None
-        self.destinations, self.moves, self.remaining = plan.destinations, len(plan.moves), len(unfinished)
+        self.destinations, self.freed = plan.destinations, plan.freed
+        self.moves, self.remaining = len(plan.moves), len(unfinished)
         return plan.destinations
 
     def may_score(self, scorer: str, idle: Callable[[str], bool]) -> bool:
