@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ class ServerThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
+
+
+def _parents(path: str) -> tuple[str, str]:
+    """Of an object: its namespace's list and that of all namespaces."""
+    parent = path.rpartition("/")[0]
+    return parent, re.sub("/namespaces/[^/]+", "", parent)
 
 
 class FakeKube:
@@ -96,7 +103,7 @@ class FakeKube:
             items = [
                 o
                 for p, o in sorted(self.objects.items())
-                if p.rpartition("/")[0] == path and isinstance(o, dict) and self._selected(request, o)
+                if path in _parents(p) and isinstance(o, dict) and self._selected(request, o)
             ]
             if not items and not path.endswith(("rlhfjobs", "pods", "events")):
                 return self._failure(404, f"{path} not found")

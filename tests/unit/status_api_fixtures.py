@@ -80,7 +80,12 @@ class Api:
         monkeypatch.setenv("KUBECONFIG", str(self.kube.kubeconfig(folder)))
         self.run = Run(folder)
         self.coordinator = ServerThread(make_app(self.run, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
-        defaults = {"coordinator_url": self.coordinator.url, "poll_seconds": 0.05, "auth_cache_seconds": 0.0}
+        defaults = {
+            "coordinator_url": self.coordinator.url,
+            "poll_seconds": 0.05,
+            "auth_cache_seconds": 0.0,
+            "watch_seconds": 0.0,
+        }
         config = ApiSettings(**(defaults | settings))
         self._server = uvicorn.Server(
             uvicorn.Config(create_app(lambda: serve(config)), port=0, log_level="warning", timeout_graceful_shutdown=1)

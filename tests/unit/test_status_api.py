@@ -1,14 +1,17 @@
 """The status API over real HTTP: a coordinator's own routes behind it, and a Kubernetes API that the test fills."""
 
+import asyncio
 import base64
 import hashlib
 import re
 
 import pytest
-from status_api_fixtures import JOBS, Api, child, condition, job
+from status_api_fixtures import JOBS, Api, child, condition, job, wait
 
 from dovetail.api.messages import Span
+from dovetail.operator.api import coordinators
 from dovetail.operator.api.settings import ApiSettings
+from dovetail.operator.client import KubeError
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
 
@@ -142,6 +145,41 @@ def test_what_is_known_outlives_the_coordinator(api):
     assert "coordinator does not answer" in live["message"]
     assert live["status"]["state"] == "running", "the last that was heard"
     api.coordinator = type("Closed", (), {"close": lambda self: None})()
+
+
+def test_running_jobs_are_watched_before_anybody_asks(tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, watch_seconds=0.05)
+    try:
+        api.run.add(1, reward=0.1)
+        secret = "/api/v1/namespaces/lab/secrets/job-token"
+        asked = api.kube.asked.get(secret, 0)
+        wait(lambda: api.kube.asked.get(secret, 0) >= asked + 2, "two looks")
+        api.coordinator.close()
+        api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Completed")])
+        found = api.get(f"{BASE}/job/iterations").json()
+        assert [row["step"] for row in found["items"]] == [1]
+        api.coordinator = type("Closed", (), {"close": lambda self: None})()
+    finally:
+        api.close()
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(coordinators, "REMEMBERED_JOBS", 3)
+    monkeypatch.setattr(coordinators, "REMEMBERED_ROWS", 10)
+
+    async def fill(rows):
+        found = coordinators.Coordinators(NoKube(), None, lambda *_: "", 0.0, lambda: 0.0)
+        for number in range(5):
+            (await found.progress(job(uid=f"u{number}"))).rows += [None] * rows
+        return list(found._jobs)
+
+    assert asyncio.run(fill(0)) == ["u2", "u3", "u4"]
+    assert asyncio.run(fill(6)) == ["u3", "u4"], "the newest is kept whatever its size"
+
+
+class NoKube:
+    async def request(self, *_):
+        raise KubeError(404, "there is nothing")
 
 
 def test_a_new_job_of_the_same_name_starts_without_the_old_ones_rows(api):

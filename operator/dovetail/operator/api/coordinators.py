@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,7 +20,8 @@ from dovetail.operator.api.models import Iteration, Live
 from dovetail.operator.api.view import owned_by
 from dovetail.operator.client import KubeError
 
-REMEMBERED = 500  # jobs; a coordinator that is gone is answered for from memory
+# A coordinator that is gone is answered for from memory, of which a row takes up to 3 KB.
+REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
 ANSWER_BYTES = 8 << 20
 PAGES = 64  # of history, in one go
 
@@ -69,8 +71,6 @@ class Coordinators:
         uid = job["metadata"]["uid"]
         found = self._jobs.setdefault(uid, Progress())
         self._jobs.move_to_end(uid)
-        while len(self._jobs) > REMEMBERED:
-            self._jobs.popitem(last=False)
         async with found.lock:
             if now or self._clock() - found.asked >= self._seconds:
                 try:
@@ -78,7 +78,14 @@ class Coordinators:
                 except (Unreachable, KubeError) as error:
                     found.live = Live(reachable=False, message=str(error), status=found.live.status)
                 found.asked = self._clock()
+        self._forget()
         return found
+
+    def _forget(self) -> None:
+        """The jobs that nobody asked about for longest, where there are too many, or too many rows in all."""
+        rows = sum(len(progress.rows) for progress in self._jobs.values())
+        while len(self._jobs) > 1 and (len(self._jobs) > REMEMBERED_JOBS or rows > REMEMBERED_ROWS):
+            rows -= len(self._jobs.popitem(last=False)[1].rows)
 
     async def trace(self, job: Object, iteration: int) -> bytes:
         """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
@@ -143,7 +150,7 @@ def _document(content: bytes) -> dict[str, Any]:
 def _row(item: Any) -> Iteration | None:
     """A row of history.jsonl; None for what is none."""
     try:
-        metrics = {key: float(value) for key, value in item["metrics"].items()}
+        metrics = {sys.intern(key): float(value) for key, value in item["metrics"].items()}
         time = datetime.fromtimestamp(item["time"], UTC)
         return Iteration(stage=str(item["stage"]), step=int(item["step"]), time=time, metrics=metrics)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):

@@ -66,9 +66,10 @@ async def create(kube: Kube, path: str, body: Object) -> Object:
     return dict(json.loads(await kube.request("POST", path, None, body)))
 
 
-def jobs_path(namespace: str, name: str = "") -> str:
-    """Of the RLHFJobs of a namespace, or one of them."""
-    path = f"/apis/{GROUP}/{VERSION}/namespaces/{quote(namespace, safe='')}/{PLURAL}"
+def jobs_path(namespace: str | None, name: str = "") -> str:
+    """Of the RLHFJobs of a namespace (None: of all), or one of them."""
+    space = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
+    path = f"/apis/{GROUP}/{VERSION}{space}/{PLURAL}"
     return f"{path}/{quote(name, safe='')}" if name else path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from dovetail.operator.api.coordinators import Coordinators
 from dovetail.operator.api.kube import KubeClient
 from dovetail.operator.api.service import Service
 from dovetail.operator.api.settings import ApiSettings
+from dovetail.operator.api.watching import watch
 
 
 @asynccontextmanager
@@ -30,15 +32,25 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
 
     limit = aiohttp.ClientTimeout(total=settings.request_seconds)
     async with KubeClient(settings.request_seconds) as kube, aiohttp.ClientSession(timeout=limit) as session:
-        yield Service(
+        coordinators = Coordinators(kube, session, url, settings.poll_seconds, time.monotonic)
+        watching = None
+        if settings.watch_seconds > 0:
+            watching = asyncio.create_task(watch(kube, coordinators, settings.namespaces, settings.watch_seconds))
+        service = Service(
             kube,
             Auth(kube, settings.auth_cache_seconds, settings.audiences, time.monotonic),
-            Coordinators(kube, session, url, settings.poll_seconds, time.monotonic),
+            coordinators,
             namespaces=settings.namespaces,
             poll_seconds=settings.poll_seconds,
             streams=settings.streams,
             clock=time.monotonic,
         )
+        try:
+            yield service
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
 
 
 def main(argv: list[str] | None = None) -> int:

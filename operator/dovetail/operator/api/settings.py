@@ -12,7 +12,9 @@ from typing import Any
 class ApiSettings:
     """`audiences`: those that a token may be for; empty means the API server's own. `namespaces`: those whose jobs are
     shown; empty means all. With `tls_certificate` and `tls_key` (paths) the API serves HTTPS. `coordinator_url` takes
-    {job} and {namespace}, for clusters whose services have other names. Times in seconds."""
+    {job} and {namespace}, for clusters whose services have other names. Every `watch_seconds` all
+    running jobs are asked how far they are, so that it is known when they are done; 0: only those that somebody asks
+    about. Times in seconds."""
 
     host: str = "0.0.0.0"
     port: int = 8080
@@ -21,6 +23,7 @@ class ApiSettings:
     tls_certificate: str = ""
     tls_key: str = ""
     coordinator_url: str = ""
+    watch_seconds: float = 15.0
     auth_cache_seconds: float = 10.0
     poll_seconds: float = 2.0
     request_seconds: float = 10.0
