@@ -10,7 +10,18 @@ from dovetail.api.types import Dtype
 from dovetail.planner.hardware import gpu, products
 from dovetail.planner.interstage import ThresholdController
 from dovetail.planner.shape import ModelShape
-from dovetail.planner.timing import DEFAULT, TimingError, all_reduce, decode_step, forward, stage_profile, swap
+from dovetail.planner.switching import Layout
+from dovetail.planner.timing import (
+    DEFAULT,
+    Cluster,
+    TimingError,
+    all_reduce,
+    decode_step,
+    forward,
+    stage_profile,
+    swap,
+    training_step,
+)
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)
 LLAMA_13B = ModelShape("llama", 40, 5120, 13824, 40, 40, 128, 32000)
@@ -74,3 +85,21 @@ def test_a_profile_before_anything_is_measured() -> None:
     with pytest.raises(TimingError, match=r"a 13\.0-billion-parameter actor does not fit on 1 x NVIDIA-A10"):
         stage_profile(LLAMA_13B, [], A10, BF16, 1, 128, 300)
     assert DEFAULT.matrix == 0.5
+
+
+def test_a_training_step_by_hand() -> None:
+    cluster = Cluster(H100, 8, 50e9)
+    passes = forward(LLAMA_7B, "lm", 1024, 512, H100, BF16)
+    parameters = LLAMA_7B.parameters()
+    alone = training_step(LLAMA_7B, "lm", Layout(), cluster, BF16, 8, 1024)
+    assert alone == pytest.approx(8 * 3 * passes + 28 * parameters / (0.65 * 3.35e12))
+    # Four stages: 8 + 3 slots of a quarter each; five stages of 32 layers: the slowest has 7.
+    four = training_step(LLAMA_7B, "lm", Layout(pp=4), cluster, BF16, 8, 1024)
+    optimizer = 28 * parameters / (0.65 * 3.35e12)
+    assert four == pytest.approx(11 / 4 * 3 * passes + optimizer / 4, rel=0.01)
+    five = training_step(LLAMA_7B, "lm", Layout(pp=5), cluster, BF16, 8, 1024)
+    assert five == pytest.approx(12 * 7 / 32 * 3 * passes + optimizer / 5, rel=0.01)
+    # Over two nodes the gradients go through the network.
+    near = training_step(LLAMA_7B, "lm", Layout(dp=8), cluster, BF16, 64, 1024)
+    far = training_step(LLAMA_7B, "lm", Layout(dp=16), cluster, BF16, 128, 1024)
+    assert far - near == pytest.approx(6 * parameters * (15 / 16 / 40e9 - 7 / 8 / 360e9), rel=0.01)

@@ -14,6 +14,7 @@ from dovetail.planner.interstage import StageProfile
 from dovetail.planner.memory.rollout import Server, kv_tokens
 from dovetail.planner.memory.training import ITEMSIZE
 from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.switching import Layout
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
 
@@ -85,6 +86,49 @@ def decode_step(
     arithmetic = shape.forward_flops(batch, context) / (tp * c.matrix * flops(gpu, dtype))
     exchange = 2 * shape.layers * all_reduce(batch * shape.hidden * b, tp, gpu.peer, c)
     return max(memory, arithmetic) + shape.layers * c.layer_seconds + exchange
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of `per_node` GPUs. `network`: bytes per second of one GPU to other nodes, one direction."""
+
+    gpu: GPU
+    per_node: int
+    network: float
+
+    def link(self, ranks: int) -> float:
+        """Bytes per second between `ranks` neighbouring ranks: within a node, or else over the network."""
+        return self.gpu.peer if ranks <= self.per_node else self.network
+
+
+def training_step(
+    shape: ModelShape,
+    head: Head,
+    layout: Layout,
+    cluster: Cluster,
+    dtype: Dtype,
+    sequences: int,
+    tokens: float,
+    micro_batch: int = 1,
+    c: Constants = DEFAULT,
+) -> float:
+    """A mini-batch of `sequences` of `tokens` each, forward, backward (twice the forward) and optimizer step, by 1F1B:
+    M + pp - 1 times the slowest stage's forward and backward, M micro-batches on each rank; boundaries sent on the way
+    through; weights gathered (b P) and gradients reduced (4 P) over dp; 28 bytes of optimizer state and gradients a
+    parameter read or written. Sequences that dp does not divide make the last micro-batches fuller."""
+    pp, tp, dp, b = layout.pp, layout.tp, layout.dp, ITEMSIZE[dtype]
+    micro_batches = max(1, -(-sequences // (dp * micro_batch)))
+    whole = forward(shape, head, micro_batch * tokens, tokens / 2, cluster.gpu, dtype, tp, c)
+    slowest = -(-shape.layers // pp) / shape.layers
+    boundary = micro_batch * tokens * shape.hidden * b / (c.link * cluster.link(pp * dp * tp))
+    hops = 2 * (pp - 1) * (boundary + c.collective_seconds)
+    share = shape.parameters(head) / (pp * tp)
+    exchanged = 0.0
+    if dp > 1:
+        bandwidth = c.link * cluster.link(dp * tp)
+        exchanged = 2 * c.collective_seconds + (dp - 1) / dp * (b + 4) * share / bandwidth
+    optimizer = 28 * share / dp / (c.memory * cluster.gpu.memory_bandwidth)
+    return (micro_batches + pp - 1) * 3 * whole * slowest + hops + exchanged + optimizer
 
 
 def swap(size: float, gpu: GPU, tp: int = 1, c: Constants = DEFAULT) -> float:
