@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.api.messages import Export, Save
+from dovetail.api.messages import Action, Export, Save
 from dovetail.api.types import Stage
 from dovetail.api.wire import pack, unpack
 from dovetail.trainer.engine import Engine
@@ -145,6 +145,35 @@ def test_critic_warm_up_leaves_the_actor_alone(trainer: LocalTrainer) -> None:
     assert not unchanged(critic, parameters(trainer, "critic"))
     assert "policy_loss" not in metrics
     assert metrics["critic_grad_norm"] > 0
+
+
+def test_a_list_of_several_mini_batches_trains_the_same(trainer: LocalTrainer) -> None:
+    """The critic one mini-batch ahead, backwards split: weights and metrics of one mini-batch after another."""
+    trainer.metrics(load_command(Stage.PPO))
+    plain = trainer.execute(ppo_step(trainer, ["actor", "critic"]))
+    after = {model: parameters(trainer, model) for model in ("actor", "critic")}
+    trainer.metrics(load_command(Stage.PPO))
+    step = ppo_step(trainer, ["actor", "critic"])
+
+    def part(model: str, kinds: str, start: int) -> list[Action]:
+        return [Action(model=model, micro_batch=i, kind=k) for i in range(start, start + 4) for k in kinds]  # type: ignore[arg-type]
+
+    ahead = part("critic", "FB", 0) + part("critic", "F", 4) + part("actor", "FIW", 0) + part("critic", "I", 4)
+    rest = part("actor", "F", 4) + part("critic", "W", 4) + part("actor", "B", 4)
+    rolled = trainer.execute(step.model_copy(update={"actions": [ahead + rest], "mini_batches": 2}))
+    assert rolled.ok, rolled.error
+    for model, weights in after.items():
+        assert unchanged(weights, parameters(trainer, model))
+    timing = {"seconds", "activation_peak_bytes"}
+    for name in plain.metrics.keys() - timing:
+        assert rolled.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-6), name
+    measured = {part.model: part for part in rolled.times}
+    assert {kind: len(values) for kind, values in measured["actor"].seconds.items()} == dict.fromkeys("FBIW", 4)
+    assert all(size > 0 for size in measured["critic"].activation)
+    assert rolled.metrics["activation_peak_bytes"] > plain.metrics["activation_peak_bytes"]
+
+    refused = trainer.execute(ppo_step(trainer, ["actor", "critic"]).model_copy(update={"mini_batches": 3}))
+    assert refused.error == "a schedule of 3 mini-batches cannot be repeated for 4 optimizer steps"
 
 
 def test_the_ratio_is_one_at_the_weights_that_sampled() -> None:
