@@ -95,6 +95,7 @@ async def measure(
                 lambda: [s for s in scorers if fusion.may_score(s.name, generator.idle)],
                 keep,
                 lambda scorer, reason: None,
+                everyone=lambda: len(scorers),
             ) as inference,
         ):
             done = await generate_and_score(1, store.samples, generator, inference, fusion, DEADLINE, phase)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from test_generation import FAST, Job, play, until
 
 from dovetail.api.types import RLHFJobSpec
@@ -38,6 +40,25 @@ def test_gathers_once_at_the_threshold_where_most_samples_are() -> None:
     assert fusion.gather(left[:4], ["r0", "r1", "r2"]) == ("r1",)
     assert (fusion.destinations, fusion.remaining, fusion.moves) == (("r1",), 4, 2)
     assert fusion.gather(left[:3], ["r0", "r1", "r2"]) is None
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 60))
+def test_a_plan_splits_the_rollouts_and_fits_what_is_left(owners: list[int], threshold: int) -> None:
+    """`owners`: each unfinished sample's rollout; 3: it waits for one."""
+    names = ["r0", "r1", "r2"]
+    fusion = stage(threshold)
+    left: list[tuple[Key, str | None]] = [(Key(1, i, 0), None if o == 3 else names[o]) for i, o in enumerate(owners)]
+    destinations = fusion.gather(left, names)
+    if destinations is None:
+        assert fusion.freed == ()
+        return
+    assert len(left) <= threshold
+    assert sorted([*destinations, *fusion.freed]) == names
+    assert fusion.freed
+    busiest = max(owners.count(k) for k in range(3))
+    assert max(owners.count(names.index(name)) for name in destinations) == busiest
+    assert len(left) <= sum(max(ASSUMED.bs_max, owners.count(names.index(name))) for name in destinations)
+    assert fusion.moves == sum(owner not in destinations for _, owner in left)
 
 
 def test_the_last_threshold_counts_until_there_is_a_new_one() -> None:

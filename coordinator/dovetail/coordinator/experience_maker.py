@@ -199,6 +199,7 @@ class ExperienceMaker:
             lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
             lambda scorer: engines.fleet.succeeded(scorer.name),
             lambda span: engines.timeline.add([span]),
+            everyone=lambda: len(engines.fleet.instances("scorer")),
         )
 
     def _out_of_the_way(self, scorer: Scorer, fusion: StageFusion) -> bool:

@@ -84,7 +84,8 @@ class Inference:
     """Scores samples as they are added; an async context manager, outside of which nothing runs.
 
     `want`: of "reference", "reward", "critic". `scorers` gives those that may take a chunk now; `poke` says that it may
-    answer otherwise. `on_scores` gets each chunk's scores; what it raises, `check` and `finish` raise."""
+    answer otherwise; `everyone`: how many there are in all, by which chunks are cut. `on_scores` gets each chunk's
+    scores; what it raises, `check` and `finish` raise."""
 
     def __init__(
         self,
@@ -96,12 +97,14 @@ class Inference:
         on_success: Callable[[Scorer], None] = lambda _: None,
         on_span: Callable[[Span], None] = lambda _: None,
         chunk_seconds: float = 3600.0,
+        everyone: Callable[[], int] = lambda: 1,
     ) -> None:
         self._session = session
         self._want = list(want)
         self._scorers = scorers
         self._on_scores, self._on_failure, self._on_success, self._on_span = on_scores, on_failure, on_success, on_span
         self._chunk_seconds = chunk_seconds
+        self._everyone = everyone
         self._waiting: list[Finished] = []
         self._left = 0
         self._wake = asyncio.Event()
@@ -163,7 +166,7 @@ class Inference:
                 for scorer in allowed:
                     task = self._busy.get(scorer.name)
                     if self._waiting and (task is None or task.done()):
-                        chunk = self._take(len(allowed))
+                        chunk = self._take(max(len(allowed), self._everyone()))
                         self._busy[scorer.name] = asyncio.create_task(self._score(scorer, chunk))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self._waiting else None)
