@@ -2,16 +2,17 @@
 
 One schedule a row is exported to the folder OUT (default build/table3) as 00.json ... 11.json. SECONDS_TABLE: time
 for the search of the whole table (108; compiling the kernels counts too), PROBLEMS: number of random problems (100),
-SECONDS_EACH: their time (2), SEED (0), WORKERS: threads (all cores), each with a row of its own. CLOCK=cpu: seconds
-are those of the processor divided by WORKERS, as they would be on a machine with nothing else to do."""
+SECONDS_EACH: their time (2), ROWS: which rows (0,3; default all), SEED (0), WORKERS: threads (all cores), each with a
+row of its own. CLOCK=cpu: seconds are those of the processor divided by WORKERS, as they would be on a machine with
+nothing else to do."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,16 +89,16 @@ class Table:
     workers: int
     clock: Callable[[], float]
 
-    def run(self) -> list[tuple[Schedule, float]]:
-        """Schedule and seconds of each row."""
-        self.begun = self.clock()
-        self.waiting = len(PAPER)
-        sizes = [row_problem(i).ranks * sum(m.micro_batches for m in row_problem(i).models) for i in range(len(PAPER))]
-        order = sorted(range(len(PAPER)), key=lambda i: (sizes[i], i))
+    def run(self, rows: Sequence[int]) -> Iterator[tuple[int, Schedule, float]]:
+        """Number, schedule and seconds of each row as it is done."""
+        self.begun, self.waiting = self.clock(), len(rows)
+        problems = {i: row_problem(i) for i in rows}
+        order = sorted(rows, key=lambda i: problems[i].ranks * sum(m.micro_batches for m in problems[i].models))
         with ThreadPoolExecutor(self.workers) as pool:
-            return [found for _, found in sorted(zip(order, pool.map(self._row, order), strict=True))]
+            for done in as_completed([pool.submit(self._row, i) for i in order]):
+                yield done.result()
 
-    def _row(self, index: int) -> tuple[Schedule, float]:
+    def _row(self, index: int) -> tuple[int, Schedule, float]:
         start = self.clock()
         share = (self.budget - (start - self.begun)) * min(1.0, self.workers / self.waiting)
         self.waiting -= 1
@@ -105,7 +106,7 @@ class Table:
         found = find(problem, FAMILIES["fused"], Effort(share, self.clock, 1, self.seed))
         check_steps(problem, steps(found))
         (self.out / f"{index:02}.json").write_text(json.dumps(document(found)) + "\n")
-        return found, self.clock() - start
+        return index, found, self.clock() - start
 
 
 def main() -> None:
@@ -115,15 +116,14 @@ def main() -> None:
     seed, workers = int(os.environ.get("SEED", "0")), int(os.environ.get("WORKERS", str(os.cpu_count() or 1)))
     clock = clock_of(workers)
     print(f"seed {seed}, {workers} threads, load average of the machine before: {os.getloadavg()[0]:.1f}")
-    begun, wall = clock(), time.monotonic()
-    rows = Table(out, budget, seed, workers, clock).run()
-    taken, wall = clock() - begun, time.monotonic() - wall
+    begun, started = clock(), time.monotonic()
     print(f"{'':18}{'speed-up':^36}{'memory':^27}")
     heads = ("greedy", "paper", "ours", "bound", "greedy", "paper", "ours", "seconds")
-    print(f"{'models':8}{'PP':>6}{'MB':>4}" + "".join(f"{h:>9}" for h in heads))
+    print(f"{'models':8}{'PP':>6}{'MB':>4}" + "".join(f"{h:>9}" for h in heads) + "  found by", flush=True)
     reached, lower, no_higher = 0, 0, 0
-    for index, (row, (found, seconds)) in enumerate(zip(PAPER, rows, strict=True)):
-        problem = row_problem(index)
+    rows = [int(x) for x in os.environ.get("ROWS", "").split(",") if x] or list(range(len(PAPER)))
+    for index, found, seconds in Table(out, budget, seed, workers, clock).run(rows):
+        row, problem = PAPER[index], row_problem(index)
         serial, memory = serial_time(problem), found.peak / serial_memory(problem)
         reached += found.at_bound
         lower += memory < row[8] - 0.005
@@ -131,8 +131,9 @@ def main() -> None:
         ours = (*row[4:6], serial / found.makespan, serial / found.bound, *row[7:9], memory, seconds)
         cells = "".join(f"{v:>9.{d}f}" for v, d in zip(ours, (2, 2, 4, 4, 2, 2, 3, 1), strict=True))
         print(f"{row[0]:8}{row[1]:>3}/{row[2]:<2}{row[3]:>4}{cells}  {found.how}", flush=True)
+    taken, wall = clock() - begun, time.monotonic() - started
     print(
-        f"{reached} of 12 at the bound; memory, to two decimals, no higher in {no_higher} and lower in {lower}; "
+        f"{reached} of {len(rows)} at the bound; memory, to two decimals, no higher in {no_higher}, lower in {lower}; "
         f"{taken:.1f} s{' of processor time a core' if clock is not time.monotonic else ''}, {wall:.1f} s in all, "
         f"processor time {time.process_time():.1f} s"
     )

@@ -59,7 +59,7 @@ def test_help_lists_every_command():
     result = call("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.split("Commands:")[1].splitlines() if line.strip()]
-    assert listed == ["run", "chat", "report", "validate", "plan", "schedule", "explain", "version"]
+    assert listed == ["run", "chat", "report", "validate", "plan", "schedule", "profile", "explain", "version"]
     for name in listed:
         assert call(name, "--help").exit_code == 0
 
@@ -94,6 +94,15 @@ def test_mistakes_exit_with_2_and_one_sentence(manifest, override, sentence):
     assert sentence in result.output
     assert "Traceback" not in result.output
     assert all(line.startswith("Error: ") for line in result.output.splitlines())
+
+
+def test_more_stages_than_layers_are_refused_when_a_manifest_is_validated(manifest, tmp_path):
+    pins = ["--set", "spec.plan.parallelism={actor: {pp: 2}, critic: {pp: 2}}"]
+    layers = "spec.models.actor.source.scratch.config.num_hidden_layers"
+    assert call("validate", manifest, *pins, "--set", f"{layers}=2").exit_code == 0
+    result = call("validate", manifest, *pins, "--set", f"{layers}=1")
+    assert result.exit_code == 2
+    assert "spec.plan.parallelism.actor.pp is 2, but the actor has only 1 layers; lower it" in result.output
 
 
 def test_a_manifest_that_is_not_there(tmp_path):

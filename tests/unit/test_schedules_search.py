@@ -33,7 +33,8 @@ def problems(draw):
         f, b, a = (rng.integers(1, 6, shape).astype(float) for _ in range(3))
         return Model(name, ranks // k, total // k, f, b, a, k, optimizer_step=float(rng.integers(0, 3)))
 
-    return Problem((model("actor", k1), model("critic", k2)), float(rng.integers(0, 3)), count)
+    latency = rng.integers(0, 3, (ranks, ranks)).astype(float) if draw(st.booleans()) else float(rng.integers(0, 3))
+    return Problem((model("actor", k1), model("critic", k2)), latency, count)
 
 
 def slow_makespan(schedule):
@@ -45,6 +46,7 @@ def slow_makespan(schedule):
     rows = [[] for _ in range(problem.ranks)]
     for p in schedule.passes():
         rows[p.rank].append(p)
+    homes = {(p.model, p.pipeline, p.stage): p.rank for row in rows for p in row}
     length = {(p.model, p.pipeline, p.stage, p.micro_batch, p.kind): p.end - p.start for row in rows for p in row}
     end = dict.fromkeys(length, 0.0)
     back = "I" if schedule.instance.split else "B"
@@ -60,9 +62,8 @@ def slow_makespan(schedule):
                 start = free
                 if p.kind == "F":
                     if p.stage:
-                        start = max(
-                            start, end[p.model, p.pipeline, p.stage - 1, p.micro_batch, "F"] + problem.communication
-                        )
+                        latency = problem.latencies[homes[p.model, p.pipeline, p.stage - 1], p.rank]
+                        start = max(start, end[p.model, p.pipeline, p.stage - 1, p.micro_batch, "F"] + latency)
                     block = p.micro_batch // groups[p.model]
                     for name in names:
                         need = block
@@ -79,9 +80,8 @@ def slow_makespan(schedule):
                 elif p.kind == back:
                     start = max(start, end[p.model, p.pipeline, p.stage, p.micro_batch, "F"])
                     if p.stage + 1 < stages[p.model]:
-                        start = max(
-                            start, end[p.model, p.pipeline, p.stage + 1, p.micro_batch, back] + problem.communication
-                        )
+                        latency = problem.latencies[homes[p.model, p.pipeline, p.stage + 1], p.rank]
+                        start = max(start, end[p.model, p.pipeline, p.stage + 1, p.micro_batch, back] + latency)
                 else:
                     start = max(start, end[p.model, p.pipeline, p.stage, p.micro_batch, "I"])
                 free = start + length[key]
@@ -268,6 +268,16 @@ def test_fixed_words_of_serial_are_1f1b():
         [0, 0, 1, 0, 1, 1, 3, 3, 4, 3, 4, 4],
         [0, 1, 0, 1, 0, 1, 3, 4, 3, 4, 3, 4],
     ]
+
+
+def test_a_known_schedule_is_a_start_and_no_more():
+    problem = fused_problem(8, 8, 16, 5, 2)
+    nothing = Effort(seconds=0, clock=itertools.count().__next__, memory=False)
+    best = find(problem, FAMILIES["fused"], Effort(scale=0.1, memory=False))
+    again = find(problem, FAMILIES["fused"], nothing, start=best)
+    assert again.makespan == best.makespan
+    other = find(fused_problem(4, 4, 4, 5, 2), FAMILIES["fused"], QUICK)
+    assert find(problem, FAMILIES["fused"], nothing, start=other).makespan > 0
 
 
 @pytest.mark.parametrize(

@@ -35,18 +35,25 @@ def shorter(problem: Problem, family: Family) -> Problem | None:
 
 
 def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None:
-    """The best schedule of `problem` that repeats a stretch of `short`; None where no stretch can be repeated."""
-    instance, unit = family_instance(problem, family), _unit(problem)
-    less = short.instance.problem
-    missing = [problem.models[m].micro_batches - less.models[m].micro_batches for m in (0, 1)]
+    """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model; None where no
+    stretch can be repeated."""
+    instance, unit, old = family_instance(problem, family), _unit(problem), short.instance
+    missing = [problem.models[m].micro_batches - old.problem.models[m].micro_batches for m in (0, 1)]
+    if missing[0] <= 0 or missing[0] * unit[1] != missing[1] * unit[0]:
+        return None
+    ends = [_ends(short, rank) for rank in range(old.ranks)]
+    moments = np.linspace(0.1, 0.9, _CUTS) * short.makespan
     best: Schedule | None = None
     for width in (1, 2, 3, 4):
         period = [width * unit[0], width * unit[1]]
-        if missing[0] <= 0 or missing[0] % period[0] or missing[1] * period[0] != missing[0] * period[1]:
+        if missing[0] % period[0]:
             continue
         copies = missing[0] // period[0]
-        for moment in np.linspace(0.25, 0.75, _CUTS) * short.makespan:
-            words = _repeat(short, float(moment), period, copies)
+        together = [_stretches(short, ends, period, float(t)) for t in moments]
+        actor = [_stretches(short, ends, [period[0], 0], float(t)) for t in moments[:: len(moments) // 6]]
+        critic = [_stretches(short, ends, [0, period[1]], float(t)) for t in moments[:: len(moments) // 6]]
+        for spans in [[s] for s in together] + [[s, t] for s in actor for t in critic]:
+            words = _repeat(old, short.words, spans, copies)
             if words is None:
                 continue
             try:
@@ -86,24 +93,39 @@ def _mean(problem: Problem, index: int, count: int) -> Model:
     )
 
 
-def _repeat(short: Schedule, moment: float, period: list[int], copies: int) -> Ints | None:
-    """Words with, on each rank, the stretch that begins at about `moment` repeated."""
+Spans = list[tuple[int, int]] | None
+
+
+def _stretches(short: Schedule, ends: list[Floats], period: list[int], moment: float) -> Spans:
+    """On each rank the stretch of exactly `period` micro-batches' passes that begins nearest to `moment`."""
     i = short.instance
     wanted = np.zeros(2 * KINDS, dtype=np.int64)
     for m in (0, 1):
         wanted[KINDS * m : KINDS * m + i.kinds] = period[m]
-    rows = []
+    found = []
     for rank in range(i.ranks):
-        word = short.words[rank]
-        ends = _ends(i, short, rank)
-        span = _stretch(word, ends, wanted, moment)
+        span = _stretch(short.words[rank], ends[rank], wanted, moment)
         if span is None:
             return None
-        rows.append(np.concatenate([word[: span[1]], np.tile(word[span[0] : span[1]], copies), word[span[1] :]]))
-    return np.array(rows)
+        found.append(span)
+    return found
 
 
-def _ends(i: Instance, short: Schedule, rank: int) -> Floats:
+def _repeat(i: Instance, words: Ints, stretches: list[Spans], copies: int) -> Ints | None:
+    """The words with these stretches, which must not overlap, repeated."""
+    rows = []
+    for rank in range(i.ranks):
+        word, last = words[rank], words.shape[1]
+        for begin, end in sorted((spans[rank] for spans in stretches if spans is not None), reverse=True):
+            if end > last:
+                return None
+            word = np.concatenate([word[:end], np.tile(word[begin:end], copies), word[end:]])
+            last = begin
+        rows.append(word)
+    return None if any(spans is None for spans in stretches) else np.array(rows)
+
+
+def _ends(short: Schedule, rank: int) -> Floats:
     count, ends = np.zeros(2 * KINDS, dtype=np.int64), []
     for code in map(int, short.words[rank]):
         ends.append(short.finish[code // KINDS, code % KINDS, rank, count[code]])
@@ -112,7 +134,6 @@ def _ends(i: Instance, short: Schedule, rank: int) -> Floats:
 
 
 def _stretch(word: Ints, ends: Floats, wanted: Ints, moment: float) -> tuple[int, int] | None:
-    """The stretch of exactly the passes `wanted` that begins nearest to `moment`."""
     counts = np.zeros((len(word) + 1, len(wanted)), dtype=np.int64)
     counts[np.arange(1, len(word) + 1), word] = 1
     counts = counts.cumsum(axis=0)

@@ -1,0 +1,118 @@
+"""CP-SAT on schedules, unrolled schedules, and the front of time against memory."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_schedules_search import exhaustive, problems
+
+from dovetail.planner.schedules.exact import ExactSearch, time_unit
+from dovetail.planner.schedules.families import FAMILIES, family_instance
+from dovetail.planner.schedules.legality import check_steps, steps
+from dovetail.planner.schedules.pareto import front, pareto
+from dovetail.planner.schedules.periodic import shorter, unroll
+from dovetail.planner.schedules.problem import Model, Problem, fused_problem, serial_memory
+from dovetail.planner.schedules.schedule import evaluate
+from dovetail.planner.schedules.search import Effort, find
+
+pytest.importorskip("ortools")
+
+
+@pytest.mark.parametrize("name", ["fused", "shared"])
+@pytest.mark.parametrize("seed", range(2))
+def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
+    rng = np.random.default_rng(seed)
+
+    def model(label, m):
+        f, b = (rng.integers(1, 6, (1, 2, m)).astype(float) for _ in range(2))
+        return Model(label, 2, m, f, b)
+
+    edges = rng.integers(0, 3, (2, 2)).astype(float)
+    instance = family_instance(Problem((model("actor", 2), model("critic", 1)), edges), FAMILIES[name])
+    best = exhaustive(instance)
+    found = ExactSearch(instance, best, None).run(10, 0)
+    assert evaluate(instance, found.words).makespan == best
+    assert not found.impossible
+    none = ExactSearch(instance, best - 1, None).run(10, 0)
+    assert none.words is None
+    assert none.impossible
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble"]), st.data())
+def test_what_it_finds_holds(problem, name, data):
+    instance = family_instance(problem, FAMILIES[name])
+    known = find(problem, FAMILIES[name], Effort(scale=0.003, workers=1, memory=False, exact=False))
+    limit = data.draw(st.sampled_from([None, known.peak]))
+    answer = ExactSearch(instance, known.makespan, limit).run(2, 0)
+    assert not answer.impossible, "the other searches found one"
+    if answer.words is not None:
+        found = evaluate(instance, answer.words, name)
+        check_steps(problem, steps(found))
+        assert found.makespan <= known.makespan
+        assert limit is None or found.peak <= limit
+
+
+def test_times_without_a_common_unit_are_searched_but_nothing_is_proved():
+    problem = fused_problem(2, 2, 2, np.pi, np.e)
+    instance = family_instance(problem, FAMILIES["fused"])
+    assert time_unit(instance) is None
+    known = find(problem, FAMILIES["fused"], Effort(scale=0.003, exact=False)).makespan
+    answer = ExactSearch(instance, known * 1.001, None).run(5, 0)
+    assert evaluate(instance, answer.words).makespan <= known * 1.001
+    assert not ExactSearch(instance, known / 2, None).run(5, 0).impossible
+
+
+def test_what_is_proved_becomes_the_bound():
+    """Two stages, two micro-batches each way: the arithmetic bound cannot be met."""
+    for forward, count in itertools.product(((1, 1), (2, 1), (3, 2)), (1, 2)):
+        problem = fused_problem(2, 2, count, *forward, memory_limit=2 * max(forward))
+        found = find(problem, FAMILIES["fused"], Effort(scale=0.1, memory=False))
+        assert found.at_bound
+        assert found.bound == found.makespan
+
+
+def test_a_row_of_the_papers_table_that_the_other_searches_miss():
+    """33B/13B 8/4 MB8 at the bound and at serial memory."""
+    problem = fused_problem(8, 4, 8, 5, 2, critic_activation=40 * 5120 / (60 * 6656))
+    instance = family_instance(problem, FAMILIES["fused"])
+    answer = ExactSearch(instance, 225, serial_memory(problem) * 1.0045).run(5, 0)
+    found = evaluate(instance, answer.words)
+    assert found.makespan == 225
+    assert found.peak <= serial_memory(problem) * 1.0045
+
+
+@pytest.mark.parametrize(("actor", "critic"), [(2, 2), (4, 2), (2, 4)])
+def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
+    ranks = max(actor, critic)
+    problem = fused_problem(actor, critic, 6 * ranks, 5, 2)
+    family = FAMILIES["fused"]
+    fewer = shorter(problem, family)
+    assert fewer.models[0].micro_batches < problem.models[0].micro_batches
+    short = find(fewer, family, Effort(scale=0.02, exact=False))
+    found = unroll(problem, family, short)
+    check_steps(problem, steps(found))
+    assert found.makespan >= found.bound
+    # What is repeated takes no longer a micro-batch than what it was taken from.
+    assert found.makespan / problem.models[0].micro_batches <= short.makespan / fewer.models[0].micro_batches
+    assert found.peak <= short.peak * 1.5
+
+
+def test_few_micro_batches_are_not_unrolled():
+    assert shorter(fused_problem(4, 4, 16, 5, 2), FAMILIES["fused"]) is None
+    assert shorter(fused_problem(2, 2, 64, 5, 2, mini_batches=2), FAMILIES["fused"]) is None
+
+
+def test_the_front_gives_memory_for_time():
+    problem = fused_problem(4, 4, 8, 2, 1)
+    found = pareto(problem, FAMILIES["fused"], Effort(scale=0.01), points=4)
+    assert len(found) >= 2
+    for fast, small in itertools.pairwise(found):
+        assert fast.makespan < small.makespan
+        assert fast.peak > small.peak
+    for schedule in found:
+        check_steps(problem, steps(schedule))
+    assert front([*found, *found[::-1]]) == found
+    assert len(pareto(problem, FAMILIES["stitched"], Effort())) == 1
