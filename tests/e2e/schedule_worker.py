@@ -31,7 +31,7 @@ CONFIGS = {
 }
 
 
-def load(case: dict[str, Any]) -> Load:
+def load(case: dict[str, Any], checkpoint: str | None = None) -> Load:
     """Actor and critic of the case, placed as its layouts say."""
     scratch = ScratchModel(architecture=case["architecture"], config=CONFIGS[case["architecture"]])
     models = {
@@ -39,7 +39,7 @@ def load(case: dict[str, Any]) -> Load:
         "critic": ModelRef(head="value", scratch=scratch, seed=2),
     }
     layouts = {name: Layout(**layout) for name, layout in case["layouts"].items()}
-    return Load(id="load", stage="ppo", models=models, total_steps=10, layouts=layouts)
+    return Load(id="load", stage="ppo", models=models, total_steps=10, layouts=layouts, checkpoint=checkpoint)
 
 
 def work(engine: Engine, copies: int) -> list[dict[str, list[MicroBatch]]]:
@@ -102,6 +102,14 @@ class Trial:
         return {n: local(p).clone() for n, p in self.parameters()} | {"steps": steps}
 
 
+def after_restart(trial: Trial, case: dict[str, Any], path: Path) -> list[str]:
+    """Names of the parameters that a checkpoint does not bring back."""
+    before = {n: local(p).clone() for n, p in trial.parameters()}
+    trial.engine.save(path)
+    trial.engine.load(load(case, str(path)))
+    return same(before, {n: local(p) for n, p in trial.parameters()})
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Names of what differs in a bit."""
     return [n for n in a if not (torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n])]
@@ -135,6 +143,8 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
             result[name] = {what: same(value, expected[what]) for what, value in got.items()}
         moved = [n for n in trial.start if not torch.equal(local(trial.start[n]), expected["weights"][n])]
         found[str(number)] = {"differs": result, "moved": len(moved), "parameters": len(trial.start)}
+        if any(layout.pipelines > 1 for layout in layouts.values()):
+            found[str(number)]["lost"] = after_restart(trial, case, folder / f"checkpoint-{number}")
     groups.close()
     return found
 

@@ -103,6 +103,7 @@ def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dic
             continue
         for rank, mine in enumerate(found):
             assert mine["moved"] > mine["parameters"] / 2, "training must have an effect"
+            assert not mine.get("lost"), "a checkpoint must hold pipelines side by side"
             for family, differs in mine["differs"].items():
                 assert not any(differs.values()), (rank, family, case["reverse"], differs)
 
