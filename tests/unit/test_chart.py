@@ -16,7 +16,7 @@ from dovetail.operator.api.settings import ApiSettings
 from dovetail.operator.leader import LEASE
 from dovetail.operator.metrics import Metrics as OperatorMetrics
 from dovetail.operator.settings import Settings
-from helpers.chart_tools import CHART, kubernetes_schemas, run, template, tool
+from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 
 # The first run on a machine may build helm.
 pytestmark = pytest.mark.timeout(1800)
@@ -148,6 +148,22 @@ def test_values_that_are_refused(value, sentence):
     done = run(tool("helm"), "template", "x", str(CHART), "--set", value)
     assert done.returncode != 0
     assert sentence in done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_jobset_comes_along_if_wanted(tmp_path, enabled):
+    """The umbrella chart, with what `helm dependency build` would fetch."""
+    if shutil.which("go") is None:
+        pytest.skip("there is no Go to fetch JobSet's chart with")
+    shutil.copytree(CHART.parent / "dovetail-jobset", tmp_path / "both", ignore=shutil.ignore_patterns("charts"))
+    shutil.copytree(CHART, tmp_path / "both" / "charts" / "dovetail")
+    jobset = binaries.module_folder("jobset", "sigs.k8s.io/jobset") / "charts" / "jobset"
+    shutil.copytree(jobset, tmp_path / "both" / "charts" / "jobset")
+    done = run(tool("helm"), "template", "x", str(tmp_path / "both"), "--set", f"jobset.enabled={str(enabled).lower()}")
+    assert done.returncode == 0, done.stderr
+    found = {d["metadata"]["name"] for d in of_kind(filter(None, yaml.safe_load_all(done.stdout)), "Deployment")}
+    assert {"x-dovetail-operator", "x-dovetail-api"} <= found
+    assert any("jobset" in name for name in found) == enabled
 
 
 # ---------------------------------------------------------------- metrics

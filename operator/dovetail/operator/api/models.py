@@ -78,7 +78,7 @@ class Iteration(Answer):
     step: int
     time: datetime | None = Field(default=None, description="When it was finished.")
     metrics: dict[str, float] = Field(
-        description="reward, kl, samples_per_second, seconds_generation, ...: see docs/reference.md."
+        description="loss, reward, kl, samples_per_second, seconds_generation and the like, by stage."
     )
 
 
