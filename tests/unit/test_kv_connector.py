@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -96,7 +97,10 @@ def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
     both = {**pulling([1]).kv_transfer_params, **request().kv_transfer_params}
     asking = request(kv_transfer_params=both, num_computed_tokens=39)
     half.allocated(asking, allocated(1, 2, 3), 39)
+    half.take()
     assert not half.finished(asking, [1, 2, 3]), "it counts as computed what has not come yet"
+    metadata = half.take()
+    assert (metadata.exports, metadata.cancels) == ([], ["r"])
 
 
 # ---------------------------------------------------------------- two workers
@@ -198,6 +202,23 @@ def test_a_missing_key_or_a_dead_source_is_a_failed_load(workers: Any) -> None:
     assert load(target, pulling([]), [1, 2, 3]).failed_recving == {"r"}
     source.close()
     assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+
+
+def test_a_cancelled_load_is_over_at_once_and_writes_nothing(workers: Any) -> None:
+    _, (target, ours, _) = workers
+    before = {name: cache.clone() for name, cache in ours.items()}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        half, asking = Scheduling(BLOCK), pulling([silent.getsockname()[1]])
+        half.allocated(asking, allocated(1, 2, 3), half.matched(asking, 0)[0])
+        target.start(half.take().loads[0])
+        connection, _ = silent.accept()
+        with connection:
+            assert target.results().finished_recving == set()
+            target.cancel("r")
+            assert target.results().finished_recving == {"r"}
+    target.cancel("r")
+    assert target.results().finished_recving == set(), "reported once"
+    assert all(torch.equal(ours[name], before[name]) for name in ours)
 
 
 def test_a_full_host_memory_keeps_no_more(workers: Any) -> None:

@@ -68,8 +68,11 @@ class Load:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
+    """`cancels`: requests that were aborted while their blocks were coming."""
+
     exports: list[Export] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
 
 
 class DovetailConnector(KVConnectorBase_V1):
@@ -120,8 +123,11 @@ class DovetailConnector(KVConnectorBase_V1):
         self._working.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for load in self._metadata().loads:
+        metadata = self._metadata()
+        for load in metadata.loads:
             self._working.start(load)
+        for request_id in metadata.cancels:
+            self._working.cancel(request_id)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -193,7 +199,11 @@ class Scheduling:
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """True: the blocks are kept until the workers have copied them."""
         self._tried.discard(request.request_id)
-        if request.request_id in self.loading or request.status is not RequestStatus.FINISHED_ABORTED:
+        if request.request_id in self.loading:
+            # It counts as computed what has not come yet. vLLM frees its blocks once the workers report.
+            self._next.cancels.append(request.request_id)
+            return False
+        if request.status is not RequestStatus.FINISHED_ABORTED:
             return False
         hold = asked(request, HOLD, KVHold)
         tokens = request.num_computed_tokens
@@ -221,6 +231,7 @@ class Working:
         self._pool = ThreadPoolExecutor(PULLERS, thread_name_prefix="dovetail-kv-pull")
         self._fetching: dict[str, tuple[Load, Future[list[torch.Tensor]], float]] = {}
         self._copied: set[str] = set()
+        self._cancelled: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Begin to serve. With caches that are not made of blocks nothing is kept, and what is asked for fails."""
@@ -278,6 +289,13 @@ class Working:
         future = self._pool.submit(self._fetch, load, time.monotonic() + self._pull_seconds)
         self._fetching[load.request_id] = (load, future, time.monotonic())
 
+    def cancel(self, request_id: str) -> None:
+        """Wait no more: what still comes is thrown away."""
+        found = self._fetching.pop(request_id, None)
+        if found is not None:
+            found[1].cancel()
+            self._cancelled.add(request_id)
+
     def _fetch(self, load: Load, end: float) -> list[torch.Tensor]:
         if self._server is None or len(load.pull.ports) <= self._rank:
             raise PullError("this worker takes part in no transfers" if self._server is None else "no port is given")
@@ -300,8 +318,8 @@ class Working:
 
     def results(self) -> KVConnectorTransferResults:
         """What ended since the last step. Blocks that came are in the cache when this returns."""
-        results = KVConnectorTransferResults(finished_sending=self._copied)
-        self._copied = set()
+        results = KVConnectorTransferResults(finished_sending=self._copied, finished_recving=self._cancelled)
+        self._copied, self._cancelled = set(), set()
         for request_id in [r for r, (_, future, _) in self._fetching.items() if future.done()]:
             load, future, began = self._fetching.pop(request_id)
             results.finished_recving.add(request_id)
