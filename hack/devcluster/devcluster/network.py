@@ -62,6 +62,8 @@ def connect(cluster: Cluster, supervisor: Supervisor) -> None:
         "link set lo up",
         f"addr replace {cluster.address}/24 dev uplink",
         "link set uplink up",
+        # The API server calls webhooks by their service. Any route will do: iptables gives the packet another address.
+        f"route replace {cluster.services} dev uplink src {cluster.address}",
     ]
     supervisor.run("sh", "-ec", "\n".join(f"ip {command}" for command in inside))
     _ip("route", "replace", f"{cluster.prefix}.0.0/16", "via", cluster.address)
