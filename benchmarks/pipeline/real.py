@@ -219,8 +219,9 @@ def torch_rounds(bench: Bench) -> list[float]:
         shape = (size, bench.s["tokens"], bench.s["hidden"])
         inputs = torch.zeros(shape[:2], dtype=torch.int64) if held.is_first else torch.zeros(shape)
         held.module.train()
-        with torch.no_grad():
-            outputs = held.module(inputs)
+        if not held.is_first:
+            inputs.requires_grad_(True)
+        outputs = held.module(inputs).detach().requires_grad_(True)  # what needs a gradient is received
         stage = PipelineStage(
             held.module, bench.rank, bench.world, torch.device("cpu"), input_args=inputs, output_args=outputs
         )

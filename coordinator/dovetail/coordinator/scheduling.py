@@ -91,7 +91,7 @@ class Scheduling:
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self._layouts)
-        self._peak_bytes = max(self._peak_bytes, result.metrics.get("activation_peak_bytes", 0.0))
+        self._peak_bytes = result.metrics.get("activation_peak_bytes", 0.0)
         self._seconds = [
             span.end - span.start
             for span in result.spans
