@@ -169,7 +169,7 @@ def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
 def test_running_out_of_memory_fails_the_job_with_its_name(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
-    groups = with_trainer(podTemplate=container(resources={"limits": {"memory": "64Mi"}}))
+    groups = with_trainer(podTemplate=container(resources={"requests": {"memory": "64Mi"}, "limits": {"memory": "64Mi"}}))
     document = manifest(namespace, groups, failurePolicy={"maxRestarts": 0})
     cluster.apply(document, namespace=namespace)
     end = wait_end(cluster, namespace, 600)

@@ -97,7 +97,8 @@ def test_gpu_groups_ask_for_their_product_and_cpu_groups_for_none():
     assert found["a100"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert found["a100"]["tolerations"]
     assert "nodeSelector" not in found["cpu"]
-    assert "resources" not in found["cpu"]["containers"][0]
+    assert found["a100"]["containers"][0]["resources"]["requests"] == {"cpu": "1000m", "memory": "2Gi"}
+    assert found["cpu"]["containers"][0]["resources"] == {"requests": {"cpu": "500m", "memory": "1Gi"}}
     assert "nodeSelector" not in found["coordinator"]
 
 

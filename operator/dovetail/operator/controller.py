@@ -121,7 +121,7 @@ class Controller:
             for thing in result.apply:
                 self.store.put(await self._client.apply(thing))
         except KubeError as error:
-            if error.rejected:
+            if error.status not in (0, 409):
                 status, events = _rejected(document, result, str(error), self._now())
                 await self._report(document, status, events)
             raise

@@ -61,10 +61,13 @@ def group_pod(context: Context, group: Group, index: int | None = None) -> Objec
         container["ports"] += [{"name": f"metrics-{i}", "containerPort": first + i} for i in range(count)]
         if Role.ROLLOUT not in group.roles:
             container["readinessProbe"] = _probe("/metrics", first, period=5, failures=3)
+    # Without a request of CPU and memory a pod gets what is left over, and is evicted first, whatever its GPUs cost.
+    processes = max(1, group.gpu.per_pod)
+    container["resources"] = {"requests": {"cpu": f"{500 * processes}m", "memory": f"{processes}Gi"}}
     extra: Object = {}
     if not group.on_cpu:
         # Equal requests are implied, and required, for extended resources.
-        container["resources"] = {"limits": {GPU_RESOURCE: str(group.gpu.per_pod)}}
+        container["resources"]["limits"] = {GPU_RESOURCE: str(group.gpu.per_pod)}
         extra = {
             "nodeSelector": {PRODUCT_LABEL: group.gpu.product},
             "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],

@@ -1,0 +1,161 @@
+"""What the controller does when the API server refuses, conflicts or is away; the rest is tested on a real one."""
+
+import asyncio
+import base64
+import copy
+import json
+
+import pytest
+
+from dovetail.operator.client import KubeError
+from dovetail.operator.controller import Controller
+from dovetail.operator.metrics import Metrics
+from dovetail.operator.planning import read_job
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+from helpers.fake_cluster import START, manifest
+
+KEY = ("default", "demo")
+
+
+class Planner:
+    async def planned(self, document, children):
+        job = read_job(document)
+        return job, make_plan(job.spec)
+
+
+class Coordinators:
+    async def report(self, key, children, token):
+        return None
+
+    def forget(self, key):
+        pass
+
+
+class Client:
+    """Keeps what it is given; `refuse` maps kinds to the error of their next apply."""
+
+    def __init__(self, job):
+        self.requests = 0
+        self.job = job
+        self.calls = []
+        self.refuse = {}
+        self.secret = None
+
+    async def get(self, resource, namespace, name):
+        if resource.kind == "RLHFJob":
+            return copy.deepcopy(self.job)
+        if self.secret is None:
+            raise KubeError(404, "not found")
+        return self.secret
+
+    async def create(self, thing):
+        self.calls.append(("create", thing["kind"]))
+        if thing["kind"] == "Secret":
+            data = {key: base64.b64encode(value.encode()).decode() for key, value in thing["stringData"].items()}
+            self.secret = thing | {"data": data}
+            return self.secret
+        return thing
+
+    async def apply(self, thing):
+        error = self.refuse.get(thing["kind"])
+        if error is not None:
+            raise error
+        self.calls.append(("apply", thing["kind"]))
+        made = copy.deepcopy(dict(thing))
+        made["metadata"] |= {"uid": f"{thing['kind']}-uid", "resourceVersion": "5"}
+        return made
+
+    async def delete(self, kind, namespace, name, uid=""):
+        self.calls.append(("delete", kind))
+
+    async def write_status(self, job, status):
+        self.calls.append(("status", ""))
+        if job["metadata"]["resourceVersion"] != self.job["metadata"]["resourceVersion"]:
+            raise KubeError(422, "the server rejected our request due to an error in our request")
+        self.job = copy.deepcopy(self.job) | {"status": status}
+        self.job["metadata"]["resourceVersion"] = str(int(self.job["metadata"]["resourceVersion"]) + 1)
+        return copy.deepcopy(self.job)
+
+
+def a_controller(**spec):
+    job = manifest(**spec)
+    job["metadata"]["resourceVersion"] = "1"
+    client = Client(job)
+    controller = Controller(client, Planner(), Coordinators(), Settings(), Metrics(), now=lambda: START)
+    controller.store.put(copy.deepcopy(job))
+    return controller, client
+
+
+def condition(client, kind):
+    return next(c for c in client.job["status"]["conditions"] if c["type"] == kind)
+
+
+def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
+    controller, client = a_controller()
+    asyncio.run(controller.process(KEY))
+    kinds = [kind for call, kind in client.calls if call != "create" or kind == "Secret"]
+    assert kinds.index("Secret") < kinds.index("JobSet")
+    assert kinds.index("ConfigMap") < kinds.index("JobSet") < kinds.index("")
+    assert ("create", "Event") in client.calls
+    client.calls.clear()
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("status", "")], "the JobSet is there now"
+    client.calls.clear()
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [], "its own replies are remembered, before any watch event"
+
+
+@pytest.mark.parametrize("status", [403, 422, 500])
+def test_a_refused_object_is_told_and_tried_again(status):
+    controller, client = a_controller()
+    client.refuse["JobSet"] = KubeError(status, "webhook says no")
+    with pytest.raises(KubeError):
+        asyncio.run(controller.process(KEY))
+    assert condition(client, "Scheduled")["reason"] == "ObjectRejected"
+    assert condition(client, "Scheduled")["message"] == "webhook says no"
+    assert condition(client, "Planned")["status"] == "True"
+    version = client.job["metadata"]["resourceVersion"]
+    with pytest.raises(KubeError):
+        asyncio.run(controller.process(KEY))
+    assert client.job["metadata"]["resourceVersion"] == version, "said once"
+    client.refuse.clear()
+    asyncio.run(controller.process(KEY))
+    assert condition(client, "Scheduled")["reason"] == "CreatingPods"
+
+
+def test_an_api_server_that_is_away_is_no_news():
+    controller, client = a_controller()
+    client.refuse["JobSet"] = KubeError(0, "no answer")
+    with pytest.raises(KubeError):
+        asyncio.run(controller.process(KEY))
+    assert "status" not in client.job
+
+
+def test_a_job_that_changed_meanwhile_is_looked_at_again():
+    controller, client = a_controller()
+    client.job["metadata"]["resourceVersion"] = "7"
+    client.job["spec"]["suspend"] = True
+    with pytest.raises(KubeError) as error:
+        asyncio.run(controller.process(KEY))
+    assert error.value.status == 409
+    asyncio.run(controller.process(KEY))
+    assert condition(client, "Suspended")["status"] == "True"
+
+
+def test_the_end_is_written_before_anything_is_deleted():
+    controller, client = a_controller(failurePolicy={"maxRestarts": 0})
+    asyncio.run(controller.process(KEY))
+    jobset = copy.deepcopy(controller.store.children(KEY).get("JobSet", "demo"))
+    labels = jobset["metadata"]["labels"]
+    metadata = {"name": "demo-train-0", "namespace": "default", "uid": "j", "resourceVersion": "9", "labels": labels}
+    controller.store.put({"kind": "Job", "metadata": metadata, "spec": {}, "status": {"failed": 1}})
+    client.calls.clear()
+    asyncio.run(controller.process(KEY))
+    assert condition(client, "Failed")["reason"] == "MaxRestartsExceeded"
+    calls = [call for call in client.calls if call[0] != "create"]
+    assert calls == [("status", ""), ("delete", "JobSet")]
+    client.calls.clear()
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("delete", "JobSet")], "until it is gone"
+    assert json.dumps(client.job["status"])
