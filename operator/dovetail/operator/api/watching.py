@@ -12,6 +12,7 @@ from dovetail.operator.client import KubeError
 
 PAGE = 200
 AT_ONCE = 16
+_WORKING = ("Scheduled", "Running")
 
 log = logging.getLogger("uvicorn.error")
 
@@ -37,6 +38,6 @@ async def _look(kube: Kube, coordinators: Coordinators, namespace: str | None) -
     rest: str | None = ""
     while rest is not None:
         page = await get(kube, jobs_path(namespace), {"limit": str(PAGE)} | ({"continue": rest} if rest else {}))
-        running = [job for job in page["items"] if view.state_of(view.status_of(job)) == "Running"]
+        running = [job for job in page["items"] if view.state_of(view.status_of(job)) in _WORKING]
         await asyncio.gather(*map(ask, running))
         rest = page["metadata"].get("continue") or None
