@@ -126,8 +126,12 @@ def test_a_rank_by_hand() -> None:
     offloaded = training_memory(replace(job, offload=True, ema="host"), 0)
     assert offloaded.host_bytes == p + p / 2
     assert offloaded.device_bytes == pytest.approx(memory.device_bytes - 1.03 * p)
-    alone = training_memory(Training(shape_of(), "value", Parallelism(), Dtype.FLOAT32, 64, gpu=False), 0)
+    # With little to compute, the step itself is the peak: masters, gradients and both moments, 16 bytes a weight.
+    small = replace(job, layout=Parallelism(), lora=None, micro_batches=1, tokens=1, offload=True, head="value")
+    stepping = training_memory(small, 0)
     value = p - 32000 * 4096 + 4096
+    assert stepping.device_bytes == pytest.approx(1.03 * 16 * value + 1.5 * GIB)
+    alone = training_memory(Training(shape_of(), "value", Parallelism(), Dtype.FLOAT32, 64, gpu=False), 0)
     assert alone.device["weights"] == alone.device["gradients"] == 4 * value
     assert set(alone.device) == {"weights", "gradients", "optimizer", "activations"}
 

@@ -76,6 +76,7 @@ def training_memory(job: Training, stage: int) -> Memory:
     dp, b = job.layout.dp, ITEMSIZE[job.dtype]
     device = {"weights": 4 * total / dp, "gradients": 4 * trained / dp}
     host: dict[str, float] = {}
+    whole = 0.0
     if job.sharded:
         device["gathered weights"] = float(b * total)
         # With one micro-batch a block's gradients are reduced as soon as they are there.
@@ -84,7 +85,11 @@ def training_memory(job: Training, stage: int) -> Memory:
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
     if job.ema is not None:
         (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
+    kept = sum(device.values()) - device.get("gathered weights", 0.0) - 4 * whole
     device |= _activations(job, stage, b)
+    if job.offload and job.gpu:
+        # The moments come back for the step, when whatever the passes needed is free again.
+        device["optimizer, stepping"] = max(0.0, kept + 8 * trained / dp - sum(device.values()))
     return Memory(on_gpu(device) if job.gpu else device, host)
 
 
