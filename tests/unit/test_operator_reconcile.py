@@ -50,6 +50,8 @@ def test_a_job_starts_runs_and_completes():
     assert status["startTime"] == "2026-11-21T12:00:00Z"
     word = '{"stage": "ppo", "iteration": 12, "total_iterations": 12, "metrics": {"reward": 1.2345678, "kl": 0.1}}'
     cluster.end(cluster.pod(names.COORDINATOR), 0, word)
+    cluster.reconcile()
+    assert cluster.condition("Running")["status"] == "True", "the JobSet does not know yet"
     cluster.settle()
     status = cluster.document["status"]
     assert cluster.condition("Completed")["status"] == "True"

@@ -201,8 +201,10 @@ class _Reconciler:
     def _say_running(self) -> None:
         expected = sum(self._context.sizes.values())
         pods = live(self._pods)
-        scheduled = sum(is_true(p, "PodScheduled") for p in pods)
-        ready = sum(is_ready(p) for p in pods)
+        # A coordinator that is done lacks nothing, until its JobSet is done as well.
+        done = sum(p.get("status", {}).get("phase") == "Succeeded" for p in self._pods)
+        scheduled = done + sum(is_true(p, "PodScheduled") for p in pods)
+        ready = done + sum(is_ready(p) for p in pods)
         cause = rootcause.worst(self._pods) if ready < expected else None
         told = cause.sentence if cause else ""
         if scheduled >= expected:
