@@ -13,17 +13,16 @@ from safetensors.numpy import load_file
 from helpers.jobs import Reaper, events, history, run_job, stored_samples, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ITERATIONS, SAMPLES = 3, 48
+ITERATIONS, SAMPLES = 4, 48
 
 
 def job(fusion: float | str) -> Any:
-    """A stop string of one letter gives random text long-tailed lengths."""
+    """After some SFT, of the likeliest tokens only, the end token comes at random: lengths have a tail."""
     return tiny_job(
         plan={"interStageFusion": fusion},
-        sft={"steps": 4},
         reward={"steps": 6},
         ppo={"iterations": ITERATIONS, "globalBatchSize": SAMPLES, "miniBatchSize": SAMPLES},
-        generation={"maxTokens": 80, "stop": ["e"]},
+        generation={"maxTokens": 80, "topK": 20},
         checkpoint={"everySteps": 100},
     )
 
@@ -74,7 +73,7 @@ def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> No
 
     facts = summary(tmp_path)["fusion"]
     assert facts["samples_migrated"] == len(events(tmp_path, "sample.moved")) > 0
-    assert {e["reason"] for e in events(tmp_path, "sample.moved")} == {"tail"}
+    assert "tail" in {e["reason"] for e in events(tmp_path, "sample.moved")}
     assert facts["seconds_hidden"] > 0
     assert facts["threshold"] == int(0.4 * SAMPLES)
     assert summary(serial)["fusion"]["seconds_hidden"] == 0
@@ -84,21 +83,23 @@ def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> No
 
 
 def test_whoever_dies_as_the_tail_migrates_no_sample_is_lost_or_doubled(tmp_path: Path, serial: Path) -> None:
-    """A source in the first iteration, a destination in the second, the scorer beside a freed server in the third."""
-    roles = iter(["source", "destination", "scorer"])
+    """Source and destination and the scorer of the freed server, all at once; then, of later tails, the source; then
+    the destination."""
+    roles = iter([("source", "destination", "scorer"), ("source",), ("destination",)])
 
-    def victim(event: dict[str, Any]) -> str | None:
+    def victims(event: dict[str, Any]) -> list[str]:
         if event["event"] != "tail.gathered":
-            return None
-        freed = next(iter(event["sources"] or {"rollouts-0", "rollouts-1"} - set(event["destinations"])))
-        chosen = {"source": freed, "destination": event["destinations"][0], "scorer": f"{freed}-scorer"}
-        return chosen[next(roles)]
+            return []
+        (kept,) = event["destinations"]
+        (freed,) = {"rollouts-0", "rollouts-1"} - {kept}
+        names = {"source": freed, "destination": kept, "scorer": f"{freed}-scorer"}
+        return [names[role] for role in next(roles, ())]
 
-    reaper = Reaper(tmp_path, victim)
+    reaper = Reaper(tmp_path, victims)
     try:
         outcome, told = run_job(job(0.4), tmp_path, reaper)
     finally:
         reaper.close()
     assert outcome.succeeded, (outcome.reason, told)
-    assert len(reaper.killed) >= 2, "the tail was hardly ever gathered"
+    assert len(reaper.killed) >= 3, "no tail was gathered"
     check_samples(tmp_path, serial)

@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,11 +164,11 @@ def stored_samples(run_dir: Path, iteration: int) -> list[Sample]:
 class Reaper:
     """SIGKILLs processes as soon as an event is logged: give it to `run_job` as the injector, and close it.
 
-    `victim(event)` names the process to kill, or None; it is asked of each line of events.jsonl once, a few
-    milliseconds after it is written, in a thread of its own."""
+    `victims(event)` names the processes to kill; it is asked of each line of events.jsonl once, a few milliseconds
+    after it is written, in a thread of its own."""
 
     run_dir: Path
-    victim: Callable[[dict[str, Any]], str | None]
+    victims: Callable[[dict[str, Any]], Sequence[str]]
     killed: list[str] = field(default_factory=list)
     _thread: threading.Thread | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -194,11 +194,10 @@ class Reaper:
             whole = text[: text.rfind(b"\n") + 1]
             offset += len(whole)
             for line in whole.splitlines():
-                name = self.victim(json.loads(line))
-                pid = launcher.pids.get(name) if name is not None else None
-                if pid is not None:
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed.append(str(name))
+                for name in self.victims(json.loads(line)):
+                    if (pid := launcher.pids.get(name)) is not None:
+                        os.kill(pid, signal.SIGKILL)
+                        self.killed.append(name)
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:

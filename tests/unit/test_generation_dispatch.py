@@ -46,13 +46,16 @@ def test_noise_does_not_unbalance_like_servers_and_real_differences_count() -> N
     speeds.measured("a", 110, 1, 1.0)
     speeds.measured("b", 90, 1, 1.0)
     assert speeds.relative(["a", "b", "new"]) == {"a": 1.0, "b": 1.0, "new": 1.0}
-    for _ in range(30):
+    speeds.measured("a", 600, 2, 1.0)
+    speeds.measured("b", 200, 2, 1.0)
+    assert speeds.relative(["a", "b"]) == {"a": 1.0, "b": 1.0}, "one moment says little"
+    for _ in range(500):
         speeds.measured("a", 600, 2, 1.0)
         speeds.measured("a", 300, 1, 1.0)
         speeds.measured("b", 200, 2, 1.0)
         speeds.measured("b", 100, 1, 1.0)
         speeds.measured("b", 5, 1, 0.001)  # too short to mean anything
-    assert speeds.relative(["a", "b"]) == pytest.approx({"a": 1.5, "b": 0.5}, rel=0.01)
+    assert speeds.relative(["a", "b"]) == pytest.approx({"a": 1.5, "b": 0.5}, rel=0.05)
 
 
 def test_a_server_is_not_faster_for_having_less_to_do() -> None:

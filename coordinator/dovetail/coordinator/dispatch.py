@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 # Measured speeds this close to the mean count as equal: noise must not unbalance like servers.
 TOLERANCE = 0.25
-SMOOTHING = 0.3
+SMOOTHING = 0.1
+# Measurements (of a quarter of a second) after which a difference counts for half: a busy machine's processes run
+# unevenly for moments, a slower device always.
+BELIEF = 10
 MIN_INTERVAL_SECONDS = 0.1
 
 
@@ -19,6 +23,7 @@ class Speeds:
 
     def __init__(self) -> None:
         self._speeds: dict[int, dict[str, float]] = {}
+        self._counts: Counter[str] = Counter()
 
     def measured(self, name: str, tokens: int, streams: int, seconds: float) -> None:
         """`tokens` came from `streams` concurrent requests in `seconds`."""
@@ -26,18 +31,21 @@ class Speeds:
             return
         now = tokens / (streams * seconds)
         speeds = self._speeds.setdefault(int(2 * math.log2(streams)), {})
+        self._counts[name] += 1
         speeds[name] = now + (1 - SMOOTHING) * (speeds.get(name, now) - now)
 
     def relative(self, names: Sequence[str]) -> dict[str, float]:
-        """Speeds over their mean; 1 for unknown ones and for those near the mean."""
+        """Speeds over their mean, nearer to 1 the less is known; 1 for unknown ones and for those near the mean."""
         ratios: dict[str, list[float]] = {n: [] for n in names}
         for speeds in self._speeds.values():
-            known = {n: speeds[n] for n in names if n in speeds}
-            mean = sum(known.values()) / max(1, len(known))
-            for n, speed in known.items():
-                if len(known) > 1:
+            here = {n: speeds[n] for n in names if n in speeds}
+            mean = sum(here.values()) / max(1, len(here))
+            for n, speed in here.items():
+                if len(here) > 1:
                     ratios[n].append(speed / mean)
         means = {n: sum(r) / len(r) if r else 1.0 for n, r in ratios.items()}
+        known = min((self._counts[n] for n in names if ratios[n]), default=0)
+        means = {n: 1 + (r - 1) * known / (known + BELIEF) for n, r in means.items()}
         return {n: 1.0 if abs(r - 1) <= TOLERANCE else r for n, r in means.items()}
 
 
