@@ -322,9 +322,9 @@ _LATENCY = (
 )
 _MEMORY = (
     _Rung(1 / 16, rules=1),
-    _Rung(work=0.7, runs=2),
+    _Rung(work=0.7, runs=4),
     _Rung(1 / 4, rules=1),
-    _Rung(work=2.5, runs=4),
+    _Rung(work=6.0, runs=2),
     _Rung(rules=1),
     _Rung(rules=1, annealing=3),
     _Rung(rules=2, annealing=5),
