@@ -29,7 +29,9 @@ def tool(program: str) -> str:
     found = shutil.which(program)
     if found:
         return found
-    if not known or shutil.which("go") is None:
+    if not known:
+        pytest.skip(f"{program} is not on the PATH (Debian's package {module} has it)")
+    if shutil.which("go") is None:
         pytest.skip(f"{program} is not on the PATH, and there is no Go to build it")
     return str(binaries.path_of(program))
 

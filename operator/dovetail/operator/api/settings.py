@@ -23,7 +23,7 @@ class ApiSettings:
     tls_certificate: str = ""
     tls_key: str = ""
     coordinator_url: str = ""
-    watch_seconds: float = 15.0
+    watch_seconds: float = 5.0
     auth_cache_seconds: float = 10.0
     poll_seconds: float = 2.0
     request_seconds: float = 10.0
