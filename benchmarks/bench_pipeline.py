@@ -89,6 +89,7 @@ def print_sleeping(world: int, results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parts = os.environ.get("PARTS", "real,4,8").split(",")
     print(f"{os.cpu_count()} cores, load average before: {os.getloadavg()[0]:.1f}")
+    real.compile_search()
     repeats = number("REPEATS", 7)
     if "real" in parts:
         settings = {

@@ -44,7 +44,7 @@ class Bench:
     def __init__(self, rank: int, world: int, port: int, settings: dict[str, int]) -> None:
         self.rank, self.world, self.s = rank, world, settings
         plain = Parallelism(pp=world)
-        self.groups = Groups.form("127.0.0.1", port, rank, world, {"actor": plain, "critic": plain}, 120.0)
+        self.groups = Groups.form("127.0.0.1", port, rank, world, {"actor": plain, "critic": plain}, 900.0)
         groups = [{"name": "t", "roles": ["trainer", "rollout"]}]
         self.engine = Engine(RLHFJobSpec.model_validate({"groups": groups}), self.groups)
         self.counts = {"actor": settings["micro_batches"], "critic": settings["micro_batches"]}
@@ -123,6 +123,14 @@ class Bench:
                 dist.send(tensor, 0, group=model.backward_out)
             times.append((time.perf_counter() - start) / 2)
         return float(self.groups.broadcast_json(statistics.median(times[2:])))
+
+
+def compile_search() -> None:
+    """Compile the planner's kernels, before the ranks are forked and wait for each other."""
+    layouts = shared_layouts({m: Parallelism(pp=2) for m in ("actor", "critic")}, True)
+    counts = {"actor": 2, "critic": 2}
+    problem, halves = (training_problem(layouts, counts, 1, split=split) for split in (False, True))
+    choose_schedule(problem, halves, FAMILIES, Effort(workers=1, scale=0.01))
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     """`settings`: unit (seconds of the actor's forward), ratio (critic to actor), micro_batches, mini_batches,
     repeats. Seconds measured and predicted by family."""
     plain = {m: Parallelism(pp=world) for m in ("actor", "critic")}
-    groups = Groups.form("127.0.0.1", port, rank, world, dict(plain), 120.0)
+    groups = Groups.form("127.0.0.1", port, rank, world, dict(plain), 900.0)
     rows: dict[str, Any] = {}
     for reverse in (True, False):
         layouts = shared_layouts(plain, reverse)

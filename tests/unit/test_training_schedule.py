@@ -109,6 +109,9 @@ def test_measured_times_reach_the_stage_they_belong_to() -> None:
     assert problem.array(1, "forward").tolist() == [[8.0] * 4, [4.0] * 4]
     assert problem.array(1, "backward").tolist() == [[24.0] * 4, [12.0] * 4]
     assert problem.array(0, "activation").tolist() == [[8.0] * 4] * 2
+    times.add([part(0, "actor", 3.0)], layouts)
+    again = training_problem(layouts, counts, 2, times)
+    assert again.array(0, "forward").tolist() == [[2.0] * 4, [2.0] * 4], "an odd moment counts half"
 
 
 @settings(deadline=None)

@@ -69,14 +69,16 @@ class Times:
         return bool(self._seconds)
 
     def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
-        """Take measurements in; later ones replace earlier ones of the same kind."""
+        """Take measurements in: half of what is known from now on, so that one odd moment counts for little."""
         for part in times:
             layout = layouts[part.model]
             place = coordinates(part.rank, layout)
             pipeline, copy = divmod(place.dp, layout.dp // layout.pipelines)
             key = (part.model, pipeline, place.pp, copy)
             for kind, values in part.seconds.items():
-                self._seconds[*key, kind] = values
+                old = self._seconds.get((*key, kind), values)
+                mixed = [(a + b) / 2 for a, b in zip(old, values, strict=True)] if len(old) == len(values) else values
+                self._seconds[*key, kind] = mixed
             self._bytes[key] = part.activation
 
     def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
