@@ -143,6 +143,22 @@ def test_what_the_store_says_ends_inference() -> None:
         run_scoring([FakeScorer()], [[finished(2, 2)]], refuse="disk is full")
 
 
+def test_a_callback_that_fails_ends_inference() -> None:
+    async def scenario() -> None:
+        def broken() -> list[Scorer]:
+            raise StoreError("no fleet")
+
+        async with (
+            aiohttp.ClientSession() as session,
+            Inference(session, ["reward"], broken, lambda scores: None, lambda scorer, reason: None) as inference,
+        ):
+            inference.add([finished(2, 2)])
+            await inference.finish(20.0)
+
+    with pytest.raises(StoreError, match="no fleet"):
+        asyncio.run(scenario())
+
+
 def test_nothing_to_score_is_done_at_once() -> None:
     assert run_scoring([], [[]]) == ({}, [])
 

@@ -85,7 +85,7 @@ class Inference:
 
     `want`: of "reference", "reward", "critic". `scorers` gives those that may take a chunk now; `poke` says that it may
     answer otherwise; `everyone`: how many there are in all, by which chunks are cut. `on_scores` gets each chunk's
-    scores; what it raises, `check` and `finish` raise."""
+    scores; what these raise, `check` and `finish` raise."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Inference:
         self._wake.set()
 
     def check(self) -> None:
-        """Raise what `on_scores` raised."""
+        """Raise what a callback raised."""
         if self._error is not None:
             raise self._error
 
@@ -159,6 +159,13 @@ class Inference:
         self.check()
 
     async def _run(self) -> None:
+        try:
+            await self._hand_out()
+        except Exception as error:
+            self._error = error
+            self._done.set()
+
+    async def _hand_out(self) -> None:
         while True:
             self._wake.clear()
             if self._waiting:
