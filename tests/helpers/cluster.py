@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -19,7 +21,7 @@ DEVCLUSTER = REPOSITORY / "hack/devcluster"
 sys.path.insert(0, str(DEVCLUSTER))
 
 from devcluster import binaries, lifecycle, preflight  # noqa: E402
-from devcluster.settings import ClusterError  # noqa: E402
+from devcluster.settings import ClusterError, state_root  # noqa: E402
 
 T = TypeVar("T")
 
@@ -159,9 +161,15 @@ def running(name: str, **options: bool) -> Iterator[KubeCluster]:
     missing = [module for module in modules if not binaries.folder(module).is_dir()]
     if missing:
         raise ClusterError(f"not built yet: {', '.join(missing)} (make cluster-binaries)")
-    cluster = lifecycle.up(name, **options)
-    try:
-        yield KubeCluster(cluster.kubeconfig, name)
-    finally:
-        if os.environ.get("DOVETAIL_TEST_CLUSTER") != "keep":
-            lifecycle.down(name)
+    state_root().mkdir(parents=True, exist_ok=True)
+    with (state_root() / f".{name}.users").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        cluster = lifecycle.up(name, **options)
+        try:
+            yield KubeCluster(cluster.kubeconfig, name)
+        finally:
+            if os.environ.get("DOVETAIL_TEST_CLUSTER") != "keep":
+                # Another session on this machine may use it too: the last one takes it down.
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lifecycle.down(name)
