@@ -164,8 +164,7 @@ def _problem(memory: float | None, **numbers: Any) -> Problem:
     for name in ("actor_forward", "critic_forward"):
         if numbers[name] is None:
             raise UsageError(f"--{name.replace('_', '-')} is missing; give it, or measured times with --profile.")
-    names = ("actor_stages", "critic_stages", "micro_batches", "actor_forward", "critic_forward")
-    return fused_problem(*(numbers.pop(name) for name in names), memory_limit=memory, **numbers)
+    return fused_problem(memory_limit=memory, **numbers)
 
 
 def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> Problem:
