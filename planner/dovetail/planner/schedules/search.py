@@ -199,13 +199,13 @@ class _Search:
         self, task: Callable[[int, Ints], T], count: int, poll: Callable[[Ints], None] | None = None
     ) -> Iterable[T]:
         """The results of task(number, stop), in order. stop[i] is for task i to set once the later ones need not go on;
-        the last is set here when the time is up, though not before there is any answer."""
+        the last is set here when the time is up, though never in the first round."""
         stop = np.zeros(count + 1, np.int64)
         futures: list[Future[T]] = [self.pool.submit(task, number, stop) for number in range(count)]
         pending = set(futures)
         while pending:
             _, pending = wait(pending, timeout=_POLL)
-            if self.best is not None and self.left() <= 0:
+            if self.rounds > 1 and self.left() <= 0:
                 stop[-1] = 1
             if poll is not None and pending:
                 poll(stop)
