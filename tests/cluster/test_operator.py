@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.cluster import REPOSITORY, KubeCluster, wait_for
+from helpers.cluster import KubeCluster, wait_for
 from helpers.jobs import MANIFEST
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
 
@@ -26,7 +26,6 @@ GROUPS = [
 @pytest.fixture(scope="module")
 def leader(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
     """The operator, on this machine with the rights of the chart's account."""
-    cluster.apply(yaml.safe_load((REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml").read_text()))
     install(cluster, [])
     cluster.kubectl("wait", "--for=condition=Established", "crd/rlhfjobs.dovetail.dev", "--timeout=60s")
     folder = tmp_path_factory.mktemp("operator")
@@ -169,7 +168,9 @@ def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
 def test_running_out_of_memory_fails_the_job_with_its_name(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
-    groups = with_trainer(podTemplate=container(resources={"requests": {"memory": "64Mi"}, "limits": {"memory": "64Mi"}}))
+    groups = with_trainer(
+        podTemplate=container(resources={kind: {"memory": "64Mi"} for kind in ("requests", "limits")})
+    )
     document = manifest(namespace, groups, failurePolicy={"maxRestarts": 0})
     cluster.apply(document, namespace=namespace)
     end = wait_end(cluster, namespace, 600)

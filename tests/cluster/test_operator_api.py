@@ -33,10 +33,8 @@ def submit(server: KubeCluster, document: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def server(api_server: KubeCluster) -> KubeCluster:
     """With the CRDs, two namespaces, and the chart's rights in these two alone."""
-    crd = yaml.safe_load((REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml").read_text())
     if api_server.get("crd", "jobsets.jobset.x-k8s.io") is None:
         api_server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
-    api_server.apply(crd)
     for name in NAMESPACES:
         api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     install(api_server, NAMESPACES)

@@ -48,13 +48,15 @@ def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, An
 
 
 def install(cluster: KubeCluster, namespaces: list[str]) -> None:
-    """The chart's accounts and rights, with nothing that runs. `namespaces`: none means all."""
+    """The CRD, and the chart's accounts and rights, with nothing that runs. `namespaces`: none means all."""
+    crd = str(REPOSITORY / "crds/rlhfjobs.dovetail.dev.yaml")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     chart, values = str(REPOSITORY / "helm/dovetail"), f"namespaces={json.dumps(namespaces)}"
     text = cluster.helm("template", "dovetail", chart, "-n", SYSTEM, "--set-json", values)
     wanted = [thing for thing in yaml.safe_load_all(text) if thing and thing["kind"] in RBAC]
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
     items = {"apiVersion": "v1", "kind": "List", "items": [space, *wanted]}
-    cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(items))
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(items))
 
 
 def kubeconfig(cluster: KubeCluster, folder: Path, account: str = "dovetail-operator") -> Path:

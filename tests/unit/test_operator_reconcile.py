@@ -268,7 +268,7 @@ def test_restarts_are_counted_over_all_pods():
         cluster.settle()
     failed = cluster.condition("Failed")
     assert failed["reason"] == "TrainerFailed"
-    assert "3 pods failed" in failed["message"]
+    assert failed["message"].endswith("(failures of pods: 3, failurePolicy.maxRestarts: 2)")
     assert "trainer died" in failed["message"]
     assert ("JobSet", "demo") not in cluster.objects, "it would hold GPUs"
 

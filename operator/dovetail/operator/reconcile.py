@@ -260,9 +260,10 @@ class _Reconciler:
         failed = sum(int(j.get("status", {}).get("failed") or 0) for j in mine)
         if failed <= most:
             return None
-        last = f"; the last: {cause.sentence}" if cause else ""
-        reason = cause.reason if cause else reasons.MAX_RESTARTS
-        return Refused(reason, f"{failed} pods failed, more than failurePolicy.maxRestarts, {most}, allows{last}")
+        count = f"failures of pods: {failed}, failurePolicy.maxRestarts: {most}"
+        if cause is None:
+            return Refused(reasons.MAX_RESTARTS, count)
+        return Refused(cause.reason, f"{cause.sentence} ({count})")
 
     def _too_long(self) -> Refused | None:
         limit, started = self._context.job.spec.active_deadline_seconds, self._status.start_time
