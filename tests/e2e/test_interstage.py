@@ -17,12 +17,18 @@ ITERATIONS, SAMPLES = 4, 48
 
 
 def job(fusion: float | str) -> Any:
-    """After some SFT, of the likeliest tokens only, the end token comes at random: lengths have a tail."""
+    """After some SFT, of the likeliest tokens only, and slowly learning: a letter comes at random, so lengths have a
+    tail. (The likeliest tokens are text; in random bytes, stop strings depend on where a decoder was started.)"""
     return tiny_job(
         plan={"interStageFusion": fusion},
         reward={"steps": 6},
-        ppo={"iterations": ITERATIONS, "globalBatchSize": SAMPLES, "miniBatchSize": SAMPLES},
-        generation={"maxTokens": 80, "topK": 20},
+        ppo={
+            "iterations": ITERATIONS,
+            "globalBatchSize": SAMPLES,
+            "miniBatchSize": SAMPLES,
+            "actorOptimizer": {"learningRate": 1.0e-5},
+        },
+        generation={"maxTokens": 80, "topK": 20, "stop": ["n"]},
         checkpoint={"everySteps": 100},
     )
 
