@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.api.messages import Span
@@ -16,6 +16,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambd
 
 
 @given(INTERVALS)
+@settings(deadline=None)
 def test_a_union_counts_every_second_once(intervals: list[tuple[float, float]]) -> None:
     seconds = {second for start, end in intervals for second in range(int(start), int(end))}
     assert union_seconds(intervals) == len(seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import FAST, Job, play, until
 
@@ -43,6 +43,7 @@ def test_gathers_once_at_the_threshold_where_most_samples_are() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 60))
+@settings(deadline=None)
 def test_a_plan_splits_the_rollouts_and_fits_what_is_left(owners: list[int], threshold: int) -> None:
     """`owners`: each unfinished sample's rollout; 3: it waits for one."""
     names = ["r0", "r1", "r2"]
@@ -178,12 +179,12 @@ def test_a_pod_that_is_about_to_end_gives_its_samples_away(tmp_path: Path) -> No
 
 def test_a_silent_suspect_gives_its_samples_away_if_others_are_there() -> None:
     instance = Instance("r0", "rollout", "g", "", "1", Health.SUSPECT, True, 1, {}, 0.0, "")
-    settings = Settings(suspect=10.0)
-    assert leaves(instance, 11.0, True, settings) == "suspect"
-    assert leaves(instance, 9.0, True, settings) is None, "its tokens still come"
-    assert leaves(instance, 11.0, False, settings) is None, "nobody else is there"
-    assert leaves(replace(instance, health=Health.HEALTHY), 11.0, True, settings) is None
-    assert leaves(replace(instance, health=Health.HEALTHY, draining=True), 0.0, False, settings) == "drain"
+    patience = Settings(suspect=10.0)
+    assert leaves(instance, 11.0, True, patience) == "suspect"
+    assert leaves(instance, 9.0, True, patience) is None, "its tokens still come"
+    assert leaves(instance, 11.0, False, patience) is None, "nobody else is there"
+    assert leaves(replace(instance, health=Health.HEALTHY), 11.0, True, patience) is None
+    assert leaves(replace(instance, health=Health.HEALTHY, draining=True), 0.0, False, patience) == "drain"
 
 
 def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from dovetail.coordinator.work import Generated
 from dovetail.planner.interstage import Decision, Measurements, StageProfile, ThresholdController, plan_migration
 
 STORED = "ppo/fusion"
-# Stands in for what a run has not measured yet; only the ratios of its numbers matter for the first choice.
+# Stands in for what a run has not measured yet, on the premise that a step takes almost as long with some dozens
+# of samples as with one. Only ratios matter for the first choice.
 ASSUMED = StageProfile(
-    decode=((1, 0.008), (32, 0.016)), prefill_seconds_per_token=1e-4, inference_seconds_per_token=3e-4
+    decode=((1, 0.010), (64, 0.012)), prefill_seconds_per_token=1e-4, inference_seconds_per_token=3e-4
 )
 
 
