@@ -191,7 +191,7 @@ def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
     cluster.apply(
-        manifest(namespace, ppo={"iterations": 4, "globalBatchSize": 16, "miniBatchSize": 8}), namespace=namespace
+        manifest(namespace, ppo={"iterations": 40, "globalBatchSize": 16, "miniBatchSize": 8}), namespace=namespace
     )
 
     def iteration() -> int:
@@ -204,4 +204,4 @@ def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     assert condition(cluster, namespace, "Suspended")["status"] == "True"
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":false}}')
     assert wait_end(cluster, namespace) == "Completed"
-    assert job(cluster, namespace)["status"]["iteration"] == 4
+    assert job(cluster, namespace)["status"]["iteration"] == 40
