@@ -19,6 +19,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # Last, so that no cluster works beside the other tests.
+    items.sort(key=lambda item: str(item.path).startswith(FOLDER))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from pathlib import Path
 from devcluster.settings import NODES, Cluster, ClusterError
 
 ROOT = Path("/sys/fs/cgroup")
+SHARES = 32_768  # of cgroup v1; a process outside has 1,024
+WEIGHT = 3_200  # of v2, where that is 100
 
 
 def _unified() -> bool:
@@ -37,6 +39,10 @@ def _create(hierarchy: Path, cluster: Cluster) -> None:
             # A cpuset of v1 starts empty, and then takes no process.
             if (folder / name).exists() and not _unified():
                 (folder / name).write_text((folder.parent / name).read_text())
+    # Else all pods together would get as much of a busy machine as any one process outside.
+    for name, value in (("cpu.shares", SHARES), ("cpu.weight", WEIGHT)):
+        if (top / name).exists():
+            (top / name).write_text(str(value))
     if _unified():
         for folder in (hierarchy, top):
             for controller in (folder / "cgroup.controllers").read_text().split():

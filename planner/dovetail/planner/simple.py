@@ -141,9 +141,7 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
 def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> bool:
     """Whether actor and critic train together on pipelines, so that their schedule is a matter of choice."""
     both = [parallelism.get(model) for model in ("actor", "critic")]
-    return (
-        Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
-    )
+    return Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
 
 
 def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> list[str]:
