@@ -14,6 +14,8 @@ from helpers.jobs import Reaper, events, history, run_job, stored_samples, summa
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS, SAMPLES = 4, 48
+# So early that both servers still have samples, however unevenly a machine runs them.
+FRACTION = 0.75
 
 
 def job(fusion: float | str) -> Any:
@@ -67,11 +69,11 @@ def largest_difference(run_dir: Path, serial: Path) -> float:
 
 
 def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> None:
-    outcome, _ = run_job(job(0.4), tmp_path)
+    outcome, _ = run_job(job(FRACTION), tmp_path)
     assert outcome.succeeded, outcome.reason
     gathered = events(tmp_path, "tail.gathered")
     assert gathered
-    assert all(e["left"] <= 0.4 * SAMPLES and len(e["destinations"]) == 1 for e in gathered)
+    assert all(e["left"] <= FRACTION * SAMPLES and len(e["destinations"]) == 1 for e in gathered)
     check_samples(tmp_path, serial)
     assert largest_difference(tmp_path, serial) < 2e-5
     migrated = [s for i in range(1, ITERATIONS + 1) for s in stored_samples(tmp_path, i) if s.attempt > 1]
@@ -81,7 +83,7 @@ def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> No
     assert facts["samples_migrated"] == len(events(tmp_path, "sample.moved")) > 0
     assert "tail" in {e["reason"] for e in events(tmp_path, "sample.moved")}
     assert facts["seconds_hidden"] > 0
-    assert facts["threshold"] == int(0.4 * SAMPLES)
+    assert facts["threshold"] == int(FRACTION * SAMPLES)
     assert summary(serial)["fusion"]["seconds_hidden"] == 0
     for metrics in history(tmp_path, "ppo").values():
         spent = sum(metrics[f"seconds_{name}"] for name in ("generation", "inference", "training", "weights", "other"))
@@ -103,7 +105,7 @@ def test_whoever_dies_as_the_tail_migrates_no_sample_is_lost_or_doubled(tmp_path
 
     reaper = Reaper(tmp_path, victims)
     try:
-        outcome, told = run_job(job(0.4), tmp_path, reaper)
+        outcome, told = run_job(job(FRACTION), tmp_path, reaper)
     finally:
         reaper.close()
     assert outcome.succeeded, (outcome.reason, told)

@@ -90,6 +90,13 @@ class Fusion:
         """What is known of the instances of a group."""
         return self.measurements.setdefault(group, Measurements(self._assumed))
 
+    def _profile(self, group: str) -> StageProfile:
+        """As measured. Whoever names the fraction has weighed slower steps against freed servers: then a destination
+        takes what it has room for, not only what costs its steps nothing."""
+        profile = self.measured(group).profile()
+        pinned = not isinstance(self._spec.plan.inter_stage_fusion, str)
+        return replace(profile, saturation=profile.max_samples) if pinned else profile
+
     @asynccontextmanager
     async def stage(
         self, iteration: int, prompt_lengths: Sequence[int], instances: Sequence[Instance]
@@ -97,7 +104,7 @@ class Fusion:
         """One iteration's, whose threshold is decided while its generation begins; until then the last one's counts.
         Raises what deciding raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
-        stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
+        stage = StageFusion({i.name: self._profile(i.group) for i in instances}, longest)
         if self._spec.plan.inter_stage_fusion == "Off" or not instances:
             yield stage
             return
