@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,7 @@ def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) 
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         scheduling.learn(measured(0.01))
+        await scheduling.close()
         chosen = await scheduling.current()
         assert chosen is not None
         return scheduling, chosen
@@ -209,6 +211,7 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
         seen = [await scheduling.current()]
         for result in (measured(0.01), measured(0.0101)):
             scheduling.learn(result)
+            await scheduling.close()
             seen.append(await scheduling.current())
         again = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
         await again.begin()
@@ -231,6 +234,7 @@ def test_a_pin_is_obeyed(tmp_path: Path, pin: str, allowed: str | tuple[str, ...
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         scheduling.learn(measured(0.01, slow="critic"))
+        await scheduling.close()
         return await scheduling.current()
 
     chosen = asyncio.run(go())
@@ -259,3 +263,23 @@ def test_warm_up_of_the_critic_runs_where_its_stages_are() -> None:
     # The critic's last stage, on rank 0, goes back at once.
     assert [a.kind for a in step.actions[0][:2]] == ["F", "B"]
     assert [a.kind for a in step.actions[1][:2]] == ["F", "F"]
+
+
+def test_an_iteration_waits_for_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, plan = job()
+    searching = threading.Event()
+
+    async def go() -> tuple[Chosen | None, Chosen | None]:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        before = await scheduling.current()
+        monkeypatch.setattr(scheduling, "_choose", lambda times: searching.wait(60))
+        scheduling.learn(measured(0.01))
+        meanwhile = await asyncio.wait_for(scheduling.current(), 30)
+        searching.set()
+        await scheduling.close()
+        return before, meanwhile
+
+    before, meanwhile = asyncio.run(go())
+    assert before is not None
+    assert meanwhile == before

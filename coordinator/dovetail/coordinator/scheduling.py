@@ -6,6 +6,7 @@ Made only where there is something to choose (`schedule_words.applies`): the sea
 from __future__ import annotations
 
 import asyncio
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class Scheduling:
         self._times = Times()
         self._current: Schedule | None = None
         self._choosing: asyncio.Task[None] | None = None
+        self._learned = 0
         self._peak_bytes = 0.0
         self._seconds: list[float] = []
         self._layouts: dict[str, Layout] = {}
@@ -73,31 +75,34 @@ class Scheduling:
         kept = self._records.get("ppo/placement")
         if isinstance(kept, dict):
             self._place(bool(kept["reverse"]))
-        await asyncio.to_thread(self._choose)
+        await asyncio.to_thread(self._choose, self._times)
         self._records.put("ppo/placement", {"reverse": bool(self._reverse)})
 
     async def current(self) -> Chosen | None:
-        """The schedule of the next iteration."""
-        if self._choosing is not None:
-            choosing, self._choosing = self._choosing, None
-            await choosing
-        if self._current is None:
+        """The schedule of the next iteration. Nothing waits for a search under way: what it finds counts later."""
+        if self._choosing is not None and self._choosing.done():
+            await self.close()
+        current = self._current
+        if current is None:
             return None
-        lists = rank_actions(self._current, self._layouts)
-        return Chosen(self._current.family, self._current.instance.problem.mini_batches, write_words(lists))
+        lists = rank_actions(current, self._layouts)
+        return Chosen(current.family, current.instance.problem.mini_batches, write_words(lists))
 
     def learn(self, result: CommandResult) -> None:
-        """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule."""
+        """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule: after 1, 2,
+        4, 8, ... iterations, as each adds less to what is known and a search takes a core from the rollouts."""
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self._layouts)
+        self._learned += 1
         self._peak_bytes = result.metrics.get("activation_peak_bytes", 0.0)
         self._seconds = [
             span.end - span.start
             for span in result.spans
             if span.process == "trainer-0" and span.lane == "phases" and span.name.startswith("mini-batch")
         ]
-        self._choosing = asyncio.create_task(asyncio.to_thread(self._refine))
+        if self._choosing is None and self._learned.bit_count() == 1:
+            self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times)))
 
     async def close(self) -> None:
         """Wait for a search under way, so that what it finds is in the report."""
@@ -125,23 +130,23 @@ class Scheduling:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
 
-    def _refine(self) -> None:
+    def _refine(self, times: Times) -> None:
         try:
-            self._choose()
+            self._choose(times)
         except ProblemError as error:
             self._log("schedule.kept", reason=str(error))
 
-    def _choose(self) -> None:
+    def _choose(self, times: Times) -> None:
         """Evaluate every family with what is known; take the best one, if it gains enough."""
         spec = self._spec
         either = shared_layouts(self._plan.parallelism, False)
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
-        problem = training_problem(either, counts, together, self._times)
+        problem = training_problem(either, counts, together, times)
         limit = serial_memory(problem) * (1 + 1e-6) if self._limited() else None
         problem, halves = (
-            training_problem(either, counts, together, self._times, split=split, memory_limit=limit)
+            training_problem(either, counts, together, times, split=split, memory_limit=limit)
             for split in (False, True)
         )
         effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
@@ -160,7 +165,7 @@ class Scheduling:
         now = None if self._current is None else here.get(self._current.family)
         if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
             if self._current is None or best.family != self._current.family:
-                self._log("schedule.chosen", family=best.family, makespan=best.makespan, measured=self._times.measured)
+                self._log("schedule.chosen", family=best.family, makespan=best.makespan, measured=times.measured)
             self._current = best
         else:
             self._current = self._turned(now, problem, halves, effort)
