@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from dovetail.api.messages import Span
-from dovetail.coordinator.trace import chrome_trace
+from dovetail.api.trace import chrome_trace
 
 SUMMARY = {
     "state": "succeeded",

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.api.messages import Span
+from dovetail.api.trace import chrome_trace
 from dovetail.coordinator.interstage.account import account, totals, union_seconds
-from dovetail.coordinator.trace import chrome_trace
 from dovetail.local.report import trace_curve
 from dovetail.local.summary import fusion_rows
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.messages import Span
-from dovetail.coordinator.trace import chrome_trace
+from dovetail.api.trace import chrome_trace
 
 
 def span(name, process, start, end, lane="main", **more):

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dovetail.api.messages import Span
+from dovetail.api.trace import chrome_trace
 from dovetail.coordinator.summary import write_json
-from dovetail.coordinator.trace import chrome_trace
 
 
 class Timeline:
