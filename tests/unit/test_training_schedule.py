@@ -283,3 +283,23 @@ def test_an_iteration_waits_for_no_search(tmp_path: Path, monkeypatch: pytest.Mo
     before, meanwhile = asyncio.run(go())
     assert before is not None
     assert meanwhile == before
+
+
+def test_a_search_that_has_ended_does_not_stand_in_the_next_ones_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, plan = job()
+    searches: list[Times] = []
+
+    async def go() -> None:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        monkeypatch.setattr(scheduling, "_choose", searches.append)
+        for _ in range(2):
+            scheduling.learn(measured(0.01))
+            assert scheduling._choosing is not None
+            await asyncio.wait_for(asyncio.wait([scheduling._choosing]), 60)  # nobody has collected it
+        await scheduling.close()
+
+    asyncio.run(go())
+    assert len(searches) == 2

@@ -101,6 +101,9 @@ class Scheduling:
             for span in result.spans
             if span.process == "trainer-0" and span.lane == "phases" and span.name.startswith("mini-batch")
         ]
+        if self._choosing is not None and self._choosing.done():
+            self._choosing.result()  # what went wrong there is raised here, as in `current`
+            self._choosing = None
         if self._choosing is None and self._learned.bit_count() == 1:
             self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times)))
 
