@@ -1,0 +1,174 @@
+"""The GPUs that there are: pools of equal nodes, from a file or from a cluster's Node objects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.timing import Cluster
+
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+GPU_RESOURCE = "nvidia.com/gpu"
+# Assumed where an inventory does not say: one 100 Gbit/s port a GPU (APP section VI-A has 100 GB/s for eight).
+NETWORK_GBPS = 100.0
+_KEYS = {"name", "product", "nodes", "gpusPerNode", "pricePerGPUHour", "networkGbps"}
+
+
+class InventoryError(ValueError):
+    """An inventory that cannot be read; one sentence that names the entry and the fix."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """`nodes` equal nodes of `per_node` GPUs. `network`: bytes per second of one GPU to other nodes, one direction.
+
+    GPU i of the pool is on node i // per_node. `price`: of a GPU for an hour, in any currency; None: not known."""
+
+    name: str
+    gpu: GPU
+    nodes: int
+    per_node: int
+    network: float = NETWORK_GBPS * 1e9 / 8
+    price: float | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def cluster(self) -> Cluster:
+        """For the time model."""
+        return Cluster(self.gpu, self.per_node, self.network)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Pools by name, in the order in which they were given. Hashable; never empty."""
+
+    pools: tuple[Pool, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            raise InventoryError("the inventory has no pools; list at least one with product, nodes and gpusPerNode")
+        names = [pool.name for pool in self.pools]
+        if twice := next((n for n in names if names.count(n) > 1), None):
+            raise InventoryError(f"the inventory has two pools named {twice}; give each a name of its own")
+
+    def __getitem__(self, name: str) -> Pool:
+        """Raises KeyError."""
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise KeyError(name)
+
+    @property
+    def gpus(self) -> int:
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def price(self) -> float | None:
+        """Of all GPUs for an hour; None unless every pool has a price."""
+        known = [pool.price * pool.gpus for pool in self.pools if pool.price is not None]
+        return sum(known) if len(known) == len(self.pools) else None
+
+    @property
+    def measured(self) -> bool:
+        """Whether all GPU figures were measured (`dovetail profile`), none from data sheets."""
+        return all(pool.gpu.measured for pool in self.pools)
+
+
+def read(text: str, measured: Mapping[str, GPU] | None = None) -> Inventory:
+    """An inventory file, YAML or JSON: `{pools: [{name, product, nodes, gpusPerNode, pricePerGPUHour, networkGbps}]}`,
+    or what `kubectl get nodes -o json` prints. `networkGbps`: Gbit/s of one GPU. Raises InventoryError."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise InventoryError(f"the inventory is neither YAML nor JSON{line}") from error
+    if isinstance(document, dict) and isinstance(document.get("items"), list):
+        return from_nodes(document["items"], measured)
+    if not isinstance(document, dict) or not isinstance(document.get("pools"), list):
+        raise InventoryError("the inventory holds no list `pools`; see docs/planner.md for its format")
+    return Inventory(tuple(_pool(entry, f"pools[{i}]", measured) for i, entry in enumerate(document["pools"])))
+
+
+def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
+    if not isinstance(entry, dict):
+        raise InventoryError(f"{where} of the inventory is no mapping; give it product, nodes and gpusPerNode")
+    if unknown := sorted(set(entry) - _KEYS):
+        raise InventoryError(f"{where} of the inventory has an unknown {unknown[0]}; known are {', '.join(_KEYS)}")
+    product = entry.get("product")
+    if not isinstance(product, str):
+        raise InventoryError(f"{where}.product of the inventory is {product!r}; give the GPU product's name")
+    price = entry.get("pricePerGPUHour")
+    return Pool(
+        name=str(entry.get("name") or slug(product)),
+        gpu=_gpu(product, measured, f"{where}.product of the inventory"),
+        nodes=_whole(entry, "nodes", 1, where),
+        per_node=_whole(entry, "gpusPerNode", 1, where),
+        network=_positive(entry.get("networkGbps", NETWORK_GBPS), f"{where}.networkGbps") * 1e9 / 8,
+        price=None if price is None else _positive(price, f"{where}.pricePerGPUHour"),
+    )
+
+
+def from_nodes(nodes: Iterable[Mapping[str, Any]], measured: Mapping[str, GPU] | None = None) -> Inventory:
+    """Of Kubernetes Node objects: those that are ready, not cordoned, and have GPUs by device plug-in and label. One
+    pool for each product and number of GPUs a node. Raises InventoryError."""
+    counts: dict[tuple[str, int], int] = {}
+    for node in nodes:
+        product = ((node.get("metadata") or {}).get("labels") or {}).get(PRODUCT_LABEL)
+        status = node.get("status") or {}
+        count = _allocatable(status)
+        if product and count and not (node.get("spec") or {}).get("unschedulable") and _ready(status):
+            counts[product, count] = counts.get((product, count), 0) + 1
+    if not counts:
+        raise InventoryError(
+            f"no node is ready and has {GPU_RESOURCE} and the label {PRODUCT_LABEL}; install GPU feature discovery, or "
+            "give an inventory file"
+        )
+    pools, names = [], [slug(product) for product, _ in counts]
+    for (product, per_node), number in sorted(counts.items()):
+        name = slug(product) if names.count(slug(product)) == 1 else f"{slug(product)}-x{per_node}"
+        pools.append(Pool(name, _gpu(product, measured, f"a node's {PRODUCT_LABEL}"), number, per_node))
+    return Inventory(tuple(pools))
+
+
+def _allocatable(status: Mapping[str, Any]) -> int:
+    value = str((status.get("allocatable") or {}).get(GPU_RESOURCE, "0"))
+    return int(value) if value.isdigit() else 0
+
+
+def _ready(status: Mapping[str, Any]) -> bool:
+    conditions = status.get("conditions") or []
+    return all(c.get("status") == "True" for c in conditions if c.get("type") == "Ready")
+
+
+def slug(product: str) -> str:
+    """A pool's name by its product: NVIDIA-A100-SXM4-80GB is a100-sxm4-80gb."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"^(nvidia|tesla)[- ]", "", product.lower())).strip("-")
+
+
+def _gpu(product: str, measured: Mapping[str, GPU] | None, where: str) -> GPU:
+    try:
+        return gpu(product, measured)
+    except UnknownProduct as error:
+        raise InventoryError(f"{where}: {error}") from error
+
+
+def _whole(entry: Mapping[str, Any], key: str, default: int, where: str) -> int:
+    value = entry.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InventoryError(f"{where}.{key} of the inventory is {value!r}; it must be a whole number above 0")
+    return value
+
+
+def _positive(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise InventoryError(f"{where} of the inventory is {value!r}; it must be a number above 0")
+    return float(value)
