@@ -16,12 +16,14 @@ Arrays = dict[tuple[int, str], np.ndarray[Any, np.dtype[np.int64]]]
 
 @st.composite
 def layouts(draw: st.DrawFn, layers: int) -> Layout:
+    dp = draw(st.integers(1, 4))
     return Layout(
         pp=draw(st.integers(1, min(4, layers))),
         tp=draw(st.integers(1, 4)),
-        dp=draw(st.integers(1, 4)),
+        dp=dp,
         first=draw(st.integers(0, 20)),
         sharded=draw(st.booleans()),
+        copies=draw(st.sampled_from([k for k in range(1, dp + 1) if dp % k == 0])),
     )
 
 

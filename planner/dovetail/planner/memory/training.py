@@ -8,7 +8,7 @@ from typing import Literal
 from dovetail.api.types import Dtype, LoRA, Parallelism
 from dovetail.planner.memory.parts import Memory, on_gpu
 from dovetail.planner.shape import Head, ModelShape
-from dovetail.planner.switching.layout import layer_range
+from dovetail.planner.switching import layer_range
 
 ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2}
 # dovetail.trainer.algorithms.logprobs.GPU_CHUNK_BYTES, and about three of them at a time.
@@ -21,7 +21,8 @@ class Training:
     activations a rank holds at once, as the schedule says; `micro_batches`: of a mini-batch.
 
     `recompute`: only the blocks' inputs are kept, one block's activations made again. `offload`: optimizer moments live
-    in host memory between steps. `ema`: where the averaged weights are, if there are any."""
+    in host memory between steps. `ema`: where the averaged weights are, if there are any. `fsdp`: what the dp ranks
+    share, as ZeRO's stages count it: 0 nothing, 1 masters and moments, 2 gradients too (ours), 3 weights too."""
 
     shape: ModelShape
     head: Head
@@ -35,6 +36,7 @@ class Training:
     offload: bool = False
     ema: Literal["device", "host"] | None = None
     gpu: bool = True
+    fsdp: Literal[0, 1, 2, 3] = 2
 
     @property
     def sharded(self) -> bool:
@@ -69,18 +71,20 @@ def training_memory(job: Training, stage: int) -> Memory:
     """Of one rank of pipeline stage `stage`, at the peak of a step.
 
     Weights: float32 masters, a dp-th each; under FSDP2 (ZeRO-2) a whole copy of the stage in the compute dtype from the
-    first forward to the last backward of a mini-batch. Gradients: added up whole in float32 while there are further
-    micro-batches, then a dp-th. Moments: two float32 of the trained weights, a dp-th. Raises LayoutError for more
-    stages than layers."""
+    first forward to the last backward of a mini-batch; under ZeRO-3 of two blocks at a time. Gradients: added up whole
+    in float32 while there are further micro-batches (not under ZeRO-3), then a dp-th. Moments: two float32 of the
+    trained weights, a dp-th. Raises LayoutError for more stages than layers."""
     total, trained = stage_parameters(job, stage)
-    dp, b = job.layout.dp, ITEMSIZE[job.dtype]
-    device = {"weights": 4 * total / dp, "gradients": 4 * trained / dp}
+    b, layers = ITEMSIZE[job.dtype], max(1, len(_layers(job, stage)))
+    dp = job.layout.dp if job.fsdp else 1
+    device = {"weights": 4 * total / dp, "gradients": 4 * trained / (dp if job.fsdp > 1 else 1)}
     host: dict[str, float] = {}
     whole = 0.0
     if job.sharded:
-        device["gathered weights"] = float(b * total)
+        device["gathered weights"] = float(b * total) * (min(2, layers) / layers if job.fsdp == 3 else 1.0)
         # With one micro-batch a block's gradients are reduced as soon as they are there.
-        whole = trained if job.micro_batches > 1 else trained / max(1, len(_layers(job, stage)))
+        block = trained / layers
+        whole = (trained if job.micro_batches > 1 and job.fsdp < 3 else block) if job.fsdp > 1 else 0.0
         device["gradients"] += 4 * whole
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
     if job.ema is not None:

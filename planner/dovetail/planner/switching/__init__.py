@@ -1,9 +1,5 @@
-"""From a training to a generation layout (PUZZLE section 5.2): which rank sends which part of a tensor to whom.
+"""Layouts and routing tables, which the planner shares with the trainer ranks: `dovetail.api.switching`."""
 
-PUZZLE's Algorithm 1 is right only for equal dp and equal pp x tp. Here a layout is a set of N-dimensional boxes a rank,
-and a routing table their overlaps, so any pair of layouts will do."""
-
-from dovetail.planner.switching.layout import Box, Layout, LayoutError, Tensor, layer_range
-from dovetail.planner.switching.routing import RoutingTable, Transfer, route
+from dovetail.api.switching import Box, Layout, LayoutError, RoutingTable, Tensor, Transfer, layer_range, route
 
 __all__ = ["Box", "Layout", "LayoutError", "RoutingTable", "Tensor", "Transfer", "layer_range", "route"]

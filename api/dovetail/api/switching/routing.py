@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dovetail.planner.switching.layout import Box, Layout, Tensor, overlap, pieces, volume
+from dovetail.api.switching.layout import Box, Layout, Tensor, overlap, pieces, volume
 
 # Parts smaller than this are not split further to balance the senders: a message has a cost of its own.
 MIN_PIECE_BYTES = 1 << 20

@@ -31,20 +31,24 @@ class Tensor:
 class Layout:
     """pp x dp x tp ranks from `first` on, tp changing fastest, then dp, as in PUZZLE's Algorithm 1.
 
-    `sharded`: dp ranks share each tensor's first dimension (FSDP) rather than each holding a copy. Uneven parts are as
-    torch's chunks: of ceil(n / k), the last ones shorter or empty."""
+    `sharded`: dp ranks share each tensor's first dimension (FSDP) rather than each holding a copy; with `copies`, so
+    many sets of dp / copies neighbours do. Uneven parts are as torch's chunks: of ceil(n / k), the last ones shorter or
+    empty."""
 
     pp: int = 1
     tp: int = 1
     dp: int = 1
     first: int = 0
     sharded: bool = False
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if min(self.pp, self.tp, self.dp) < 1 or self.first < 0:
             raise LayoutError(
                 f"pp {self.pp}, tp {self.tp}, dp {self.dp} and the first rank {self.first} must not be less"
             )
+        if self.copies < 1 or self.dp % self.copies:
+            raise LayoutError(f"dp {self.dp} is not a multiple of the {self.copies} copies")
 
     @property
     def ranks(self) -> range:
@@ -68,12 +72,13 @@ class Layout:
         whole = tuple((0, n) for n in tensor.shape)
         stage = next(p for p in range(self.pp) if tensor.layer in layer_range(layers, p, self.pp))
         held: dict[Box, list[int]] = {}
+        shards = self.dp // self.copies
         for dp in range(self.dp):
             for tp in range(self.tp):
                 box = whole if tensor.tp_dim is None else _part(whole, tensor.tp_dim, tp, self.tp)
                 if self.sharded:
                     # FSDP shards what tensor parallelism has left.
-                    box = _part(box, 0, dp, self.dp)
+                    box = _part(box, 0, dp % shards, shards)
                 if volume(box):
                     held.setdefault(box, []).append(self.rank(stage, dp, tp))
         return held
