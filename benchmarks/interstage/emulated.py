@@ -1,42 +1,59 @@
 """Rollouts and scorers that only wait: vLLM's and the scorer's protocols, with the durations of a profile.
 
 Each instance is one device: a server that decodes all its requests in step, and a scorer whose passes run one after
-another. They run in a process of their own, `serve`; their clocks do not drift, however late they are woken."""
+another. They run in a process of their own, `serve`; their clocks do not drift, however late they are woken. HTTP is
+spoken by hand, as two cores must do for many instances and the coordinator that is measured."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import resource
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Coroutine
+from functools import lru_cache
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
 
 import numpy as np
-from aiohttp import web
 
 from dovetail.api.sampling import SEED
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
 from dovetail.planner.interstage import StageProfile
 
 CHUNK = {"token_id": 5, "logprob": -1.25, "rank": 1, "top_logprobs": [{"token_id": 5, "logprob": -1.25}]}
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def framed(body: bytes) -> bytes:
+    """A part of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+@lru_cache(maxsize=4096)
+def event(count: int, reason: str | None) -> bytes:
+    """`count` tokens as vLLM sends them; with a reason the stream ends."""
+    choice = {"index": 0, "finish_reason": reason, "token_ids": [5] * count}
+    choice["logprobs"] = {"content": [CHUNK] * count}
+    message = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
+    sent = framed(f"data: {json.dumps(message)}\n\n".encode())
+    return sent if reason is None else sent + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Request:
     """`left` tokens to make; `unsent` made but not sent."""
 
-    def __init__(self, left: int, interval: int) -> None:
-        self.left, self.interval = left, interval
+    def __init__(self, left: int, interval: int, write: Callable[[bytes], None]) -> None:
+        self.left, self.interval, self.write = left, interval, write
         self.unsent = 0
         self.first = True
         self.aborted = False
-        self.events: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
 
     def made(self) -> bool:
         """One more token; True when it was the last."""
         self.unsent, self.left = self.unsent + 1, self.left - 1
         reason = "stop" if self.left == 0 else "abort" if self.aborted else None
         if reason or self.first or self.unsent == self.interval:
-            self.events.put_nowait((self.unsent, reason))
+            self.write(event(self.unsent, reason))
             self.unsent, self.first = 0, False
         return reason is not None
 
@@ -52,7 +69,7 @@ class Instance:
         self.scored_until = 0.0
 
     async def decode(self) -> None:
-        """For ever: one step of all requests, the prefills of new ones first."""
+        """For ever: one step of all requests, in which new ones are prefilled and make their first token."""
         clock = asyncio.get_running_loop().time
         now = clock()
         while True:
@@ -61,74 +78,103 @@ class Instance:
                 await self.wake.wait()
                 now = clock()
             tokens, self.prefill = self.prefill, 0
+            batch = list(self.requests.items())
             now += tokens * self.profile.prefill_seconds_per_token
-            now += self.profile.steps[min(len(self.requests), self.profile.max_samples)]
+            now += self.profile.steps[min(len(batch), self.profile.max_samples)]
             await asyncio.sleep(max(0.0, now - clock()))
-            for name, request in list(self.requests.items()):
+            for name, request in batch:
                 if request.made():
                     del self.requests[name]
 
-    async def generate(self, http: web.Request) -> web.StreamResponse:
-        body = await http.json()
+    def generate(self, body: dict[str, Any], write: Callable[[bytes], None]) -> None:
         params = body["sampling_params"]
         so_far = len(body["token_ids"]) - self.prompt
         left = self.length(params["extra_args"][SEED]) - so_far
-        request = Request(left, params["stream_interval"])
+        request = Request(left, params.get("stream_interval", 1), write)
         self.requests["generate-tokens-" + body["request_id"]] = request
         self.prefill += len(body["token_ids"])
         self.wake.set()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        reason = None
-        while reason is None:
-            count, reason = await request.events.get()
-            choice = {"index": 0, "finish_reason": reason, "token_ids": [5] * count}
-            choice["logprobs"] = {"content": [CHUNK] * count}
-            event = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
-            await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        write(STREAM)
 
-    async def abort(self, http: web.Request) -> web.Response:
-        for name in (await http.json())["request_ids"]:
+    def abort(self, names: list[str]) -> None:
+        for name in names:
             if name in self.requests:
                 self.requests[name].aborted = True
-        return web.Response()
 
-    async def score(self, http: web.Request) -> web.Response:
-        arrays = unpack(await http.read())
+    async def score(self, body: bytes) -> bytes:
+        arrays = unpack(body)
         prompts, responses = arrays["prompt_lengths"].astype(int), arrays["response_lengths"].astype(int)
         clock = asyncio.get_running_loop().time
-        seconds = sum(self.profile.scoring_seconds(n) for n in (prompts + responses).tolist())
+        seconds = self.profile.chunk_seconds((prompts + responses).tolist())
         self.scored_until = max(self.scored_until, clock()) + seconds
         await asyncio.sleep(self.scored_until - clock())
         full = np.full((len(prompts), int(responses.max())), -1.25, np.float32)
-        body = pack({"ref_logprobs": full, "values": full, "scores": np.ones(len(prompts), np.float32)})
-        return web.Response(body=body, content_type=CONTENT_TYPE)
-
-    async def start(self) -> int:
-        """Its port."""
-        app = web.Application(client_max_size=2**28)
-        app.router.add_post("/inference/v1/generate", self.generate)
-        app.router.add_post("/inference/v1/abort_requests", self.abort)
-        app.router.add_post("/v1/score", self.score)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-        return int(runner.addresses[0][1])
+        return pack({"ref_logprobs": full, "values": full, "scores": np.ones(len(prompts), np.float32)})
 
 
-def serve(profile: StageProfile, count: int, lengths: dict[int, int], prompt: int, pipe: Connection) -> None:
-    """A process of `count` instances: sends their ports, then serves until the pipe closes."""
+class Connection(asyncio.Protocol):
+    """One of the coordinator's connections to an instance."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.buffer = bytearray()
+        self.answering: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            first, *lines = bytes(self.buffer[:end]).split(b"\r\n")
+            size = next((int(line[15:]) for line in lines if line.lower().startswith(b"content-length:")), 0)
+            if len(self.buffer) < end + 4 + size:
+                return
+            body = bytes(self.buffer[end + 4 : end + 4 + size])
+            del self.buffer[: end + 4 + size]
+            self.route(first.split(b" ")[1].split(b"?")[0], body)
+
+    def route(self, path: bytes, body: bytes) -> None:
+        if path == b"/inference/v1/generate":
+            self.instance.generate(json.loads(body), self.transport.write)
+        elif path == b"/inference/v1/abort_requests":
+            self.instance.abort(json.loads(body)["request_ids"])
+            self.answer(b"")
+        elif path == b"/v1/score":
+            self.answering = asyncio.create_task(self.later(self.instance.score(body)))
+        else:
+            raise ValueError(f"no such route: {path!r}")
+
+    async def later(self, work: Coroutine[None, None, bytes]) -> None:
+        self.answer(await work)
+
+    def answer(self, body: bytes) -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+
+
+def most_files() -> None:
+    """Each stream is a connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
+
+def serve(profile: StageProfile, count: int, lengths: dict[int, int], prompt: int, pipe: Pipe) -> None:
+    """A process of `count` instances: sends their ports, then serves until the pipe closes."""
+    most_files()
+
     async def main() -> None:
-        instances = [Instance(profile, lengths.__getitem__, prompt) for _ in range(count)]
-        pipe.send([await instance.start() for instance in instances])
-        tasks = [asyncio.create_task(instance.decode()) for instance in instances]
+        loop = asyncio.get_running_loop()
+        ports, tasks = [], []
+        for _ in range(count):
+            instance = Instance(profile, lengths.__getitem__, prompt)
+            listening = await loop.create_server(lambda i=instance: Connection(i), "127.0.0.1", 0, backlog=1024)
+            ports.append(listening.sockets[0].getsockname()[1])
+            tasks.append(asyncio.create_task(instance.decode()))
+        pipe.send(ports)
         over = asyncio.Event()
-        asyncio.get_running_loop().add_reader(pipe.fileno(), over.set)
+        loop.add_reader(pipe.fileno(), over.set)
         await over.wait()
         for task in tasks:
             task.cancel()

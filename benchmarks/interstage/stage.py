@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 
-from dovetail.api.messages import Register
+from dovetail.api.messages import Register, Span
 from dovetail.api.types import Generation
 from dovetail.coordinator.fleet import Fleet
 from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.interstage.fusion import StageFusion
+from dovetail.coordinator.interstage.fusion import Fusion, StageFusion
 from dovetail.coordinator.interstage.stage import generate_and_score
 from dovetail.coordinator.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store import Store
+from dovetail.coordinator.work import Generated
 from dovetail.planner.interstage import Decision, Prediction, StageProfile
 from interstage.emulated import serve
 
@@ -49,6 +52,18 @@ def decided(threshold: int | None, prediction: Prediction) -> Decision:
     return Decision(threshold, None, "pinned", prediction, prediction.serial_seconds, prediction.fused_seconds, {})
 
 
+@dataclass(frozen=True)
+class Measured:
+    """`seconds` of the stage, `generation` of its generation; `gap`: that a migrated sample stood still, on average."""
+
+    seconds: float
+    generation: float
+    migrated: int
+    gap: float
+    done: Generated
+    scoring: list[Span]
+
+
 async def measure(
     ports: Sequence[int],
     lengths: Sequence[int],
@@ -56,9 +71,8 @@ async def measure(
     profile: StageProfile,
     decision: Decision,
     max_tokens: int,
-) -> tuple[float, float, int]:
-    """Seconds of the stage, of its generation, and samples migrated. Raises RuntimeError unless every sample ends
-    scored, with its own length."""
+) -> Measured:
+    """One stage. Raises RuntimeError unless every sample ends scored, with its own length."""
     fleet = Fleet(time.monotonic, lambda event, **fields: None)
     fleet.publish(1)
     for index, port in enumerate(ports):
@@ -71,6 +85,7 @@ async def measure(
     fusion = StageFusion({i.name: profile for i in rollouts}, prompt + max_tokens, decision)
     generation = Generation.model_validate({"maxTokens": max_tokens, "maxConcurrent": profile.max_samples})
     spent: dict[str, float] = {}
+    scoring: list[Span] = []
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -95,6 +110,7 @@ async def measure(
                 lambda: [s for s in scorers if fusion.may_score(s.name, generator.idle)],
                 keep,
                 lambda scorer, reason: None,
+                on_span=scoring.append,
                 everyone=lambda: len(scorers),
             ) as inference,
         ):
@@ -106,7 +122,15 @@ async def measure(
         store.close()
     if wrong:
         raise RuntimeError(f"{len(wrong)} samples did not end scored and whole, the first {wrong[0]}")
-    return sum(spent.values()), spent["generation"], len(done.migrations)
+    gap = statistics.fmean(m.seconds for m in done.migrations) if done.migrations else 0.0
+    return Measured(sum(spent.values()), spent["generation"], len(done.migrations), gap, done, scoring)
+
+
+def learn(fusion: Fusion, found: Measured) -> StageProfile:
+    """What a job would know of its instances after such a stage."""
+    groups = dict.fromkeys(found.done.instances, "g") | {s.process: "g" for s in found.scoring}
+    fusion.learn(groups, found.done, found.scoring)
+    return fusion.measured("g").profile()
 
 
 def lengths_of(count: int, max_tokens: int, seed: int) -> list[int]:

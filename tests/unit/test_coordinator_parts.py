@@ -25,14 +25,14 @@ from dovetail.coordinator.summary import build, mean_ci95, write_json
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=200), st.integers(1, 20))
-def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], parts: int) -> None:
-    chunk = next_chunk(lengths, parts, max_tokens=600, min_tokens=100)
+def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], scorers: int) -> None:
+    chunk = next_chunk(lengths, scorers, least=100, most=600)
     assert len(set(chunk)) == len(chunk) >= 1
     rest = [n for i, n in enumerate(lengths) if i not in set(chunk)]
     longest = max(lengths)
     assert not rest or min(lengths[i] for i in chunk) >= max(rest)
     assert len(chunk) == 1 or len(chunk) * longest <= 600
-    assert not rest or (len(chunk) + 1) * longest > min(100, sum(lengths) // parts)
+    assert not rest or (len(chunk) + 1) * longest > min(100, sum(lengths) // (3 * scorers))
 
 
 def finished(prompt: int, response: int, index: int = 0) -> Finished:

@@ -24,7 +24,7 @@ from dovetail.planner.interstage.decode import Decode
 from dovetail.planner.interstage.lengths import prior
 
 # One second a step whatever the batch, prompts for free.
-PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4)
+PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)
 
 
 def profile(**changes: Any) -> StageProfile:
@@ -103,6 +103,13 @@ def test_freed_instances_score_while_the_tail_is_generated() -> None:
     assert even.fused_seconds < even.serial_seconds
     beside = simulate(lengths, [1] * 6, [profile(shared=False)] * 2, 0)
     assert beside.fused_seconds == 39.0 + 20.5, "only the longest sample is scored after generation"
+
+
+def test_samples_are_scored_in_the_coordinators_chunks() -> None:
+    # Two chunks of at least 10 tokens, 5 + 5 and 3 + 3 (the first one's share is less), each 2 s and 0.5 s a token.
+    one = profile(chunk_tokens=10, inference_seconds_per_chunk=2.0)
+    result = simulate([4, 2, 4, 2], [1] * 4, [one], None)
+    assert result.serial_seconds - result.generation_seconds == 2 * 2.0 + 0.5 * 16
 
 
 def test_only_scorers_of_their_own_work_beside_a_busy_server() -> None:
@@ -309,6 +316,19 @@ def test_measurements_replace_what_was_assumed() -> None:
     assert measured.max_samples == PLAIN.max_samples
     found.scored(2000, 3.0)
     assert 0.0005 < found.profile().inference_seconds_per_token < 0.0015
+
+
+def test_a_chunks_fixed_cost_is_told_from_that_of_its_tokens() -> None:
+    found = Measurements(PLAIN)
+    for tokens in (500, 2000, 700, 4000) * 5:
+        found.scored(tokens, 0.2 + 0.001 * tokens)
+    fitted = found.profile()
+    assert (fitted.inference_seconds_per_chunk, fitted.inference_seconds_per_token) == pytest.approx((0.2, 0.001))
+    alike = Measurements(PLAIN)
+    for seconds in (1.0, 1.4):
+        alike.scored(1000, seconds)
+    assert alike.profile().inference_seconds_per_chunk == 0
+    assert alike.profile().inference_seconds_per_token == pytest.approx(0.0012, rel=0.01)
 
 
 @pytest.mark.parametrize(

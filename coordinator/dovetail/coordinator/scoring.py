@@ -21,11 +21,8 @@ from dovetail.api.messages import ModelRef, Span
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
 from dovetail.coordinator.data.tokenize import ppo_batch
 from dovetail.coordinator.samples import Key
+from dovetail.planner.interstage.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, chunk_rows
 
-MAX_CHUNK_TOKENS = 16_384
-# Below this a chunk's fixed costs (a request, three models' layers) are what it costs.
-MIN_CHUNK_TOKENS = 512
-CHUNKS_PER_SCORER = 3
 RETRY_SECONDS = 0.5
 
 
@@ -58,14 +55,11 @@ class Scores:
 
 
 def next_chunk(
-    lengths: Sequence[int], parts: int, max_tokens: int = MAX_CHUNK_TOKENS, min_tokens: int = MIN_CHUNK_TOKENS
+    lengths: Sequence[int], scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
 ) -> list[int]:
-    """Indices of the longest samples that together have about total/parts tokens, padded: at least `min_tokens` if
-    there are as many, and at most `max_tokens` (or one sample). Longest first: the last chunks are the short ones."""
+    """Indices of the samples that one of `scorers` scorers takes next, longest first: see `chunk_rows`."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    target = min(max_tokens, max(min_tokens, sum(lengths) // max(1, parts)))
-    rows = max(1, target // lengths[order[0]])
-    return order[:rows]
+    return order[: chunk_rows(lengths[order[0]], sum(lengths), scorers, least, most)]
 
 
 async def load_models(
@@ -179,7 +173,7 @@ class Inference:
                 await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self._waiting else None)
 
     def _take(self, scorers: int) -> list[Finished]:
-        chosen = next_chunk([len(s) for s in self._waiting], scorers * CHUNKS_PER_SCORER)
+        chosen = next_chunk([len(s) for s in self._waiting], scorers)
         chunk = [self._waiting[i] for i in chosen]
         taken = set(chosen)
         self._waiting = [s for i, s in enumerate(self._waiting) if i not in taken]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from dovetail.planner.interstage.profile import StageProfile
 
 # Weight of a new measurement in the mean of its kind.
 SMOOTHING = 0.3
+# What is left of the weight of a measured chunk with each one after it.
+FADING = 0.98
+# Relative variance of amounts below which they count as alike.
+SPREAD = 0.02
 
 
 class Mean:
@@ -27,13 +34,39 @@ class Mean:
         return self._seconds / self._amount if self._amount else None
 
 
+class Line:
+    """Fixed seconds and seconds each, fitted to (amount, seconds); older ones fade.
+
+    Of amounts that were all alike nothing can be said about the fixed part: it is then 0, as it is where the fit would
+    be below 0."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, x, y, x x, x y
+
+    def add(self, amount: float, seconds: float) -> None:
+        if amount > 0 and seconds > 0:
+            new = np.array([1.0, amount, seconds, amount * amount, amount * seconds])
+            self._sums = FADING * self._sums + new
+
+    @property
+    def fit(self) -> tuple[float, float] | None:
+        """(fixed, each); None before anything was measured."""
+        n, x, y, xx, xy = self._sums
+        if not n:
+            return None
+        spread = n * xx - x * x
+        each = (n * xy - x * y) / spread if spread > SPREAD * n * xx else 0.0
+        fixed = (y - each * x) / n
+        return (float(fixed), float(each)) if each > 0 and fixed > 0 else (0.0, float(y / x))
+
+
 class Measurements:
     """Of one instance, or of all that are alike. `assumed` stands in for whatever was not measured yet."""
 
     def __init__(self, assumed: StageProfile) -> None:
         self._assumed = assumed
         self._decode: dict[int, Mean] = {}
-        self._prefill, self._inference = Mean(), Mean()
+        self._prefill, self._inference = Mean(), Line()
         self._swap_in, self._swap_out, self._migration = Mean(), Mean(), Mean()
 
     def decoded(self, batch: int, steps: float, seconds: float) -> None:
@@ -45,7 +78,7 @@ class Measurements:
         self._prefill.add(tokens, seconds)
 
     def scored(self, tokens: int, seconds: float) -> None:
-        """Prompt and response tokens through reference, reward and critic."""
+        """A chunk's prompt and response tokens through reference, reward and critic."""
         self._inference.add(tokens, seconds)
 
     def swapped_in(self, seconds: float) -> None:
@@ -61,24 +94,23 @@ class Measurements:
     @property
     def measured(self) -> bool:
         """Whether decoding and inference, which decide everything, have both been seen."""
-        return bool(self._points()) and self._inference.seconds_each is not None
+        return bool(self._points()) and self._inference.fit is not None
 
     def _points(self) -> tuple[tuple[int, float], ...]:
         points = ((batch, mean.seconds_each) for batch, mean in sorted(self._decode.items()))
         return tuple((b, s) for b, s in points if s is not None)
 
     def profile(self) -> StageProfile:
-        found = {
+        found: dict[str, Any] = {
             "prefill_seconds_per_token": self._prefill.seconds_each,
-            "inference_seconds_per_token": self._inference.seconds_each,
             "swap_in_seconds": self._swap_in.seconds_each,
             "swap_out_seconds": self._swap_out.seconds_each,
             "migration_seconds": self._migration.seconds_each,
             "decode": self._points() or None,
         }
-        if self._inference.seconds_each is not None:
-            found["inference_seconds_per_sample"] = 0.0
-        return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})  # type: ignore[arg-type]
+        if self._inference.fit is not None:
+            found["inference_seconds_per_chunk"], found["inference_seconds_per_token"] = self._inference.fit
+        return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})
 
 
 def _bin(batch: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from dovetail.planner.interstage.chunks import MIN_CHUNK_TOKENS
 
 # A step this much longer than that of one sample is no longer "almost constant" (RLHFuse section 4.2).
 SATURATED = 1.1
@@ -22,7 +25,8 @@ class StageProfile:
 
     `decode`: measured (batch size, seconds a step), interpolated; below the first point as at it, beyond the last as
     the last two go on (with one point: in proportion). `inference_seconds_per_token`: reference, reward and critic
-    together, per token of prompt and response; `inference_seconds_per_sample`: what each sample costs besides.
+    together, per token of prompt and response; `inference_seconds_per_chunk`: what a chunk of samples that are scored
+    together costs besides.
     `swap_in_seconds`: from the last decode step to the first scored batch, as far as nothing hides it;
     `swap_out_seconds`: from the last scored batch back to a server that can generate.
     `max_samples`: most requests at once. `kv_tokens`: the KV cache's room, None: enough. `saturation`: BS_max, the
@@ -30,12 +34,13 @@ class StageProfile:
     `shared`: scorer and server share the device, so the instance scores when it does not generate (also right for CPU
     scorers on the server's own cores); False: the scorer has its own and works at any time.
     `migration_seconds`: from the decision to stop a request to its arrival elsewhere.
-    `kv_transfer_seconds_per_token`: moving the KV cache instead of a new prefill, where it can be moved."""
+    `kv_transfer_seconds_per_token`: moving the KV cache instead of a new prefill, where it can be moved.
+    `chunk_tokens`: fewest tokens that are scored together, if there are as many."""
 
     decode: tuple[tuple[int, float], ...]
     prefill_seconds_per_token: float
     inference_seconds_per_token: float
-    inference_seconds_per_sample: float = 0.0
+    inference_seconds_per_chunk: float = 0.0
     swap_in_seconds: float = 0.0
     swap_out_seconds: float = 0.0
     max_samples: int = 256
@@ -44,6 +49,7 @@ class StageProfile:
     shared: bool = True
     migration_seconds: float = 0.0
     kv_transfer_seconds_per_token: float | None = None
+    chunk_tokens: int = MIN_CHUNK_TOKENS
 
     def __post_init__(self) -> None:
         if not self.decode:
@@ -56,7 +62,7 @@ class StageProfile:
         for name in (
             "prefill_seconds_per_token",
             "inference_seconds_per_token",
-            "inference_seconds_per_sample",
+            "inference_seconds_per_chunk",
             "swap_in_seconds",
             "swap_out_seconds",
             "migration_seconds",
@@ -65,7 +71,7 @@ class StageProfile:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ProfileError(f"{name} is {value}; it must be 0 or more")
-        for name in ("max_samples", "kv_tokens", "saturation"):
+        for name in ("max_samples", "kv_tokens", "saturation", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ProfileError(f"{name} is {value}; it must be 1 or more")
@@ -105,5 +111,6 @@ class StageProfile:
         transfer = tokens * self.kv_transfer_seconds_per_token
         return (transfer, False) if transfer < prefill else (prefill, True)
 
-    def scoring_seconds(self, tokens: int) -> float:
-        return self.inference_seconds_per_sample + tokens * self.inference_seconds_per_token
+    def chunk_seconds(self, lengths: Sequence[int]) -> float:
+        """Scoring samples of so many tokens (prompt and response) together."""
+        return self.inference_seconds_per_chunk + sum(lengths) * self.inference_seconds_per_token

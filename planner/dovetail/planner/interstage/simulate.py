@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dovetail.planner.interstage.chunks import chunk_rows
 from dovetail.planner.interstage.decode import Decode
 from dovetail.planner.interstage.migration import plan_migration
 from dovetail.planner.interstage.profile import ProfileError, StageProfile
@@ -113,9 +114,9 @@ class _Scored:
 
 
 def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
-    """Scoring by whoever is free, the longest finished sample first; `begun` None: after generation.
+    """Scoring by whoever is free, in the coordinator's chunks, the longest finished samples first.
 
-    On a shared device an instance is free once it has nothing left to generate."""
+    `begun` None: after generation. On a shared device an instance is free once it has nothing left to generate."""
     generated = max(decode.end)
     heap = []
     for i, profile in enumerate(decode.profiles):
@@ -128,22 +129,27 @@ def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
         heap.append((free + profile.swap_in_seconds, i))
     heapq.heapify(heap)
     order = sorted(range(len(decode.end)), key=decode.end.__getitem__)
-    ready: list[tuple[int, int]] = []
+    ready: list[int] = []  # a heap of -tokens
     busy = [0.0] * len(decode.profiles)
-    next_, count, end = 0, len(order), generated
-    for _ in range(count):
+    next_, waiting, count, end = 0, 0, len(order), generated
+    while next_ < count or ready:
         time, i = heapq.heappop(heap)
         while next_ < count and (decode.end[order[next_]] <= time or not ready):
             sample = order[next_]
-            heapq.heappush(ready, (-(decode.prompts[sample] + decode.lengths[sample]), sample))
+            tokens = decode.prompts[sample] + decode.lengths[sample]
+            heapq.heappush(ready, -tokens)
+            waiting += tokens
             time = max(time, decode.end[sample])
             next_ += 1
-        tokens, _sample = heapq.heappop(ready)
-        seconds = decode.profiles[i].scoring_seconds(-tokens)
+        profile = decode.profiles[i]
+        rows = chunk_rows(-ready[0], waiting, len(decode.profiles), profile.chunk_tokens)
+        chunk = [-heapq.heappop(ready) for _ in range(min(rows, len(ready)))]
+        waiting -= sum(chunk)
+        seconds = profile.chunk_seconds(chunk)
         if not busy[i]:
-            busy[i] = decode.profiles[i].swap_in_seconds + decode.profiles[i].swap_out_seconds
+            busy[i] = profile.swap_in_seconds + profile.swap_out_seconds
         busy[i] += seconds
-        end = max(end, time + seconds + decode.profiles[i].swap_out_seconds)
+        end = max(end, time + seconds + profile.swap_out_seconds)
         heapq.heappush(heap, (time + seconds, i))
     return _Scored(end, busy)
 

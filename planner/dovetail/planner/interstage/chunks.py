@@ -1,0 +1,20 @@
+"""How many finished samples are scored together: the coordinator's rule, and the simulator's."""
+
+from __future__ import annotations
+
+MAX_CHUNK_TOKENS = 16_384
+# Below this a chunk's fixed costs (a request, three models' layers or weights) are what it costs.
+MIN_CHUNK_TOKENS = 512
+CHUNKS_PER_SCORER = 3
+
+
+def chunk_rows(
+    longest: int, waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
+) -> int:
+    """Of the samples that wait, longest first, how many are the next chunk of one of `scorers` scorers.
+
+    Together, padded to `longest` tokens, they have about a third of a scorer's share of the `waiting` tokens, but at
+    least `least` if there are as many, and at most `most` (or one sample): the last chunks are small ones, so that all
+    scorers end together."""
+    target = min(most, max(least, waiting // max(1, scorers * CHUNKS_PER_SCORER)))
+    return max(1, target // longest)
