@@ -189,8 +189,12 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     def device(**changes: Any) -> float:
         return training_memory(replace(job, **changes), stage).device_bytes
 
-    assert device(tokens=job.tokens + 1) > memory.device_bytes
-    assert device(in_flight=job.in_flight + 1) > memory.device_bytes
+    # Moments that come back for the step may be the peak, whatever the passes need.
+    stepping = memory.device.get("optimizer, stepping", 0.0) > 0
+    assert device(tokens=job.tokens + 1) > memory.device_bytes or stepping
+    assert device(in_flight=job.in_flight + 1) > memory.device_bytes or stepping
+    assert device(fsdp=3) <= device(fsdp=2) + 1e-6 * memory.device_bytes
+    assert device(fsdp=1) <= device(fsdp=0) + 1e-6 * memory.device_bytes
     assert device(lora=None) >= memory.device_bytes * 0.999 or job.lora is None
     assert device(recompute=True) <= device(recompute=False) + 1e-6 * memory.device_bytes or job.in_flight == 1
     assert device(offload=True) <= device(offload=False)

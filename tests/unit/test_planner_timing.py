@@ -15,6 +15,7 @@ from dovetail.planner.timing import (
     DEFAULT,
     Cluster,
     TimingError,
+    all_gather,
     all_reduce,
     decode_step,
     forward,
@@ -99,7 +100,19 @@ def test_a_training_step_by_hand() -> None:
     assert four == pytest.approx(11 / 4 * 3 * passes + optimizer / 4, rel=0.01)
     five = training_step(LLAMA_7B, "lm", Layout(pp=5), cluster, BF16, 8, 1024)
     assert five == pytest.approx(12 * 7 / 32 * 3 * passes + optimizer / 5, rel=0.01)
-    # Over two nodes the gradients go through the network.
+    # Over two nodes the gradients go through the network, by the cards of all eight GPUs of a node.
     near = training_step(LLAMA_7B, "lm", Layout(dp=8), cluster, BF16, 64, 1024)
     far = training_step(LLAMA_7B, "lm", Layout(dp=16), cluster, BF16, 128, 1024)
-    assert far - near == pytest.approx(6 * parameters * (15 / 16 / 40e9 - 7 / 8 / 360e9), rel=0.01)
+    optimizer_saved = 28 * parameters / (0.65 * 3.35e12) * (1 / 8 - 1 / 16)
+    exchanged = 6 * parameters * (15 / 16 / 320e9 - 7 / 8 / 360e9)
+    assert far - near + optimizer_saved == pytest.approx(exchanged, rel=0.01)
+
+
+def test_a_ring_uses_the_cards_of_all_its_ranks() -> None:
+    cluster = Cluster(H100, 8, 50e9)
+    assert cluster.ring(8) == cluster.ring(2, 4) == H100.nvlink
+    assert cluster.ring(16) == 8 * 50e9
+    assert cluster.ring(4, 4) == 2 * 50e9
+    assert cluster.ring(4, 8) == 50e9
+    assert all_gather(8e9, 4, 1e10) == pytest.approx(15e-6 + 0.75 * 8e9 / 0.8e10)
+    assert all_gather(8e9, 1, 1e10) == 0

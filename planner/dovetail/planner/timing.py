@@ -56,6 +56,13 @@ def all_reduce(size: float, ranks: int, bandwidth: float, constants: Constants =
     return constants.collective_seconds + 2 * (ranks - 1) / ranks * size / (constants.link * bandwidth)
 
 
+def all_gather(size: float, ranks: int, bandwidth: float, constants: Constants = DEFAULT) -> float:
+    """Ring: each rank receives (n - 1) / n of `size` bytes; a reduce-scatter takes as long."""
+    if ranks == 1:
+        return 0.0
+    return constants.collective_seconds + (ranks - 1) / ranks * size / (constants.link * bandwidth)
+
+
 def forward(
     shape: ModelShape,
     head: Head,
@@ -100,6 +107,13 @@ class Cluster:
         """Bytes per second between `ranks` neighbouring ranks: within a node, or else over the network."""
         return self.gpu.peer if ranks <= self.per_node else self.network
 
+    def ring(self, ranks: int, stride: int = 1) -> float:
+        """Bytes per second that a collective of `ranks` ranks moves, every `stride`-th GPU taking part. Over the network
+        those of a node share their cards: data cross once a node, and NVLink passes them on."""
+        if ranks * stride <= self.per_node:
+            return self.gpu.peer
+        return min(self.gpu.peer, max(1, self.per_node // stride) * self.network)
+
 
 def training_step(
     shape: ModelShape,
@@ -125,7 +139,7 @@ def training_step(
     share = shape.parameters(head) / (pp * tp)
     exchanged = 0.0
     if dp > 1:
-        bandwidth = c.link * cluster.link(dp * tp)
+        bandwidth = c.link * cluster.ring(dp, tp)
         exchanged = 2 * c.collective_seconds + (dp - 1) / dp * (b + 4) * share / bandwidth
     optimizer = 28 * share / dp / (c.memory * cluster.gpu.memory_bandwidth)
     return (micro_batches + pp - 1) * 3 * whole * slowest + hops + exchanged + optimizer

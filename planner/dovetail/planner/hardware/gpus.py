@@ -6,7 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -34,7 +34,7 @@ class GPU:
     `nvlink` is 0 where the GPUs of a node have only PCIe. `measured`: whether by `dovetail profile`."""
 
     product: str
-    flops: Mapping[Dtype, float]
+    flops: Mapping[Dtype, float] = field(hash=False)
     memory: int
     memory_bandwidth: float
     nvlink: float
