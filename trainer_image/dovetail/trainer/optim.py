@@ -71,22 +71,16 @@ class AdamW:
 
     def step(self, scale: float) -> float:
         """Apply one step with gradients multiplied by `scale`, then drop them; returns the learning rate used."""
-        rate = learning_rate(self.steps, self.total_steps, self.config)
-        for decayed in (True, False):
-            names = [
-                name
-                for name, parameter in self.parameters.items()
-                if parameter.grad is not None and (parameter.dim() > 1) == decayed and local(parameter).numel() > 0
-            ]
-            if names:
-                with torch.no_grad():
-                    self._apply(names, rate, self.config.weight_decay if decayed else 0.0, scale)
-        self.steps += 1
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        return rate
+        begun = self.begin(scale)
+        begun.finish()
+        return begun.rate
 
-    def _apply(self, names: list[str], rate: float, decay: float, scale: float) -> None:
+    def begin(self, scale: float) -> Step:
+        """The step that `step` would apply, to be applied part by part."""
+        return Step(self, scale, learning_rate(self.steps, self.total_steps, self.config))
+
+    def apply(self, names: list[str], rate: float, decay: float, scale: float) -> None:
+        """The next step, for the parameters `names` alone; all of them have gradients."""
         shards = [local(self.parameters[name]) for name in names]
         gradients = [local(grad) for name in names if (grad := self.parameters[name].grad) is not None]
         if scale != 1.0:
@@ -115,3 +109,38 @@ class AdamW:
                 self.moments[name][0].copy_(m, non_blocking=True)
                 self.moments[name][1].copy_(v, non_blocking=True)
             torch.cuda.synchronize(device)
+
+
+class Step:
+    """One optimizer step that may be applied to some parameters earlier than to others: each is updated by itself, so
+    the result is the same bits. `rate` is its learning rate."""
+
+    def __init__(self, optimizer: AdamW, scale: float, rate: float) -> None:
+        self.rate = rate
+        self._optimizer, self._scale = optimizer, scale
+        self._left = dict.fromkeys(optimizer.parameters)
+
+    def apply(self, names: Iterable[str]) -> None:
+        """Update those of `names` that have not been, and drop their gradients; other names are passed over."""
+        now = [name for name in names if name in self._left]
+        parameters = self._optimizer.parameters
+        for decayed in (True, False):
+            some = [
+                name
+                for name in now
+                if parameters[name].grad is not None
+                and (parameters[name].dim() > 1) == decayed
+                and local(parameters[name]).numel() > 0
+            ]
+            if some:
+                with torch.no_grad():
+                    decay = self._optimizer.config.weight_decay if decayed else 0.0
+                    self._optimizer.apply(some, self.rate, decay, self._scale)
+        for name in now:
+            parameters[name].grad = None
+            del self._left[name]
+
+    def finish(self) -> None:
+        """Update what is left; the step is over. Once only."""
+        self.apply(list(self._left))
+        self._optimizer.steps += 1
