@@ -25,7 +25,7 @@ class Planner:
 
 
 class Coordinators:
-    async def report(self, key, children, token):
+    def report(self, key, children, token):
         return None
 
     def forget(self, key):

@@ -70,7 +70,7 @@ def test_a_steady_state_writes_nothing():
         result = cluster.reconcile()
         assert (result.apply, result.delete, result.events) == ([], [], [])
         assert cluster.document["status"] == before
-        assert result.requeue == 5.0
+        assert result.requeue is None
 
 
 def test_progress_is_reported():

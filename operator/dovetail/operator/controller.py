@@ -53,6 +53,7 @@ class Controller:
         self._metrics = metrics
         self._now = now
         self._tokens = Tokens(client)
+        self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
 
@@ -60,6 +61,7 @@ class Controller:
         """A watch event: remember it and enqueue the job that it is about."""
         key = self.store.remove(thing) if deleted else self.store.put(thing)
         if key is not None:
+            self._told.setdefault(key, time.monotonic())
             await self.queue.add(key)
 
     async def run(self) -> None:
@@ -81,6 +83,7 @@ class Controller:
         while True:
             key = await self.queue.get()
             started = time.monotonic()
+            told = self._told.pop(key, started)
             outcome = "ok"
             try:
                 async with asyncio.timeout(PROCESS_SECONDS):
@@ -95,6 +98,9 @@ class Controller:
                 log("reconcile.failed", job="/".join(key), error=f"{type(error).__name__}: {error}", seconds=pause)
             else:
                 await self.queue.done(key, again)
+                self._metrics.applied(time.monotonic() - told)
+            if outcome != "ok":
+                self._told[key] = min(told, self._told.get(key, told))
             self._metrics.reconciled(outcome, time.monotonic() - started, len(self.queue), self._client.requests)
 
     async def process(self, key: Key) -> float | None:
@@ -104,14 +110,16 @@ class Controller:
             self._coordinators.forget(key)
             return None
         uid, children = str(document["metadata"]["uid"]), self.store.children(key)
+        token = self._tokens.known(uid)
         planned: tuple[Any, Any] | Refused = Refused(reasons.NOT_PLANNED, "the job is over")
         reported = None
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
-            reported = await self._coordinators.report(key, children, self._tokens.known(uid))
+            reported = self._coordinators.report(key, children, token)
         result = reconcile(Seen(document, planned, children, reported, self._settings), self._now())
         if is_over(result.status):
             self._tokens.forget(uid)
+            self._coordinators.forget(key)
             await self._report(document, result.status, result.events)
             await self._delete(document, result)
             return result.requeue
@@ -129,6 +137,8 @@ class Controller:
         await self._report(document, result.status, result.events)
         if any(c.reason == reasons.CONFIG_MISSING for c in result.status.conditions):
             self._tokens.doubt(uid)
+        if token is None and self._tokens.known(uid) is not None:
+            return 0.0  # the coordinator can be asked from now on
         return result.requeue
 
     # ------------------------------------------------------------ effects

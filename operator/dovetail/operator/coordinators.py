@@ -1,47 +1,84 @@
-"""Asks a job's coordinator how far it is, at a bounded rate."""
+"""Asks the running jobs' coordinators how far they are: beside the reconciliation, which never waits for one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from dovetail.api.env import COORDINATOR_PORT
+from dovetail.operator import progress
 from dovetail.operator.children import Children, is_over
-from dovetail.operator.progress import coordinator_pod
 from dovetail.operator.store import Key
 
 TIMEOUT_SECONDS = 3.0
+AT_A_TIME = 64
+
+
+@dataclass
+class _Followed:
+    """`answer`: the last one, None while there is none."""
+
+    address: str
+    task: asyncio.Task[None]
+    answer: dict[str, Any] | None = None
 
 
 class Coordinators:
-    """By pod address, so that no name service is needed. `seconds`: how old an answer may get before it is asked for
-    again. `clock`: monotonic seconds."""
+    """By pod address, so that no name service is needed. Each is asked every `seconds`; `changed` is called with the
+    job whose status has something new to tell."""
 
-    def __init__(self, session: aiohttp.ClientSession, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, seconds: float, changed: Callable[[Key], Awaitable[None]]
+    ) -> None:
         self._session = session
         self._seconds = seconds
-        self._clock = clock
-        self._asked: dict[Key, tuple[float, str, dict[str, Any] | None]] = {}
+        self._changed = changed
+        self._followed: dict[Key, _Followed] = {}
+        self._slots = asyncio.Semaphore(AT_A_TIME)
 
-    async def report(self, key: Key, children: Children, token: str | None) -> dict[str, Any] | None:
-        """The coordinator's status; None while there is none or it does not answer."""
-        pod = coordinator_pod(children)
+    def report(self, key: Key, children: Children, token: str | None) -> dict[str, Any] | None:
+        """The newest answer; None while there is none. From now on the coordinator is asked, while it has a pod that
+        runs."""
+        pod = progress.coordinator_pod(children)
         address = (pod or {}).get("status", {}).get("podIP")
         if pod is None or token is None or not address or is_over(pod) or pod["status"].get("phase") != "Running":
+            self.forget(key)
             return None
-        before = self._asked.get(key)
-        now = self._clock()
-        # A little less than the interval, or requests that come just too early would each wait for the next.
-        if before is not None and before[1] == address and now - before[0] < self._seconds * 0.9:
-            return before[2]
-        document = await self._ask(address, token)
-        self._asked[key] = (now, address, document)
-        return document
+        there = self._followed.get(key)
+        if there is not None and there.address == address:
+            return there.answer
+        self.forget(key)
+        self._followed[key] = _Followed(address, asyncio.create_task(self._follow(key, address, token)))
+        return None
 
     def forget(self, key: Key) -> None:
-        self._asked.pop(key, None)
+        """Ask this job's coordinator no more."""
+        there = self._followed.pop(key, None)
+        if there is not None:
+            there.task.cancel()
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        tasks = [there.task for there in self._followed.values()]
+        for key in list(self._followed):
+            self.forget(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, key: Key, address: str, token: str) -> None:
+        known: dict[str, Any] = {}
+        while True:
+            async with self._slots:
+                answer = await self._ask(address, token)
+            self._followed[key].answer = answer
+            told = progress.fields(answer or {})
+            if answer is not None and told != known:
+                known = told
+                await self._changed(key)
+            await asyncio.sleep(self._seconds)
 
     async def _ask(self, address: str, token: str) -> dict[str, Any] | None:
         host = f"[{address}]" if ":" in address else address
@@ -52,6 +89,7 @@ class Coordinators:
                 timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             ) as reply:
                 document = await reply.json() if reply.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            progress.fields(document or {})  # what cannot be read counts as no answer
+        except (aiohttp.ClientError, OSError, TimeoutError, TypeError, ValueError, AttributeError):
             return None
         return document if isinstance(document, dict) else None

@@ -112,7 +112,7 @@ async def _operate(settings: Settings, client: Client, metrics: Metrics, health:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner, stop = Planner(settings.planner_seconds), threading.Event()
     async with aiohttp.ClientSession() as session:
-        coordinators = Coordinators(session, settings.progress_seconds, time.monotonic)
+        coordinators = Coordinators(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)
         health.controller = controller
         try:
@@ -124,6 +124,7 @@ async def _operate(settings: Settings, client: Client, metrics: Metrics, health:
         finally:
             stop.set()
             health.controller = None
+            await coordinators.close()
             await planner.close()
 
 

@@ -17,6 +17,12 @@ class Metrics:
             registry=self.registry,
             buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60),
         )
+        self._events = Histogram(
+            "dovetail_operator_event_seconds",
+            "From the first event of a job that was not acted on to its state applied.",
+            registry=self.registry,
+            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300),
+        )
         self._waiting = Gauge("dovetail_operator_queue_length", "Jobs that wait.", registry=self.registry)
         self._requests = Gauge("dovetail_operator_api_requests", "Requests made so far.", registry=self.registry)
         self.leading = Gauge("dovetail_operator_leading", "1 while this replica leads.", registry=self.registry)
@@ -26,3 +32,7 @@ class Metrics:
         self._seconds.observe(seconds)
         self._waiting.set(waiting)
         self._requests.set(requests)
+
+    def applied(self, seconds: float) -> None:
+        """What an event of a job asked for has been done, so long after it."""
+        self._events.observe(seconds)

@@ -228,7 +228,6 @@ class _Reconciler:
             self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
         self._conditions.set("Completed", False, reasons.IN_PROGRESS)
         self._status = self._status.model_copy(update={"groups": self._groups()})
-        self._requeue.append(self._seen.settings.progress_seconds)
 
     # ------------------------------------------------------------ failures
 

@@ -1,0 +1,101 @@
+"""How the operator asks coordinators: beside its work, each at its own pace, a silent one at nobody's cost."""
+
+import asyncio
+import contextlib
+import itertools
+
+import aiohttp
+from aiohttp import web
+
+from dovetail.operator import coordinators, names
+from dovetail.operator.children import Children
+from dovetail.operator.coordinators import Coordinators
+
+KEY = ("default", "demo")
+
+
+def children(address, phase="Running"):
+    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: names.COORDINATOR}
+    pod = {"metadata": {"name": "c", "labels": labels}, "status": {"phase": phase, "podIP": address}}
+    return Children({("Pod", "c"): pod})
+
+
+@contextlib.asynccontextmanager
+async def serving(monkeypatch, answer, seconds=0.01):
+    """A coordinator on 127.0.0.1, one that follows it, and the jobs that it calls changed."""
+    changed = asyncio.Queue()
+    app = web.Application()
+    app.router.add_get("/v1/status", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    monkeypatch.setattr(coordinators, "COORDINATOR_PORT", runner.addresses[0][1])
+    async with aiohttp.ClientSession() as session:
+        follower = Coordinators(session, seconds, changed.put)
+        try:
+            yield follower, changed
+        finally:
+            await follower.close()
+            await runner.cleanup()
+
+
+def test_a_job_is_looked_at_again_only_when_its_coordinator_has_news(monkeypatch):
+    steps, asked, often = {"step": 1}, itertools.count(1), asyncio.Event()
+
+    async def answer(request):
+        assert request.headers["Authorization"] == "Bearer secret"
+        number = next(asked)
+        if number % 5 == 0:
+            often.set()
+        return web.json_response({"stage": "sft", "total_steps": 9, "uptime": number, **steps})
+
+    async def check():
+        async with serving(monkeypatch, answer) as (follower, changed):
+            assert follower.report(KEY, children("127.0.0.1"), "secret") is None, "nobody waits for the answer"
+            assert await asyncio.wait_for(changed.get(), 10) == KEY
+            assert follower.report(KEY, children("127.0.0.1"), "secret")["step"] == 1
+            often.clear()
+            await asyncio.wait_for(often.wait(), 10)
+            assert changed.empty(), "answers that say the same"
+            steps["step"] = 2
+            await asyncio.wait_for(changed.get(), 10)
+            assert follower.report(KEY, children("127.0.0.1"), "secret")["step"] == 2
+
+    asyncio.run(check())
+
+
+def test_what_cannot_be_read_is_no_answer(monkeypatch):
+    replies = iter([web.Response(text="[1]", content_type="application/json"), web.Response(text="{"), None])
+    done = asyncio.Event()
+
+    async def answer(_):
+        reply = next(replies, None)
+        if reply is None:
+            done.set()
+            return web.json_response({"stage": "sft", "step": "many"})
+        return reply
+
+    async def check():
+        async with serving(monkeypatch, answer) as (follower, changed):
+            follower.report(KEY, children("127.0.0.1"), "secret")
+            await asyncio.wait_for(done.wait(), 10)
+            assert follower.report(KEY, children("127.0.0.1"), "secret") is None
+            assert changed.empty()
+
+    asyncio.run(check())
+
+
+def test_a_coordinator_without_a_running_pod_is_asked_no_more(monkeypatch):
+    async def answer(_):
+        return web.json_response({"stage": "sft", "step": 1})
+
+    async def check():
+        async with serving(monkeypatch, answer) as (follower, changed):
+            follower.report(KEY, children("127.0.0.1"), "secret")
+            await asyncio.wait_for(changed.get(), 10)
+            assert follower.report(KEY, children("127.0.0.1", "Failed"), "secret") is None
+            assert follower.report(KEY, children("127.0.0.1"), "secret") is None, "asked anew"
+            await asyncio.wait_for(changed.get(), 10)
+
+    asyncio.run(check())
