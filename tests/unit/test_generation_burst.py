@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_generation import Job, play
 
 from dovetail.coordinator import generation
+from helpers.generation_job import Job, play
 
 
 @pytest.mark.parametrize("burst", [1, 8, 16, 17])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import tempfile
 from collections.abc import Collection, Sequence
@@ -10,9 +11,9 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_generation import Job, play
 
 from helpers.fake_vllm import FakeVllm
+from helpers.generation_job import FAST, Job, play
 
 FAULTS = ("unavailable", "empty abort", "error event", "garbage", "deaf", "stall")
 
@@ -77,4 +78,4 @@ def test_chaos(seed: int) -> None:
         assert len(keys) == len(set(keys))
 
     with tempfile.TemporaryDirectory() as folder:
-        play(Path(folder), scenario)
+        play(Path(folder), scenario, settings=dataclasses.replace(FAST, stall=0.5))

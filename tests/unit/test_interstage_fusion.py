@@ -11,7 +11,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_generation import FAST, Job, play, until
 
 from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.fleet import Health, Instance
@@ -20,10 +19,9 @@ from dovetail.coordinator.samples import Key
 from dovetail.coordinator.watch import leaves
 from dovetail.coordinator.work import Settings
 from dovetail.planner.interstage import Decision, simulate
+from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST
 
-# No server of these tests stalls, however busy the machine is.
-PATIENT = replace(FAST, stall=30.0)
 Unfinished = Sequence[tuple[Key, str | None]]
 
 
@@ -128,7 +126,7 @@ def test_the_tail_moves_and_no_answer_changes(tmp_path: Path, count: int) -> Non
         assert servers[0].aborted == []
         assert any(idle)
 
-    play(tmp_path, scenario, count=24, settings=PATIENT)
+    play(tmp_path, scenario, count=24, settings=FAST)
 
 
 def test_without_its_destination_the_tail_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -141,7 +139,7 @@ def test_without_its_destination_the_tail_goes_on_elsewhere(tmp_path: Path) -> N
         job.reported_once()
         assert len(second.requests) > 8, "it took the tail back"
 
-    play(tmp_path, scenario, settings=PATIENT)
+    play(tmp_path, scenario, settings=FAST)
 
 
 def test_a_source_that_dies_as_it_is_left_costs_nothing(tmp_path: Path) -> None:
@@ -159,7 +157,7 @@ def test_a_source_that_dies_as_it_is_left_costs_nothing(tmp_path: Path) -> None:
         job.check()
         job.reported_once()
 
-    play(tmp_path, scenario, settings=PATIENT)
+    play(tmp_path, scenario, settings=FAST)
 
 
 def test_a_pod_that_is_about_to_end_gives_its_samples_away(tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def test_a_pod_that_is_about_to_end_gives_its_samples_away(tmp_path: Path) -> No
         job.reported_once()
         assert {(m.source, m.destination, m.reason) for m in result.migrations} == {("r0", "r1", "drain")}
 
-    play(tmp_path, scenario, settings=PATIENT)
+    play(tmp_path, scenario, settings=FAST)
 
 
 def test_a_silent_suspect_gives_its_samples_away_if_others_are_there() -> None:
@@ -200,4 +198,4 @@ def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:
         job.check()
         assert late.requests == []
 
-    play(tmp_path, scenario, settings=PATIENT)
+    play(tmp_path, scenario, settings=FAST)

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_generation import Job, play, until
+from helpers.generation_job import Job, play, until
 
 from dovetail.api.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 from dovetail.coordinator.fleet import Health, Instance

@@ -1,0 +1,116 @@
+"""A generator over fake vLLM servers, its store and its fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.api.types import Generation
+from dovetail.coordinator.fleet import Fleet, Timeouts
+from dovetail.coordinator.generation import Generator, Tail
+from dovetail.coordinator.samples import NewSample, Sample, State
+from dovetail.coordinator.store import Store
+from dovetail.coordinator.work import Generated, Settings
+from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
+
+# However busy the machine is, no server seems to stall: tests that want one to let time pass.
+FAST = Settings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=0.5, stream_interval=4)
+MAX_TOKENS = 40
+
+
+class Clock:
+    """Monotonic seconds that can be made to pass."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.passed
+
+
+class Job:
+    """A store with one iteration's samples, a fleet, and a generator."""
+
+    def __init__(
+        self, folder: Path, count: int = 16, settings: Settings = FAST, generation: dict[str, Any] | None = None
+    ) -> None:
+        self.folder, self.count, self.settings = folder, count, settings
+        self.generation = Generation.model_validate(
+            {"maxTokens": MAX_TOKENS, "maxConcurrent": 64, **(generation or {})}
+        )
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.servers: list[FakeVllm] = []
+        self.finished: list[Sample] = []
+        self.progress: list[tuple[int, int, int]] = []
+        self.clock = Clock()
+        self.open()
+
+    def open(self) -> None:
+        def log(event: str, **fields: Any) -> None:
+            self.events.append((event, fields))
+
+        self.store = Store(self.folder)
+        self.store.samples.begin_iteration(
+            1, [NewSample(p, 0, np.arange(1, 4 + p % 5), 1000 + p) for p in range(self.count)]
+        )
+        timeouts = Timeouts(suspect=1000, dead=2000, back_off=0.02, back_off_max=0.1, revive=0.1, max_failures=100)
+        self.fleet = Fleet(time.monotonic, log, timeouts)
+        self.fleet.publish(1)
+        self.generator = Generator(self.store, self.fleet, self.generation, TOKEN, log, self.settings, self.clock)
+
+    async def server(self, name: str, join: bool = True, **options: Any) -> FakeVllm:
+        server = FakeVllm(name, **options)
+        await server.start()
+        self.servers.append(server)
+        if join:
+            server.join(self.fleet)
+        return server
+
+    async def generate(self, tail: Tail | None = None) -> Generated:
+        return await self.generator.generate(
+            1, on_finished=self.finished.append, progress=lambda *p: self.progress.append(p), tail=tail
+        )
+
+    def check(self) -> None:
+        """Every sample generated once, equal to the undisturbed answer."""
+        samples = self.store.samples.samples(1)
+        assert len(samples) == self.count
+        for sample in samples:
+            tokens, reason = response_of(sample.seed, len(sample.prompt_tokens), self.generation.max_tokens)
+            assert sample.state is State.GENERATED
+            assert sample.tokens.tolist() == tokens
+            assert sample.logprobs.tolist() == [logprob_of(t) for t in tokens]
+            assert (sample.finish_reason, sample.finished) == (reason, reason == "stop")
+
+    def reported_once(self) -> None:
+        assert sorted(s.key for s in self.finished) == [s.key for s in self.store.samples.samples(1)]
+
+    async def close(self) -> None:
+        await self.generator.close()
+        for server in self.servers:
+            await server.stop()
+        self.store.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.002)
+
+
+def play(folder: Path, scenario: Callable[[Job], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        job = Job(folder, **options)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(job)
+        finally:
+            await job.close()
+
+    asyncio.run(main())
