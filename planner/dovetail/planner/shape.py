@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 Head = Literal["lm", "value"]
@@ -89,29 +90,13 @@ class ModelShape:
 
     def linears(self) -> tuple[Linear, ...]:
         """Of one block."""
-        h, i, q, k, bias = self.hidden, self.intermediate, self.queries, self.keys, self.attention_bias
-        inner = bias or self.family == "qwen2"
-        attention = (
-            Linear("q_proj", h, q, inner, "out"),
-            Linear("k_proj", h, k, inner, "out"),
-            Linear("v_proj", h, k, inner, "out"),
-            Linear("out_proj" if self.family == "opt" else "o_proj", q, h, bias, "in"),
-        )
-        if self.family == "opt":
-            return (*attention, Linear("fc1", h, i, self.mlp_bias, "out"), Linear("fc2", i, h, self.mlp_bias, "in"))
-        gate, up = Linear("gate_proj", h, i, self.mlp_bias, "out"), Linear("up_proj", h, i, self.mlp_bias, "out")
-        return (*attention, gate, up, Linear("down_proj", i, h, self.mlp_bias, "in"))
+        return _linears(self)
 
     # ------------------------------------------------------------ parameters
 
     def layer_parameters(self, tp: int = 1) -> int:
         """Of one block, on one of `tp` tensor parallel ranks: its share of the linear layers, and the norms."""
-        linear = 0
-        for each in self.linears():
-            bias = each.bias * each.outputs
-            linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
-        norms = 4 * self.hidden if self.family == "opt" else 2 * self.hidden
-        return linear + norms + (2 * self.head_dim if self.family == "qwen3" else 0)
+        return _layer_parameters(self, tp)
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """Before the first block."""
@@ -157,6 +142,33 @@ class ModelShape:
         matrices = sum(each.inputs * each.outputs for each in self.linears())
         output = self.vocabulary * (self.embedding or self.hidden) if head == "lm" else self.hidden
         return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
+
+
+# The search of a placement asks for these a hundred thousand times.
+@lru_cache(maxsize=256)
+def _linears(shape: ModelShape) -> tuple[Linear, ...]:
+    h, i, q, k, bias = shape.hidden, shape.intermediate, shape.queries, shape.keys, shape.attention_bias
+    inner = bias or shape.family == "qwen2"
+    attention = (
+        Linear("q_proj", h, q, inner, "out"),
+        Linear("k_proj", h, k, inner, "out"),
+        Linear("v_proj", h, k, inner, "out"),
+        Linear("out_proj" if shape.family == "opt" else "o_proj", q, h, bias, "in"),
+    )
+    if shape.family == "opt":
+        return (*attention, Linear("fc1", h, i, shape.mlp_bias, "out"), Linear("fc2", i, h, shape.mlp_bias, "in"))
+    gate, up = Linear("gate_proj", h, i, shape.mlp_bias, "out"), Linear("up_proj", h, i, shape.mlp_bias, "out")
+    return (*attention, gate, up, Linear("down_proj", i, h, shape.mlp_bias, "in"))
+
+
+@lru_cache(maxsize=4096)
+def _layer_parameters(shape: ModelShape, tp: int) -> int:
+    linear = 0
+    for each in shape.linears():
+        bias = each.bias * each.outputs
+        linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
+    norms = 4 * shape.hidden if shape.family == "opt" else 2 * shape.hidden
+    return linear + norms + (2 * shape.head_dim if shape.family == "qwen3" else 0)
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:

@@ -10,8 +10,9 @@ from dovetail.planner.memory.training import Training, training_memory
 
 
 def worst(job: Training) -> Memory:
-    """Of the stage that needs most."""
-    stages = (training_memory(job, stage) for stage in range(job.layout.pp))
+    """Of the stage that needs most: the first, the last, or any between, of which the second has most layers."""
+    last = job.layout.pp - 1
+    stages = (training_memory(job, stage) for stage in sorted({0, min(1, last), last}))
     return max(stages, key=lambda memory: memory.device_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -42,7 +43,7 @@ class Lengths:
         """(count,) at random."""
         return self._cut(self.median * np.exp(self.sigma * rng.standard_normal(count)))
 
-    @property
+    @cached_property
     def mean(self) -> float:
         return float(self.quantiles(256).mean())
 
