@@ -105,6 +105,31 @@ def test_more_stages_than_layers_are_refused_when_a_manifest_is_validated(manife
     assert "spec.plan.parallelism.actor.pp is 2, but the actor has only 1 layers; lower it" in result.output
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["spec.groups[0].replicas=6", "spec.plan.parallelism={actor: {pp: 3, dp: 2}, critic: {pp: 2, dp: 3}}"],
+            "the actor's pp 3 and the critic's pp 2 do not divide each other, so their pipelines cannot share a "
+            "schedule; make the lower one of 1, 3",
+        ),
+        (
+            ["spec.ppo.microBatchSize=5", "spec.plan.parallelism={actor: {pp: 2}}"],
+            "which cannot be cut into micro-batches of 5 (spec.ppo.microBatchSize) on the actor; make it a multiple",
+        ),
+    ],
+)
+def test_pipelines_that_no_schedule_fits_are_refused_when_a_manifest_is_validated(manifest, overrides, sentence):
+    layers = "spec.models.actor.source.scratch.config.num_hidden_layers=6"
+    batches = ["spec.ppo.globalBatchSize=48", "spec.ppo.miniBatchSize=24", "spec.ppo.microBatchSize=2"]
+    arguments = [x for value in (layers, *batches, *overrides) for x in ("--set", f"{value}")]
+    result = call("validate", manifest, *arguments)
+    assert result.exit_code == 2
+    assert sentence in result.output
+    serial = call("validate", manifest, *arguments, "--set", "spec.plan.intraStageFusion=Serial")
+    assert "share a schedule" not in serial.output, "one model after the other needs no common pipeline"
+
+
 def test_a_manifest_that_is_not_there(tmp_path):
     result = call("validate", tmp_path / "none.yaml")
     assert result.exit_code == 2

@@ -274,6 +274,22 @@ def _parallelism(spec: RLHFJobSpec) -> Iterator[str]:
             yield f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it."
 
 
+def _shared_pipelines(spec: RLHFJobSpec) -> Iterator[str]:
+    """Fused and time-shared schedules merge stages of the longer pipeline (RLHFuse section 5.2)."""
+    pinned = pinned_layouts(spec)
+    if pinned is None or "critic" not in trained_models(spec) or spec.plan.intra_stage_fusion == "Serial":
+        return
+    actor, critic = pinned["actor"][1].pp, pinned["critic"][1].pp
+    high, low = max(actor, critic), min(actor, critic)
+    if high % low:
+        fits = ", ".join(str(pp) for pp in range(1, high + 1) if high % pp == 0)
+        yield (
+            f"spec.plan.parallelism: the actor's pp {actor} and the critic's pp {critic} do not divide each other, so "
+            f"their pipelines cannot share a schedule; make the lower one of {fits}, or set "
+            "spec.plan.intraStageFusion to Serial."
+        )
+
+
 def _heads(spec: RLHFJobSpec) -> Iterator[str]:
     source = spec.models.actor.source
     on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
@@ -323,6 +339,7 @@ _RULES: tuple[Callable[[RLHFJobSpec], Iterator[str]], ...] = (
     _batches,
     _groups,
     _parallelism,
+    _shared_pipelines,
     _heads,
     _lengths,
 )
