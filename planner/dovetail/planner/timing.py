@@ -108,8 +108,8 @@ class Cluster:
         return self.gpu.peer if ranks <= self.per_node else self.network
 
     def ring(self, ranks: int, stride: int = 1) -> float:
-        """Bytes per second that a collective of `ranks` ranks moves, every `stride`-th GPU taking part. Over the network
-        those of a node share their cards: data cross once a node, and NVLink passes them on."""
+        """Bytes per second that a collective of `ranks` ranks moves, every `stride`-th GPU taking part. Between nodes
+        those of a node add up their cards: data cross once a node, and NVLink passes them on."""
         if ranks * stride <= self.per_node:
             return self.gpu.peer
         return min(self.gpu.peer, max(1, self.per_node // stride) * self.network)

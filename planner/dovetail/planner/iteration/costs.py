@@ -1,0 +1,199 @@
+"""Seconds of one share of a task, by the rooflines of `dovetail.planner.timing`; what repeats is worked out once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from dovetail.planner.interstage.profile import SATURATED
+from dovetail.planner.iteration.generation import Floats, Servers, mean, quantiles
+from dovetail.planner.iteration.system import System
+from dovetail.planner.memory.training import ITEMSIZE
+from dovetail.planner.placement.candidate import Share
+from dovetail.planner.placement.workload import Workload
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.timing import BATCHES, Cluster, Constants, all_gather, decode_step, forward
+
+# An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
+OPTIMIZER_BYTES = 28
+# float32 gradients cross the network, whatever the compute dtype.
+GRADIENT_BYTES = 4
+CHUNK = 16
+
+
+def gathering(shape: ModelShape, head: Head, cluster: Cluster, share: Share, c: Constants) -> float:
+    """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer; else 0."""
+    if share.fsdp != 3 or share.dp == 1:
+        return 0.0
+    size = shape.parameters(head) * ITEMSIZE[cluster.gpu.dtype] / (share.pp * share.tp)
+    layers = max(1, shape.layers // share.pp)
+    return all_gather(size, share.dp, cluster.ring(share.dp, share.tp), c) + (layers - 1) * c.collective_seconds
+
+
+@lru_cache(maxsize=8192)
+def decode_steps(
+    shape: ModelShape, cluster: Cluster, tp: int, context: float, gather: float, most: int, c: Constants
+) -> tuple[Floats, int]:
+    """(most + 1,) seconds of a step with 0 (as 1) to `most` samples, and BS_max. `gather`: seconds to gather weights
+    before each step."""
+    gpu = cluster.gpu
+    points = [*(n for n in BATCHES if n < most), most]
+    seconds = [decode_step(shape, n, context, gpu, gpu.dtype, tp, c) + gather for n in points]
+    steps: Floats = np.interp(np.arange(most + 1), points, seconds)
+    steps.setflags(write=False)
+    return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
+
+
+@lru_cache(maxsize=8192)
+def servers(share: Share, cluster: Cluster, work: Workload, room: int, system: System, c: Constants) -> Servers:
+    """A generation share's, with `room` tokens of KV cache each."""
+    shape, gpu = work.actor, cluster.gpu
+    prompt, response = mean(work.prompt), mean(work.response)
+    gather = gathering(shape, "lm", cluster, share, c)
+    steps, saturation = decode_steps(
+        shape, cluster, share.tp, prompt + response / 2, gather, min(work.batch, system.max_samples), c
+    )
+    tokens = CHUNK * (prompt + response)
+    prefill = max(forward(shape, "lm", tokens, prompt, gpu, gpu.dtype, share.tp, c), gather) / tokens
+    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (c.link * cluster.network)
+    return Servers(share.dp, steps, prefill, room, saturation, min(prefill, moved))
+
+
+@lru_cache(maxsize=8192)
+def pass_seconds(
+    shape: ModelShape, head: Head, share: Share, cluster: Cluster, tokens: float, c: Constants
+) -> tuple[float, float, float]:
+    """Of a forward pass of one micro-batch of samples of `tokens` each: its seconds in the slowest stage, those of
+    gathering that stage's weights (which go on at the same time), and those of sending a boundary tensor on."""
+    gpu = cluster.gpu
+    whole = forward(shape, head, share.micro_batch * tokens, tokens / 2, gpu, gpu.dtype, share.tp, c)
+    slowest = -(-shape.layers // share.pp) / shape.layers
+    hop = 0.0
+    if share.pp > 1:
+        boundary = share.micro_batch * tokens * shape.hidden * ITEMSIZE[gpu.dtype]
+        hop = c.collective_seconds + boundary / (c.link * cluster.link(share.gpus))
+    return whole * slowest, gathering(shape, head, cluster, share, c), hop
+
+
+@lru_cache(maxsize=8192)
+def inference_seconds(
+    shape: ModelShape, head: Head, share: Share, cluster: Cluster, tokens: float, samples: int, c: Constants
+) -> float:
+    """Of a forward pass over `samples` of `tokens` each."""
+    stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)
+    count = -(-samples // (share.dp * share.micro_batch))
+    return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of a model in a share. `forward`, `backward`: seconds of a micro-batch in the slowest stage;
+    `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap."""
+
+    stages: int
+    micro_batches: int
+    forward: float
+    backward: float
+    hop: float
+    fixed: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def work(self) -> float:
+        """Of the slowest stage, without bubbles."""
+        return self.micro_batches * self.both
+
+    @property
+    def hops(self) -> float:
+        """Waiting for boundary tensors: there and back for every pp micro-batches, as a 1F1B stage has so many."""
+        return 2 * (self.stages - 1) * self.hop * max(1.0, self.micro_batches / self.stages)
+
+    @property
+    def alone(self) -> float:
+        """1F1B: (M + pp - 1)(f + b)."""
+        return (self.micro_batches + self.stages - 1) * self.both + self.hops + self.fixed
+
+
+@lru_cache(maxsize=16384)
+def training_step(
+    shape: ModelShape,
+    head: Head,
+    share: Share,
+    cluster: Cluster,
+    work: Workload,
+    trained: float,
+    system: System,
+    c: Constants,
+) -> Step:
+    """`trained`: share of the parameters that have gradients (LoRA: few). A backward is twice a forward, with
+    recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
+    tokens = mean(work.prompt) + mean(work.response)
+    mini = min(work.mini_batch, work.batch)
+    stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)
+    stage *= straggling(work, share.dp, system.balanced)
+    gpu, pp, dp, tp = cluster.gpu, share.pp, share.dp, share.tp
+    size = shape.parameters(head) / (pp * tp)
+    ring = cluster.ring(dp, tp)
+    reduced = all_gather(GRADIENT_BYTES * trained * size, dp, ring, c)
+    forwards, backwards = max(stage, gather), (3 if share.recompute else 2) * stage
+    fixed = 0.0
+    if share.fsdp == 3:
+        backwards = max(backwards, gather + reduced)
+    elif dp > 1:
+        gathered = all_gather(ITEMSIZE[gpu.dtype] * size, dp, ring, c)
+        fixed = reduced + (gathered if share.fsdp else 0.0)
+        if share.fsdp < 2:
+            fixed += reduced  # gradients come back whole
+    owners = dp if share.fsdp else 1
+    fixed += OPTIMIZER_BYTES * trained * size / owners / (c.memory * gpu.memory_bandwidth)
+    if share.offload:
+        fixed += 2 * 8 * trained * size / owners / (c.link * gpu.pcie)
+    return Step(pp, -(-mini // (dp * share.micro_batch)), forwards, backwards, hop, fixed)
+
+
+@lru_cache(maxsize=8192)
+def straggling(work: Workload, dp: int, balanced: bool) -> float:
+    """Tokens of the rank with most of a mini-batch over those of the mean.
+
+    Dealt at random the most of dp sums of k samples is about 1 + cv sqrt(2 ln dp / k) times their mean; dealt by length
+    it is 1, or where a rank's share is less than the longest sample, that sample."""
+    mini = min(work.mini_batch, work.batch)
+    each = max(1.0, mini / dp)
+    if dp == 1:
+        return 1.0
+    tokens = quantiles(work.response, mini) + mean(work.prompt)
+    average = float(tokens.mean())
+    longest = max(1.0, float(tokens[-1]) / (each * average))
+    if balanced:
+        return longest
+    spread = float(tokens.std()) / average
+    return min(max(longest, 1 + spread * math.sqrt(2 * math.log(dp) / each)), float(tokens[-1]) / average)
+
+
+def together(actor: Step, critic: Step, schedule: str) -> float:
+    """Seconds of one optimizer step of both models on the same GPUs.
+
+    TimeSharing: PUZZLE's equation 1, M (T1 + T2) + (P - 1) max(T1, T2), T = f + b. Fused: RLHFuse's lower bound
+    (section 7.3), which the search of `dovetail.planner.schedules` reaches or nearly so: on each position the earliest
+    arrival, all work, the least that then remains, and each model alone. Serial: one after the other."""
+    serial = actor.alone + critic.alone
+    if schedule == "Serial" or max(actor.stages, critic.stages) == 1:
+        return serial
+    rest = actor.hops + critic.hops + actor.fixed + critic.fixed
+    if schedule == "TimeSharing":
+        bubble = max((actor.stages - 1) * actor.both, (critic.stages - 1) * critic.both)
+        return min(serial, actor.work + critic.work + bubble + rest)
+    positions = math.lcm(actor.stages, critic.stages)
+    bound = max((s.micro_batches + s.stages - 1) * s.both for s in (actor, critic))
+    for x in range(positions):
+        i, j = x % actor.stages, critic.stages - 1 - x % critic.stages
+        arrival = min(i * actor.forward, j * critic.forward)
+        left = min(i * actor.backward, j * critic.backward)
+        bound = max(bound, arrival + actor.work + critic.work + left)
+    return min(serial, bound + max(actor.hops, critic.hops) + actor.fixed + critic.fixed)

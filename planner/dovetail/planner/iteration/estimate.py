@@ -1,0 +1,216 @@
+"""Seconds and memory of one iteration of a candidate, in closed form: what the search asks thousands of times.
+
+`dovetail.planner.iteration.simulate` plays the same iteration event by event; the tests hold the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dovetail.api.types import Dtype, LoRA, Parallelism
+from dovetail.planner.iteration.costs import Step, inference_seconds, servers, together, training_step
+from dovetail.planner.iteration.generation import Generated, generate, mean
+from dovetail.planner.iteration.memory import GPUMemory, memory, room_alone
+from dovetail.planner.iteration.system import DOVETAIL, System
+from dovetail.planner.iteration.transfer import swap_seconds, transfer_seconds
+from dovetail.planner.memory.training import Training, stage_parameters
+from dovetail.planner.placement.candidate import INFERENCE, Candidate, Share, Task
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.workload import Workload
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.timing import DEFAULT, Constants
+
+PHASES = ("generation", "inference", "training", "transfer", "swap")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`phases`: seconds by name of PHASES, one after the other; what fusion hides is not in `inference`. `memory`: of
+    every GPU with a task. `problem`: why it cannot run, one sentence; None if it can."""
+
+    phases: Mapping[str, float]
+    memory: tuple[GPUMemory, ...]
+    problem: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    def samples_per_second(self, work: Workload) -> float:
+        return work.batch / self.seconds
+
+
+def estimate(
+    candidate: Candidate,
+    work: Workload,
+    inventory: Inventory,
+    system: System = DOVETAIL,
+    constants: Constants = DEFAULT,
+) -> Estimate:
+    """Times are also given for a candidate that does not fit, as if it did. Raises TimingError for a dtype that a GPU
+    lacks, KeyError for a pool that the inventory lacks."""
+    used, rooms = memory(candidate, work, inventory, system)
+    problem = next((m.explanation for m in used if not m.fits), None)
+    for share, room in rooms.items():
+        if problem is None and room < work.longest:
+            problem = (
+                f"generation on {share} has room for {max(0, room)} tokens of KV cache, but a sample may have "
+                f"{work.longest}"
+            )
+    generated = _generation(candidate, work, inventory, rooms, system, constants)
+    scored = scoring(candidate, work, inventory, constants)
+    return Estimate(
+        {
+            "generation": generated.seconds,
+            "inference": _inference(candidate, work, generated, scored),
+            "training": _training(candidate, work, inventory, system, constants),
+            "transfer": transfer_seconds(candidate, work, inventory, system, constants),
+            "swap": swap_seconds(candidate, work, inventory, system, constants),
+        },
+        used,
+        problem,
+    )
+
+
+def _generation(
+    candidate: Candidate,
+    work: Workload,
+    inventory: Inventory,
+    rooms: Mapping[Share, int],
+    system: System,
+    c: Constants,
+) -> Generated:
+    each = [
+        servers(share, inventory[share.pool].cluster, work, max(rooms[share], work.longest), system, c)
+        for share in candidate.generation
+    ]
+    return generate(each, work.batch, work.prompt, work.response, candidate.migration, system.continuous)
+
+
+def scoring(
+    candidate: Candidate, work: Workload, inventory: Inventory, c: Constants
+) -> list[tuple[Task, Share, float]]:
+    """Every inference task's shares with the seconds of their part of the batch, shared out by speed; the actor's old
+    log-probabilities, where they are not folded, as the training share's."""
+    found: list[tuple[Task, Share, float]] = []
+    tokens = mean(work.prompt) + mean(work.response)
+    tasks: list[tuple[Task, tuple[Share, ...]]] = [(task, candidate.shares(task)) for task in INFERENCE]
+    if not candidate.folded:
+        tasks.append(("actor_training", candidate.actor_training))
+    for task, shares in tasks:
+        if not shares:
+            continue
+        shape, head = work.model(task) or (work.actor, "lm")
+        alone = [inference_seconds(shape, head, s, inventory[s.pool].cluster, tokens, work.batch, c) for s in shares]
+        if len(shares) == 1:
+            found.append((task, shares[0], alone[0]))
+        else:
+            together = 1 / sum(1 / seconds for seconds in alone)
+            found += [(task, share, together) for share in shares]
+    return found
+
+
+def busiest(work: Iterable[tuple[Share, float]]) -> float:
+    """Most seconds of any GPU, tasks that share it taking turns."""
+    tasks = list(work)
+    most = 0.0
+    for share, _ in tasks:
+        # Where any share begins is where sums change.
+        total = sum(s for other, s in tasks if other.pool == share.pool and share.first in other.range)
+        most = max(most, total)
+    return most
+
+
+def _inference(
+    candidate: Candidate, work: Workload, generated: Generated, scored: Sequence[tuple[Task, Share, float]]
+) -> float:
+    """Seconds after generation. Fused: shares beside the servers score while samples still come, all but the last;
+    shares on their GPUs from the gathering on, on the part of them that is free by then."""
+    if candidate.migration is None or not scored:
+        return busiest((share, seconds) for _, share, seconds in scored)
+    tail = generated.seconds - generated.gathered
+    free = 1 - generated.destinations / generated.servers
+    most = 0.0
+    for _, corner, _ in scored:
+        total, hidden, rest = 0.0, 0.0, 0.0
+        for task, share, seconds in scored:
+            if share.pool != corner.pool or corner.first not in share.range:
+                continue
+            total += seconds
+            if task == "actor_training":
+                continue
+            if any(share.overlaps(other) for other in candidate.generation):
+                hidden = tail * free
+            else:
+                # The last samples come last: a pass over them remains.
+                hidden = generated.seconds
+                rest = max(rest, seconds * min(1.0, share.dp * share.micro_batch / work.batch))
+        most = max(most, rest, total - hidden)
+    return most
+
+
+def steps_of(
+    candidate: Candidate, work: Workload, inventory: Inventory, system: System, c: Constants
+) -> tuple[Step | None, Step | None]:
+    """An optimizer step of the actor and of the critic."""
+    actor, critic = candidate.actor_training, candidate.critic_training
+    return (
+        _step("actor_training", actor[0], work, inventory, system, c) if actor else None,
+        _step("critic_training", critic[0], work, inventory, system, c) if critic and work.critic else None,
+    )
+
+
+def _step(task: Task, share: Share, work: Workload, inventory: Inventory, system: System, c: Constants) -> Step:
+    shape, head = work.model(task) or (work.actor, "lm")
+    lora = work.actor_lora if task == "actor_training" else work.critic_lora
+    part = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
+    return training_step(shape, head, share, inventory[share.pool].cluster, work, part, system, c)
+
+
+def _training(candidate: Candidate, work: Workload, inventory: Inventory, system: System, c: Constants) -> float:
+    actor, critic = steps_of(candidate, work, inventory, system, c)
+    if actor is None:
+        return 0.0
+    if critic is None:
+        return work.steps * actor.alone
+    mine, other = candidate.actor_training[0], candidate.critic_training[0]
+    if not mine.overlaps(other):
+        return work.steps * max(actor.alone, critic.alone)
+    same = mine.pool == other.pool and mine.range == other.range and mine.tp == other.tp
+    return work.steps * together(actor, critic, candidate.schedule if same else "Serial")
+
+
+@lru_cache(maxsize=256)
+def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...]) -> float:
+    lora = LoRA(rank=rank, target_modules=list(modules))
+    total, trained = stage_parameters(Training(shape, head, Parallelism(), Dtype.BFLOAT16, 1, lora=lora), 0)
+    return trained / total
+
+
+def task_seconds(
+    task: Task,
+    share: Share,
+    work: Workload,
+    inventory: Inventory,
+    system: System = DOVETAIL,
+    constants: Constants = DEFAULT,
+) -> float:
+    """Of a task that has all samples on this one share and the GPUs to itself: no candidate with it takes less. Raises
+    TimingError, KeyError as `estimate` does, and ValueError for a task that the job has not."""
+    pool, model = inventory[share.pool], work.model(task)
+    if model is None:
+        raise ValueError(f"the job has no {task}")
+    if task == "generation":
+        room = room_alone(share, work, pool)
+        each = servers(share, pool.cluster, work, max(room, work.longest), system, constants)
+        return generate([each], work.batch, work.prompt, work.response, None, system.continuous).seconds
+    if task in INFERENCE:
+        tokens = mean(work.prompt) + mean(work.response)
+        return inference_seconds(*model, share, pool.cluster, tokens, work.batch, constants)
+    step = _step(task, share, work, inventory, system, constants)
+    return work.steps * step.alone

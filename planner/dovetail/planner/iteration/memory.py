@@ -1,0 +1,259 @@
+"""Memory of every GPU in a candidate, by part, through `dovetail.planner.memory` (APP's MinResourceChecker)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+from dovetail.api.types import Parallelism
+from dovetail.planner.iteration.generation import mean
+from dovetail.planner.iteration.system import System
+from dovetail.planner.memory import Training, training_memory
+from dovetail.planner.memory.parts import CONTEXT_BYTES, FRAGMENTS, GIB
+from dovetail.planner.memory.rollout import BATCHED_TOKENS, GRAPH_BYTES, UTILISATION
+from dovetail.planner.memory.training import ITEMSIZE, stage_parameters
+from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Candidate, Share, Task
+from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.workload import Workload
+from dovetail.planner.shape import Head, ModelShape
+
+# Parts of a training rank that stay while other tasks have the GPU.
+_STAYS = ("weights", "optimizer", "moving average")
+_PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.fromkeys(TRAINING, "trainer")}
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """Bytes by part of each of the GPUs `range` of a pool, at the peak of an iteration."""
+
+    pool: str
+    range: range
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+    capacity: float
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes <= self.capacity
+
+    @property
+    def explanation(self) -> str:
+        """One sentence with the numbers and the largest parts."""
+        largest = sorted(self.device.items(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+        where = f"{self.pool}[{self.range.start}:{self.range.stop}]"
+        need, there = self.device_bytes / GIB, self.capacity / GIB
+        return f"{where} needs {need:.1f} GiB per GPU, {there:.1f} GiB there (most: {parts})"
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One task on one GPU: bytes that stay all the time, those that it needs while it works, and on the host."""
+
+    stays: Mapping[str, float]
+    works: Mapping[str, float]
+    host: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def resident(self) -> float:
+        return sum(self.stays.values())
+
+    @property
+    def transient(self) -> float:
+        return sum(self.works.values())
+
+
+def memory(
+    candidate: Candidate, work: Workload, inventory: Inventory, system: System
+) -> tuple[tuple[GPUMemory, ...], dict[Share, int]]:
+    """Of every GPU that has a task, equal neighbours together; and the tokens of KV cache of each generation share's
+    servers (0 or less: not even one sample fits)."""
+    cells = list(_cells(candidate, inventory))
+    rooms: dict[Share, int] = {}
+    loads = [
+        [(task, share, _load(task, share, candidate, work, pool, system)) for task, share in on]
+        for pool, _, on in cells
+    ]
+    for (pool, _, _), tasks in zip(cells, loads, strict=True):
+        for task, share, load in tasks:
+            if task == "generation":
+                others = [other for t, s, other in tasks if s is not share or t != task]
+                taken = sum(other.resident for other in others)
+                if not share.offload:
+                    # vLLM keeps its cache while others work.
+                    taken += max((other.transient for other in others), default=0.0)
+                taken += _overhead(tasks, system)
+                left = UTILISATION * pool.gpu.memory - taken - load.resident - load.transient
+                room = int(left // work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp))
+                rooms[share] = min(room, rooms.get(share, room))
+    found = []
+    for (pool, where, _), tasks in zip(cells, loads, strict=True):
+        found.append(_peak(pool, where, tasks, rooms, work, system))
+    return tuple(found), rooms
+
+
+def room_alone(share: Share, work: Workload, pool: Pool) -> int:
+    """Tokens of KV cache of a generation share's servers that have their GPUs to themselves."""
+    load = _serving("generation", share, None, work, pool)
+    left = UTILISATION * pool.gpu.memory - (1 + FRAGMENTS) * load.resident - load.transient - CONTEXT_BYTES
+    return int(left // work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp))
+
+
+def task_memory(task: Task, share: Share, work: Workload, pool: Pool) -> tuple[float, float]:
+    """Bytes of one GPU of a task that has it to itself: those that stay while other tasks work, and all at its peak, of
+    generation with the cache of one sample."""
+    load = _training(task, share, work, pool, False) if task in TRAINING else _serving(task, share, None, work, pool)
+    peak = (1 + FRAGMENTS) * load.resident + load.transient + CONTEXT_BYTES
+    if task == "generation":
+        peak += work.longest * work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp)
+    return load.resident, peak
+
+
+def _cells(candidate: Candidate, inventory: Inventory) -> Iterator[tuple[Pool, range, list[tuple[Task, Share]]]]:
+    """Ranges of GPUs with the same tasks."""
+    placed = list(candidate.placed)
+    for pool in inventory.pools:
+        mine = [(task, share) for task, share in placed if share.pool == pool.name]
+        cuts = sorted({edge for _, share in mine for edge in (share.first, share.first + share.gpus)})
+        for start, stop in pairwise(cuts):
+            on = [(t, s) for t, s in mine if s.first <= start and stop <= s.first + s.gpus]
+            if on:
+                yield pool, range(start, stop), on
+
+
+def _overhead(tasks: list[tuple[Task, Share, _Load]], system: System) -> float:
+    """Contexts of the processes, and what allocators lose of what stays."""
+    processes = 1 if system.shared_weights else len({_PROCESS[task] for task, _, _ in tasks})
+    return processes * CONTEXT_BYTES + FRAGMENTS * sum(load.resident for _, _, load in tasks)
+
+
+def _peak(
+    pool: Pool,
+    where: range,
+    tasks: list[tuple[Task, Share, _Load]],
+    rooms: Mapping[Share, int],
+    work: Workload,
+    system: System,
+) -> GPUMemory:
+    device: dict[str, float] = {}
+    host: dict[str, float] = {}
+    peaks: list[tuple[float, Task, dict[str, float]]] = []
+    for task, share, load in tasks:
+        device |= {f"{task}: {name}": size for name, size in load.stays.items()}
+        host |= {f"{task}: {name}": size for name, size in load.host.items()}
+        works = {f"{task}: {name}": size for name, size in load.works.items()}
+        if task == "generation":
+            wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
+            tokens = max(float(work.longest), min(float(rooms[share]), max(wanted, work.longest)))
+            works["generation: KV cache"] = tokens * work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp)
+            if not share.offload:
+                device |= works
+                continue
+        peaks.append((sum(works.values()), task, works))
+    if peaks:
+        device |= max(peaks, key=lambda p: p[0])[2]
+    device["contexts, fragments"] = _overhead(tasks, system)
+    return GPUMemory(pool.name, where, device, host, float(pool.gpu.memory))
+
+
+def _load(task: Task, share: Share, candidate: Candidate, work: Workload, pool: Pool, system: System) -> _Load:
+    if task in TRAINING:
+        held = system.shared_weights and any(
+            other.range == share.range and other.pool == share.pool
+            for use in (("generation",) if task == "actor_training" else ("critic",))
+            for other in candidate.shares(use)  # type: ignore[arg-type]
+        )
+        return _training(task, share, work, pool, held)
+    trained = candidate.shares("critic_training" if task == "critic" else "actor_training")
+    same = system.shared_weights and task in ("critic", "generation")
+    owner = next((t for t in trained if same and t.pool == share.pool and t.range == share.range), None)
+    return _serving(task, share, owner.fsdp if owner else None, work, pool)
+
+
+@lru_cache(maxsize=8192)
+def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool) -> _Load:
+    """`held`: the weights in the compute dtype serve another task too, so they stay."""
+    shape, head = _model(work, task)
+    sequences = -(-min(work.mini_batch, work.batch) // share.dp)
+    count = -(-sequences // share.micro_batch)
+    job = Training(
+        shape,
+        head,
+        Parallelism(pp=share.pp, tp=share.tp, dp=share.dp),
+        pool.gpu.dtype,
+        tokens=min(share.micro_batch, sequences) * work.longest,
+        micro_batches=count,
+        lora=work.actor_lora if task == "actor_training" else work.critic_lora,
+        recompute=share.recompute,
+        offload=share.offload,
+        ema="host" if work.ema and task == "actor_training" else None,
+        fsdp=share.fsdp,
+    )
+    best: tuple[float, _Load] | None = None
+    # The first stage keeps most micro-batches, the last has the logits.
+    for stage in {0, share.pp - 1}:
+        found = training_memory(replace(job, in_flight=min(share.pp - stage, count)), stage)
+        parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
+        stays = {name: size for name, size in parts.items() if name in _STAYS}
+        works = {name: size for name, size in parts.items() if name not in _STAYS}
+        if held and share.fsdp < 3:
+            stays["gathered weights"] = works.pop("gathered weights", 0.0)
+        works["fragments"] = FRAGMENTS * sum(works.values())
+        total = sum(stays.values()) + sum(works.values())
+        if best is None or total > best[0]:
+            best = total, _Load(stays, works, found.host)
+    assert best is not None
+    return best[1]
+
+
+@lru_cache(maxsize=8192)
+def _serving(task: Task, share: Share, owner: Literal[0, 1, 2, 3] | None, work: Workload, pool: Pool) -> _Load:
+    """Generation without its cache, or inference. `owner`: ZeRO stage of the training that has the weights already."""
+    shape, head = _model(work, task)
+    b, layers = ITEMSIZE[pool.gpu.dtype], max(1, shape.layers // share.pp)
+    size = b * max(_stage(shape, head, share, pool, stage) for stage in {0, share.pp - 1})
+    two = size * min(2, layers) / layers
+    works: dict[str, float] = {}
+    stays: dict[str, float] = {}
+    host: dict[str, float] = {}
+    if share.fsdp == 3:
+        works["gathered weights"] = two
+        size = size / share.dp if owner is None else 0.0
+    elif owner == 3:
+        works["gathered weights"] = size
+        size = 0.0
+    elif owner is not None:
+        size = 0.0
+    if task == "generation":
+        tokens, inner = BATCHED_TOKENS, max(shape.queries + 2 * shape.keys, 2 * shape.intermediate) / share.tp
+        logits = 2 * 1024 * shape.vocabulary * 4.0
+        works["CUDA graphs"] = GRAPH_BYTES
+    else:
+        tokens = share.micro_batch * work.longest
+        inner = max(shape.queries + 2 * shape.keys, 3 * shape.intermediate) / share.tp
+        logits = tokens * shape.vocabulary * (head == "lm") * b / share.tp
+    works["a step"] = tokens * (3 * shape.hidden + inner) * b + logits
+    if share.offload:
+        works["weights"] = works.get("weights", 0.0) + size
+        host["weights"] = size
+    else:
+        stays["weights"] = size
+    return _Load(stays, works, host)
+
+
+def _stage(shape: ModelShape, head: Head, share: Share, pool: Pool, stage: int) -> float:
+    layout = Parallelism(pp=share.pp, tp=share.tp, dp=share.dp)
+    return float(stage_parameters(Training(shape, head, layout, pool.gpu.dtype, 1), stage)[0])
+
+
+def _model(work: Workload, task: Task) -> tuple[ModelShape, Head]:
+    found = work.model(task)
+    assert found is not None, f"the workload has no {task}"
+    return found
