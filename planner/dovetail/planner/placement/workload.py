@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
 
@@ -69,8 +69,9 @@ class Workload:
     epochs: int
     prompt: Lengths
     response: Lengths
-    actor_lora: LoRA | None = None
-    critic_lora: LoRA | None = None
+    # Not part of the hash: a LoRA holds a list.
+    actor_lora: LoRA | None = field(default=None, hash=False)
+    critic_lora: LoRA | None = field(default=None, hash=False)
     ema: bool = False
 
     @property
