@@ -139,6 +139,20 @@ CAUSES = {
         "SecretOrConfigMapMissing",
         'secret "hub" not found',
     ),
+    "a secret to mount that is missing": (
+        with_trainer(podTemplate={"spec": {"volumes": [{"name": "keys", "secret": {"secretName": "hub-keys"}}]}}),
+        "Running",
+        "MountFailed",
+        'secret "hub-keys" not found',
+    ),
+    "a claim that is missing": (
+        with_trainer(
+            podTemplate={"spec": {"volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "hub"}}]}}
+        ),
+        "Scheduled",
+        "Unschedulable",
+        'persistentvolumeclaim "hub" not found',
+    ),
 }
 
 

@@ -130,7 +130,7 @@ OPERATOR = (
     | of(RBAC, "rolebindings", "list watch create patch")
     | of("networking.k8s.io", "networkpolicies", "list watch create patch")
     | of("policy", "poddisruptionbudgets", "list watch create patch")
-    | of("", "events", "create")
+    | of("", "events", "create list")
 )
 LEADER = of("coordination.k8s.io", "leases", "create") | of("coordination.k8s.io", "leases", "get update", LEASE)
 API = (

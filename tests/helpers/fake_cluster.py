@@ -45,6 +45,7 @@ class FakeCluster:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.now = START
         self.reported: dict[str, Any] | None = None
+        self.mounts: dict[str, str] = {}
         self.gone = False
         self.made: list[str] = []
         self.queueing = False
@@ -55,7 +56,8 @@ class FakeCluster:
     def seen(self) -> Seen:
         job = read_job(self.document)
         planned: tuple[RLHFJob, Any] | Refused = job if isinstance(job, Refused) else (job, make_plan(job.spec))
-        return Seen(self.document, planned, Children(copy.deepcopy(self.objects)), self.reported, Settings())
+        children = Children(copy.deepcopy(self.objects))
+        return Seen(self.document, planned, children, self.reported, Settings(), self.mounts)
 
     def look(self) -> Result:
         """What reconcile says, not carried out."""

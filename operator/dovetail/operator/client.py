@@ -55,10 +55,13 @@ class Client:
     async def get(self, resource: Resource, namespace: str, name: str) -> Object:
         return await self._call("GET", resource.path(namespace, name))
 
-    async def list(self, resource: Resource, namespace: str | None, selector: str = "") -> Sequence[Object]:
+    async def list(
+        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = ""
+    ) -> Sequence[Object]:
         """All, page by page, with kind and apiVersion that lists leave out."""
         found: list[Object] = []
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        query |= {"fieldSelector": fields} if fields else {}
         while True:
             page = await self._call("GET", resource.path(namespace), query)
             found += [{"kind": resource.kind, **item} for item in page["items"]]

@@ -19,6 +19,7 @@ from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.coordinators import Coordinators
 from dovetail.operator.log import log
 from dovetail.operator.metrics import Metrics
+from dovetail.operator.mounts import Mounts
 from dovetail.operator.planning import Planner
 from dovetail.operator.reconcile import Refused, Result, Seen, is_over, old_status, reconcile
 from dovetail.operator.render.context import Context
@@ -53,6 +54,7 @@ class Controller:
         self._metrics = metrics
         self._now = now
         self._tokens = Tokens(client)
+        self._mounts = Mounts(client, time.monotonic)
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
@@ -108,15 +110,17 @@ class Controller:
         document = self.store.job(key)
         if document is None:
             self._coordinators.forget(key)
+            self._mounts.forget(key)
             return None
         uid, children = str(document["metadata"]["uid"]), self.store.children(key)
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | Refused = Refused(reasons.NOT_PLANNED, "the job is over")
-        reported = None
+        reported, mounts = None, dict[str, str]()
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
             reported = self._coordinators.report(key, children, token)
-        result = reconcile(Seen(document, planned, children, reported, self._settings), self._now())
+            mounts = await self._mounts.problems(key, children)
+        result = reconcile(Seen(document, planned, children, reported, self._settings, mounts), self._now())
         if is_over(result.status):
             self._tokens.forget(uid)
             self._coordinators.forget(key)

@@ -19,6 +19,7 @@ SPEC_HASH = "dovetail.dev/spec-hash"
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 KUEUE = "kueue.x-k8s.io/"
 QUEUE_LABEL = f"{KUEUE}queue-name"
+PRIORITY_LABEL = f"{KUEUE}priority-class"
 
 VOLUME_MOUNT = "/var/dovetail"
 CONFIG_MOUNT = "/etc/dovetail"

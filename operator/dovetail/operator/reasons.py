@@ -29,6 +29,7 @@ APPLY_FAILED = "ObjectRejected"
 # What becomes of pods
 IMAGE_PULL = "ImagePullFailed"
 CONFIG_MISSING = "SecretOrConfigMapMissing"
+MOUNT_FAILED = "MountFailed"
 OUT_OF_MEMORY = "OOMKilled"
 EVICTED = "PodEvicted"
 POD_FAILED = "PodFailed"

@@ -11,9 +11,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from dovetail.api.plan import Plan
-from dovetail.api.status import GroupStatus, PlanStatus, RLHFJobStatus
-from dovetail.api.types import Parallelism, RLHFJob
-from dovetail.api.unexecuted import warnings
+from dovetail.api.status import GroupStatus, RLHFJobStatus
+from dovetail.api.types import RLHFJob
 from dovetail.operator import names, progress, reasons, rootcause
 from dovetail.operator.children import (
     Children,
@@ -28,7 +27,8 @@ from dovetail.operator.children import (
     parse_time,
 )
 from dovetail.operator.conditions import Conditions, JobEvent
-from dovetail.operator.render.context import Context, digest
+from dovetail.operator.plans import plan_status, summary
+from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.settings import Settings
 
@@ -47,13 +47,14 @@ class Refused:
 @dataclass(frozen=True)
 class Seen:
     """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `reported`:
-    the coordinator's own status, if it answered."""
+    the coordinator's own status, if it answered. `mounts`: what is said of volumes that pods wait for, by uid."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | Refused
     children: Children
     reported: Mapping[str, Any] | None = None
     settings: Settings = field(default_factory=Settings)
+    mounts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def reconcile(seen: Seen, now: datetime) -> Result:
             planned = Refused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, Refused):
         return _refused(planned, conditions, status)
-    conditions.set("Planned", True, reasons.PLANNED, _summary(context))
-    status = status.model_copy(update={"plan": _plan_status(context.plan)})
+    conditions.set("Planned", True, reasons.PLANNED, summary(context))
+    status = status.model_copy(update={"plan": plan_status(context.plan)})
     return _Reconciler(seen, context, conditions, status, now).run()
 
 
@@ -205,7 +206,7 @@ class _Reconciler:
         done = sum(p.get("status", {}).get("phase") == "Succeeded" for p in self._pods)
         scheduled = done + sum(is_true(p, "PodScheduled") for p in pods)
         ready = done + sum(is_ready(p) for p in pods)
-        cause = rootcause.worst(self._pods) if ready < expected else None
+        cause = rootcause.worst(self._pods, self._seen.mounts) if ready < expected else None
         told = cause.sentence if cause else ""
         if scheduled >= expected:
             self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
@@ -219,6 +220,8 @@ class _Reconciler:
             count = f"{ready} of {expected} pods are ready"
             reason = cause.reason if cause else reasons.STARTING
             self._conditions.set("Running", False, reason, f"{count}; {told}" if told else count)
+        if any(rootcause.creating(p) for p in pods):
+            self._requeue.append(rootcause.LOOK_SECONDS)
         started = self._status.start_time
         if started is None and any(p.get("status", {}).get("phase") == "Running" for p in pods):
             self._status = self._status.model_copy(update={"start_time": self._now.replace(microsecond=0)})
@@ -276,7 +279,7 @@ class _Reconciler:
 
     def _never_started(self) -> Refused | None:
         limit = self._context.job.spec.failure_policy.start_timeout_seconds
-        causes = [c for p in live(self._pods) if (c := rootcause.cause(p)) is not None and c.waiting]
+        causes = [c for p in live(self._pods) if (c := rootcause.cause(p, self._seen.mounts)) is not None and c.waiting]
         if limit is None or not causes:
             return None
         cause = min(causes, key=lambda c: c.since)
@@ -390,28 +393,3 @@ def _sizes(jobset: Object | None) -> dict[str, int]:
 def _since(thing: Object, kind: str) -> str:
     found = [c for c in thing["status"]["conditions"] if c["type"] == kind]
     return str(found[0].get("lastTransitionTime", ""))
-
-
-def _layout(layout: Parallelism | None) -> str | None:
-    return None if layout is None else f"pp{layout.pp} tp{layout.tp} dp{layout.dp}"
-
-
-def _plan_status(plan: Plan) -> PlanStatus:
-    return PlanStatus(
-        actor=_layout(plan.parallelism.get("actor")),
-        critic=_layout(plan.parallelism.get("critic") or plan.parallelism.get("reward")),
-        schedule=plan.schedule,
-        hash=digest(plan.model_dump(mode="json", by_alias=True)),
-    )
-
-
-def _summary(context: Context) -> str:
-    """The plan in short, and what a user may not expect of it."""
-    plan = context.plan
-    return "; ".join(
-        [
-            f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts",
-            *plan.warnings,
-            *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True)),
-        ]
-    )

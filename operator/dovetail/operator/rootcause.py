@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dovetail.api.types import Role
@@ -13,6 +13,10 @@ SIGTERM_EXIT = 143
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
 LONGEST_MESSAGE = 1500
+NO_MOUNTS: Mapping[str, str] = {}
+_CREATING = ("ContainerCreating", "PodInitializing")
+# Kubelets tell of volumes in Events only: they are looked for when a pod has had no container for so long.
+LOOK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class Cause:
     waiting: bool
 
 
-def cause(pod: Object) -> Cause | None:
-    """What keeps this pod from working; None while nothing speaks against it."""
+def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
+    """What keeps this pod from working; None while nothing speaks against it. `mounts`: what is said of the mounts of
+    pods, by uid."""
     status = pod.get("status", {})
     if status.get("phase") == "Failed":
         return _ended(pod)
@@ -47,12 +52,23 @@ def cause(pod: Object) -> Cause | None:
             return Cause(reasons.IMAGE_PULL, text[:LONGEST_MESSAGE], created, True)
         if waiting.get("reason") in _CONFIG:
             return Cause(reasons.CONFIG_MISSING, f"{_who(pod)} cannot start: {said}"[:LONGEST_MESSAGE], created, True)
+    if told := mounts.get(str(pod["metadata"].get("uid"))):
+        return Cause(reasons.MOUNT_FAILED, f"{_who(pod)} waits for a volume: {told}"[:LONGEST_MESSAGE], created, True)
     return None
 
 
-def worst(pods: Iterable[Object]) -> Cause | None:
+def creating(pod: Object) -> bool:
+    """It has a node, and its containers are still being made."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Pending" or deleting(pod) or not is_true(pod, "PodScheduled"):
+        return False
+    states = [c.get("state", {}).get("waiting") or {} for c in status.get("containerStatuses") or []]
+    return all(state.get("reason") in _CREATING for state in states)
+
+
+def worst(pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS) -> Cause | None:
     """The cause to tell: of failures the latest (earlier ones have been got over), else the oldest wait."""
-    found = [c for pod in pods if (c := cause(pod)) is not None]
+    found = [c for pod in pods if (c := cause(pod, mounts)) is not None]
     failures = [c for c in found if not c.waiting]
     if failures:
         return max(failures, key=lambda c: c.since)

@@ -1,0 +1,34 @@
+"""A plan as the job's status tells it. Pure."""
+
+from __future__ import annotations
+
+from dovetail.api.plan import Plan
+from dovetail.api.status import PlanStatus
+from dovetail.api.types import Parallelism
+from dovetail.api.unexecuted import warnings
+from dovetail.operator.render.context import Context, digest
+
+
+def plan_status(plan: Plan) -> PlanStatus:
+    return PlanStatus(
+        actor=_layout(plan.parallelism.get("actor")),
+        critic=_layout(plan.parallelism.get("critic") or plan.parallelism.get("reward")),
+        schedule=plan.schedule,
+        hash=digest(plan.model_dump(mode="json", by_alias=True)),
+    )
+
+
+def summary(context: Context) -> str:
+    """The plan in short, and what a user may not expect of it."""
+    plan = context.plan
+    return "; ".join(
+        [
+            f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts",
+            *plan.warnings,
+            *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True)),
+        ]
+    )
+
+
+def _layout(layout: Parallelism | None) -> str | None:
+    return None if layout is None else f"pp{layout.pp} tp{layout.tp} dp{layout.dp}"

@@ -1,0 +1,79 @@
+"""Pods that wait for volumes: what kubelets say of them, asked for at a bounded rate."""
+
+import asyncio
+
+import pytest
+
+from dovetail.operator.children import Children
+from dovetail.operator.client import KubeError
+from dovetail.operator.mounts import Mounts
+from helpers.fake_cluster import FakeCluster
+
+KEY = ("default", "demo")
+TOLD = 'MountVolume.SetUp failed for volume "keys" : secret "hub-keys" not found'
+
+
+@pytest.fixture
+def cluster():
+    cluster = FakeCluster()
+    cluster.reconcile()
+    cluster.step()
+    return cluster
+
+
+def stuck(cluster):
+    pod = cluster.pod("trainer")
+    cluster.waiting(pod, "ContainerCreating", "")
+    return pod
+
+
+def test_a_volume_that_cannot_be_mounted_is_explained(cluster):
+    pod = stuck(cluster)
+    assert cluster.reconcile().requeue == 10, "kubelets tell of it in Events, which are not watched"
+    assert cluster.condition("Running")["reason"] == "PodsStarting"
+    cluster.mounts[pod["metadata"]["uid"]] = TOLD
+    cluster.reconcile()
+    condition = cluster.condition("Running")
+    assert condition["reason"] == "MountFailed"
+    assert condition["message"].endswith(f"waits for a volume: {TOLD}")
+
+
+class Client:
+    """Two complaints, or an API server that does not answer."""
+
+    def __init__(self):
+        self.asked = []
+        self.away = False
+
+    async def list(self, resource, namespace, selector="", fields=""):
+        self.asked.append((resource.kind, namespace, fields))
+        if self.away:
+            raise KubeError(0, "no answer")
+        times = ("2026-01-01T00:00:00Z", "old"), ("2026-01-01T00:02:00Z", TOLD)
+        return [{"lastTimestamp": at, "message": message} for at, message in times]
+
+
+def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
+    now, client = [100.0], Client()
+    mounts = Mounts(client, lambda: now[0])
+
+    def problems():
+        return asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
+
+    assert problems() == {}, "no pod has a node"
+    uid = stuck(cluster)["metadata"]["uid"]
+    assert problems() == {}
+    assert client.asked == [], "most pods start within seconds"
+    now[0] += 10
+    assert problems() == {uid: TOLD}
+    assert client.asked == [("Event", "default", f"involvedObject.uid={uid},reason=FailedMount")]
+    now[0] += 9
+    assert problems() == {uid: TOLD}
+    assert len(client.asked) == 1
+    now[0] += 1
+    client.away = True
+    assert problems() == {}
+    cluster.start(cluster.pod("trainer"))
+    now[0] += 60
+    assert problems() == {}
+    assert len(client.asked) == 2
