@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from string import Template
 
 from devcluster import binaries, images, nodes
@@ -92,10 +93,10 @@ def install_kueue(cluster: Cluster, supervisor: Supervisor) -> None:
     wait_rollout(cluster, "kueue-system", "kueue-controller-manager")
 
 
-def start_kwok(cluster: Cluster, supervisor: Supervisor) -> None:
+def start_kwok(cluster: Cluster, supervisor: Supervisor, stages: Sequence[str] = KWOK_STAGES, *flags: str) -> None:
     """Plays the kubelet of every node that is annotated `kwok.x-k8s.io/node: fake`."""
     selector = "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"
-    flags = [f"--kubeconfig={cluster.kubeconfig}", selector, "--node-lease-duration-seconds=40"]
-    stages = binaries.module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize/stage"
-    flags += [f"--config={stages / stage}.yaml" for stage in KWOK_STAGES]
-    supervisor.start("kwok", [str(binaries.path_of("kwok")), *flags])
+    given = [f"--kubeconfig={cluster.kubeconfig}", selector, "--node-lease-duration-seconds=40"]
+    folder = binaries.module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize/stage"
+    given += [f"--config={folder / stage}.yaml" for stage in stages]
+    supervisor.start("kwok", [str(binaries.path_of("kwok")), *given, *flags])
