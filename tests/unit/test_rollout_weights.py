@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import dovetail.trainer.weights as sending
+from dovetail.api.buckets import bucket_specs
 from dovetail.api.messages import Offer, Publish, Receiver
+from dovetail.api.switching import Layout, Tensor
 from dovetail.coordinator.weights import receive_for
-from dovetail.models.transfer import Deadline, TransferError, checksum
+from dovetail.models.transfer import Deadline, Part, TransferError, checksum
 from dovetail.rollout.weights import WeightReceiver
-from dovetail.trainer.weights import WeightSender
+from dovetail.trainer.weights import Parts, WeightSender
 
 
 class World:
@@ -95,7 +97,7 @@ def run(
     """Results or exceptions of every sender rank and every receiver."""
     command = Publish(id="x", version=version, epoch=epoch, receivers=who, deadline_seconds=seconds)
     world.offered.clear()
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         sends = [pool.submit(s.publish, command, w) for s, w in zip(world.senders, weights, strict=True)]
         assert world.offered.wait(30)
         offer = world.offers[-1]
@@ -145,6 +147,58 @@ def test_stages_of_two_models_reach_their_receivers_whole() -> None:
         # Iterating is a collective: dp peers go through it equally often.
         assert iterated[0] == iterated[2]
     assert world.offers[0].segments[0].port == world.offers[1].segments[0].port, "communicators are kept"
+
+
+def split(named: dict[str, torch.Tensor], layout: Layout, rank: int) -> list[Part]:
+    """What a dp rank holds of a stage's tensors."""
+    found = []
+    for name, tensor in named.items():
+        boxes = layout.boxes(Tensor(name, tuple(tensor.shape)), 1)
+        box = next((b for b, ranks in boxes.items() if rank in ranks), tuple((0, 0) for _ in tensor.shape))
+        found.append(Part(name, tuple(tensor.shape), box, tensor[tuple(slice(*i) for i in box)]))
+    return found
+
+
+@pytest.mark.parametrize(("dp", "copies"), [(2, 1), (3, 1), (2, 2), (4, 2)])
+def test_data_parallel_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int) -> None:
+    layout = Layout(dp=dp, sharded=True, copies=copies)
+    world = World([{"actor": (p, d)} for p in range(2) for d in range(dp)])
+    who = RECEIVERS[:2]
+    receivers = {r.name: taker(WeightReceiver(), who) for r in who}
+    for version in (1, 2):
+        stages = []
+        for p in range(2):
+            named = {n: t for n, t in stage(9 * version + p, range(4 * p, 4 * p + 4)).items() if t.dim()}
+            # Large enough to be split between those that hold copies of it; and one that cannot be shared.
+            named[f"big.{p}"] = torch.randn(2200, 1001) * version
+            named[f"one.{p}"] = torch.full((1, 3), float(version))
+            stages.append(named)
+        weights = [{"actor": Parts(partial(split, stages[p], layout, d), layout)} for p in range(2) for d in range(dp)]
+        sent, taken = run(world, weights, receivers, epoch=1, version=version, who=who)
+        assert isinstance(sent[0], dict), sent[0]
+        assert same(taken["rollout-0"], stages[0] | stages[1]), taken["rollout-0"]
+        assert same(taken["rollout-1"], stages[0] | stages[1])
+    segments = world.offers[-1].segments
+    assert sorted((s.index, s.part) for s in segments) == [(p, d) for p in range(2) for d in range(dp)]
+    shares = [sum(spec.nbytes for b in s.buckets for spec in bucket_specs(b)) for s in segments]
+    assert sum(shares) == sum(t.nbytes for named in stages for t in named.values())
+    assert max(shares) <= 1.2 * sum(shares) / len(shares)
+
+
+def test_ranks_beyond_the_layout_send_nothing() -> None:
+    layout = Layout(dp=1, sharded=True)
+    world = World([{"actor": (0, 0)}, {"actor": (0, 1)}])
+    named = stage(3, range(2))
+    weights = [{"actor": Parts(partial(map, _held_whole, named.items()), layout)}] * 2
+    sent, taken = run(world, weights, {"rollout-0": taker(WeightReceiver(), RECEIVERS[:1])}, epoch=1, who=RECEIVERS[:1])
+    assert isinstance(sent[1], dict), sent[1]
+    assert same(taken["rollout-0"], named)
+    assert len(world.offers[0].segments) == 1
+
+
+def _held_whole(named: tuple[str, torch.Tensor]) -> Part:
+    name, tensor = named
+    return Part(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
 
 
 def test_plain_iterators_can_be_sent_too() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from dovetail.api.messages import Bucket
+from dovetail.api.switching.layout import Box, Layout, Tensor, volume
+from dovetail.api.switching.routing import route
 
 ALIGNMENT = 16
 # Two int64 words after the last tensor of every bucket on the wire.
@@ -32,21 +34,29 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, torch dtype without its prefix, and shape of one tensor."""
+    """Name, torch dtype without its prefix, and shape of one tensor; `box`: the part of it that is meant, None: all."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    box: Box | None = None
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Shape of the part that is meant."""
+        return self.shape if self.box is None else tuple(end - start for start, end in self.box)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes. Raises ValueError for a dtype that cannot be sent."""
+        if self.dtype not in _ITEM_BYTES:
+            raise ValueError(f"tensor {self.name} has dtype {self.dtype}, which weight transfer does not carry")
+        return _ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Raises ValueError for a dtype that cannot be sent."""
-        if self.dtype not in _ITEM_BYTES:
-            raise ValueError(f"tensor {self.name} has dtype {self.dtype}, which weight transfer does not carry")
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * _ITEM_BYTES[self.dtype]
+        """Of the part that is meant. Raises ValueError for a dtype that cannot be sent."""
+        return volume(tuple((0, n) for n in self.extent)) * self.itemsize
 
 
 def aligned(nbytes: int) -> int:
@@ -127,14 +137,45 @@ def _bucket(specs: Sequence[TensorSpec]) -> Bucket:
         names=[s.name for s in specs],
         dtypes=[s.dtype for s in specs],
         shapes=[list(s.shape) for s in specs],
+        boxes=[list(s.box or ()) for s in specs] if any(s.box is not None for s in specs) else None,
         offsets=offsets,
         nbytes=end,
     )
 
 
 def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
-    """The tensors of a bucket, in order."""
+    """The entries of a bucket, in order."""
+    boxes = [None] * len(bucket.names) if bucket.boxes is None else [tuple(box) for box in bucket.boxes]
     return [
-        TensorSpec(name, dtype, tuple(shape))
-        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+        TensorSpec(name, dtype, tuple(shape), box)
+        for name, dtype, shape, box in zip(bucket.names, bucket.dtypes, bucket.shapes, boxes, strict=True)
     ]
+
+
+def share_buckets(buckets: Sequence[Bucket], layout: Layout) -> dict[int, list[Bucket]]:
+    """What each dp rank of a stage sends of its buckets, by rank: those that send anything, and rank 0.
+
+    `layout`: how the stage's dp ranks hold each tensor (one stage). Every element is sent once, to all receivers, by a
+    rank that holds it; senders are balanced (`dovetail.api.switching.route`). Rank 0's buckets name every tensor, be
+    its part empty."""
+    specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
+    tensors = [Tensor(spec.name, spec.shape, itemsize=spec.itemsize) for spec in specs]
+    table = route(tensors, 1, layout, Layout(first=layout.ranks.stop))
+    if table.sent.keys() <= {0}:
+        return {0: list(buckets)}
+    boxes: dict[tuple[int, str], list[Box]] = {}
+    for transfer in table.transfers:
+        boxes.setdefault((transfer.source, transfer.tensor), []).append(transfer.box)
+    shares = {}
+    for rank in sorted({0, *table.sent}):
+        shares[rank] = [
+            _bucket(
+                [
+                    replace(spec, box=box)
+                    for spec in bucket_specs(bucket)
+                    for box in boxes.get((rank, spec.name), [tuple((0, 0) for _ in spec.shape)] if rank == 0 else [])
+                ]
+            )
+            for bucket in buckets
+        ]
+    return shares

@@ -218,19 +218,27 @@ class HeartbeatReply(Message):
 
 
 class Bucket(Message):
-    """Tensors packed back to back into one buffer of `nbytes` (each start aligned to 16 bytes)."""
+    """Tensors, or one sender's parts of them, packed back to back into one buffer of `nbytes` (each start aligned to 16
+    bytes)."""
 
     names: list[str]
     dtypes: list[str] = Field(description="torch names without the prefix: float32, bfloat16, ...")
-    shapes: list[list[int]]
+    shapes: list[list[int]] = Field(description="Of the whole tensors.")
+    boxes: list[list[tuple[int, int]]] | None = Field(
+        default=None, description="Which elements of its tensor each entry is: [start, end) by dimension. null: all."
+    )
     offsets: list[int]
     nbytes: int
 
 
 class Segment(Message):
-    """What one sender sends: its rendezvous and its buckets, in order, each followed by its checksum."""
+    """What one sender sends: its rendezvous and its buckets, in order, each followed by its checksum.
 
-    index: int
+    Buckets of the same number of all segments of one (model, index) make up the same tensors; part 0's names all of
+    them."""
+
+    index: int = Field(description="Pipeline stage.")
+    part: int = Field(default=0, description="Which of the stage's senders.")
     model: str
     host: str
     port: int

@@ -8,17 +8,29 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from dovetail.api.buckets import CHECKSUM_BYTES, aligned, bucket_specs
+from dovetail.api.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.api.messages import Bucket
+from dovetail.api.switching.layout import Box
 
 Backend = Literal["gloo", "nccl"]
+Named = tuple[str, torch.Tensor]
+
+
+class Part(NamedTuple):
+    """What one rank holds of a tensor of `shape`: `tensor` is the elements in `box`."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
 
 
 class TransferError(RuntimeError):
@@ -188,19 +200,48 @@ def pack_into(buffer: torch.Tensor, bucket: Bucket, tensors: list[torch.Tensor])
     for spec, offset, tensor in zip(bucket_specs(bucket), bucket.offsets, tensors, strict=True):
         end = offset + spec.nbytes
         if spec.nbytes:
-            buffer[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            buffer[offset:end].view(tensor.dtype).view(spec.extent).copy_(tensor)
         buffer[end : offset + aligned(spec.nbytes)].zero_()
     buffer[bucket.nbytes : message_bytes(bucket)].view(torch.int64).copy_(checksum(buffer[: bucket.nbytes]))
 
 
 def unpack(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each tensor in `buffer`, as views of it."""
+    """(name, tensor) of each entry in `buffer`, as views of it."""
     for spec, offset in zip(bucket_specs(bucket), bucket.offsets, strict=True):
-        dtype = getattr(torch, spec.dtype)
-        if not spec.nbytes:
-            yield spec.name, torch.empty(spec.shape, dtype=dtype, device=buffer.device)
-            continue
-        yield spec.name, buffer[offset : offset + spec.nbytes].view(dtype).view(spec.shape)
+        yield spec.name, _view(buffer, offset, spec)
+
+
+def assemble(buffer: torch.Tensor, messages: Sequence[tuple[torch.Tensor, Bucket]]) -> Iterator[Named]:
+    """(name, whole tensor) of each tensor whose parts are in `messages` (those of one bucket from all of its senders,
+    part 0's first), as views of `buffer`, which must have `assembled_bytes` of them."""
+    wholes: dict[str, torch.Tensor] = {}
+    end = 0
+    for spec in _wholes(messages[0][1]):
+        wholes[spec.name] = _view(buffer, end, spec)
+        end += aligned(spec.nbytes)
+    for message, bucket in messages:
+        for spec, offset in zip(bucket_specs(bucket), bucket.offsets, strict=True):
+            if spec.nbytes and spec.box is not None:
+                place = tuple(slice(*interval) for interval in spec.box)
+                wholes[spec.name][place].copy_(_view(message, offset, spec))
+    yield from wholes.items()
+
+
+def assembled_bytes(first: Bucket) -> int:
+    """Room for the whole tensors of a bucket, given part 0 of it."""
+    return sum(aligned(spec.nbytes) for spec in _wholes(first))
+
+
+def _wholes(bucket: Bucket) -> list[TensorSpec]:
+    # Several parts of one tensor are several entries.
+    return list(dict.fromkeys(replace(spec, box=None) for spec in bucket_specs(bucket)))
+
+
+def _view(buffer: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if not spec.nbytes:
+        return torch.empty(spec.extent, dtype=dtype, device=buffer.device)
+    return buffer[offset : offset + spec.nbytes].view(dtype).view(spec.extent)
 
 
 def intact(buffer: torch.Tensor, bucket: Bucket) -> bool:

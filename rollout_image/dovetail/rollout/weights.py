@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 
 from dovetail.api.messages import Bucket, Receive, Segment
-from dovetail.models.transfer import Channel, Deadline, Handle, TransferError, call, intact, message_bytes, unpack
+from dovetail.models.transfer import (
+    Channel,
+    Deadline,
+    Handle,
+    Named,
+    TransferError,
+    assemble,
+    assembled_bytes,
+    call,
+    intact,
+    message_bytes,
+    unpack,
+)
 
 __all__ = ["TransferError", "WeightReceiver"]
 
 
 def _yes() -> bool:
     return True
+
+
+# The same bucket from all senders of its stage.
+Parcel = list[tuple[Segment, Bucket]]
+
+
+def parcels(segments: Sequence[Segment]) -> list[Parcel]:
+    """An offer's buckets in the order in which they travel: stages take turns, one packs while another sends."""
+    stages: dict[tuple[str, int], list[Segment]] = {}
+    for segment in sorted(segments, key=lambda s: (s.model, s.index, s.part)):
+        stages.setdefault((segment.model, segment.index), []).append(segment)
+    queues = [[list(zip(stage, column, strict=True)) for column in _columns(stage)] for stage in stages.values()]
+    return [parcel for turn in zip_longest(*queues) for parcel in turn if parcel is not None]
+
+
+def _columns(stage: Sequence[Segment]) -> list[tuple[Bucket, ...]]:
+    return list(zip(*(segment.buckets for segment in stage), strict=True))
 
 
 class WeightReceiver:
@@ -25,8 +55,9 @@ class WeightReceiver:
         self._device = torch.device(device)
         self._rank = rank
         self._epoch: int | None = None
-        self._channels: dict[tuple[str, int], Channel] = {}
+        self._channels: dict[tuple[str, int, int], Channel] = {}
         self._buffers: list[torch.Tensor | None] = [None, None]
+        self._whole: torch.Tensor | None = None
 
     def connect(self, receive: Receive, deadline: Deadline | None = None) -> None:
         """Join the senders' communicators if the epoch is a new one. Raises TransferError."""
@@ -37,7 +68,7 @@ class WeightReceiver:
         try:
             for segment in receive.offer.segments:
                 store = call(segment.host, segment.port, deadline)
-                self._channels[segment.model, segment.index] = Channel(
+                self._channels[_key(segment)] = Channel(
                     receive.offer.backend,
                     store,
                     receive.rank_offset + self._rank,
@@ -50,33 +81,42 @@ class WeightReceiver:
             raise
         self._epoch = receive.offer.epoch
 
-    def receive(self, receive: Receive, may_reuse: Callable[[], bool] = _yes) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every segment of the offer, in order; the next bucket arrives while these are used.
+    def receive(self, receive: Receive, may_reuse: Callable[[], bool] = _yes) -> Iterator[Named]:
+        """(name, tensor) of every segment of the offer, stages in turn; the next bucket arrives while these are used.
 
-        A bucket is yielded only after its checksum was verified. Tensors are views of a buffer that is written
-        again two buckets later, unless `may_reuse()`, asked after the last tensor of a bucket was taken, says that
-        somebody still holds some. Raises TransferError on a wrong checksum, a broken connection or the deadline;
-        the communicators are then gone and what was yielded so far is to be thrown away. A consumer that stops
-        early has the same effect."""
+        A bucket is yielded only after the checksums of all its parts were verified. Tensors are views of a buffer that
+        is written again once the next bucket was asked for, unless `may_reuse()`, asked after the last tensor of a
+        bucket was taken, says that somebody still holds some. Raises TransferError on a wrong checksum, a broken
+        connection or the deadline; the communicators are then gone and what was yielded so far is to be thrown away. A
+        consumer that stops early has the same effect."""
         deadline = Deadline(receive.offer.deadline_seconds)
         self.connect(receive, deadline)
-        parcels = [(segment, bucket) for segment in receive.offer.segments for bucket in segment.buckets]
+        coming = parcels(receive.offer.segments)
+        largest = max((sum(message_bytes(b) for _, b in parcel) for parcel in coming), default=0)
         complete = False
         try:
-            coming = self._start(parcels, 0, deadline)
-            for k, (segment, bucket) in enumerate(parcels):
-                message, handle = coming
-                handle.wait()
-                if k + 1 < len(parcels):
-                    coming = self._start(parcels, k + 1, deadline)
-                if not intact(message, bucket):
-                    raise TransferError(
-                        f"bucket {k + 1} of {len(parcels)} of {segment.model} (segment {segment.index}) arrived with "
-                        "a wrong checksum"
-                    )
-                yield from unpack(message, bucket)
+            started = self._start(coming[0], 0, largest, deadline)
+            for k, parcel in enumerate(coming):
+                arriving = started
+                for _, handle in arriving:
+                    handle.wait()
+                if k + 1 < len(coming):
+                    started = self._start(coming[k + 1], k + 1, largest, deadline)
+                for (segment, bucket), (message, _) in zip(parcel, arriving, strict=True):
+                    if not intact(message, bucket):
+                        raise TransferError(
+                            f"bucket {k + 1} of {len(coming)} of {segment.model} (segment {segment.index}, part "
+                            f"{segment.part}) arrived with a wrong checksum"
+                        )
+                if len(parcel) == 1 and parcel[0][1].boxes is None:
+                    yield from unpack(arriving[0][0], parcel[0][1])
+                    if not may_reuse():
+                        self._buffers[k % 2] = None
+                    continue
+                messages = [(message, bucket) for (message, _), (_, bucket) in zip(arriving, parcel, strict=True)]
+                yield from assemble(self._room(coming, parcel[0][1]), messages)
                 if not may_reuse():
-                    self._buffers[k % 2] = None
+                    self._whole = None
             complete = True
         finally:
             if not complete:
@@ -89,12 +129,24 @@ class WeightReceiver:
         for channel in channels:
             channel.close()
 
-    def _start(self, parcels: list[tuple[Segment, Bucket]], k: int, deadline: Deadline) -> tuple[torch.Tensor, Handle]:
-        segment, bucket = parcels[k]
-        size = message_bytes(bucket)
+    def _start(self, parcel: Parcel, k: int, largest: int, deadline: Deadline) -> list[tuple[torch.Tensor, Handle]]:
+        """Ask all senders of a bucket for their parts at once."""
         buffer = self._buffers[k % 2]
-        if buffer is None or buffer.numel() < size:
-            largest = max(message_bytes(b) for _, b in parcels)
+        if buffer is None or buffer.numel() < largest:
             buffer = self._buffers[k % 2] = torch.empty(largest, dtype=torch.uint8, device=self._device)
-        message = buffer[:size]
-        return message, self._channels[segment.model, segment.index].broadcast(message, deadline)
+        started, end = [], 0
+        for segment, bucket in parcel:
+            message = buffer[end : end + message_bytes(bucket)]
+            end += message.numel()
+            started.append((message, self._channels[_key(segment)].broadcast(message, deadline)))
+        return started
+
+    def _room(self, coming: list[Parcel], first: Bucket) -> torch.Tensor:
+        if self._whole is None or self._whole.numel() < assembled_bytes(first):
+            size = max(assembled_bytes(parcel[0][1]) for parcel in coming)
+            self._whole = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._whole
+
+
+def _key(segment: Segment) -> tuple[str, int, int]:
+    return segment.model, segment.index, segment.part

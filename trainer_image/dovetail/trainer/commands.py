@@ -234,11 +234,13 @@ class CommandRunner:
 
     def _publish(self, command: Publish) -> Metrics:
         wanted = {model for receiver in command.receivers for model in receiver.models}
-        weights: dict[str, Any] = {}
-        for name in sorted(wanted & set(self.engine.models)):
-            weights[name] = lambda name=name: self.engine.weights(name)
+        most = self._sender.max_senders
+        weights = {name: self.engine.sendable(name, most) for name in sorted(wanted & set(self.engine.models))}
         with self.timeline.phase("publish"):
-            return self._sender.publish(command, weights)
+            try:
+                return self._sender.publish(command, weights)
+            finally:
+                self.engine.settle()
 
     # ------------------------------------------------------------ parts
 

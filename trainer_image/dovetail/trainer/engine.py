@@ -25,9 +25,11 @@ from dovetail.trainer.executor import Executor, MicroBatch, Pipe, Record, agree_
 from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.measure import Collected
-from dovetail.trainer.optim import local
+from dovetail.trainer.optim import Step, local
 from dovetail.trainer.parallel import reshard, set_last_backward
+from dovetail.trainer.parts import parts, senders
 from dovetail.trainer.reduction import Reduction
+from dovetail.trainer.weights import Parts, Source
 
 __all__ = ["Engine", "EngineModel", "MicroBatch"]
 
@@ -47,6 +49,8 @@ class Engine:
         self.step = 0
         self.ema: dict[str, Tensor] = {}
         self.measured = Collected()
+        # Optimizer steps that are decided but not applied everywhere, by model: see `run`.
+        self._begun: dict[str, Step] = {}
 
     # ------------------------------------------------------------ state
 
@@ -54,7 +58,7 @@ class Engine:
         """Drop everything held and build the command's models, from their sources or from its checkpoint.
 
         Raises `RankFailed` on every rank, with one sentence, when any rank could not."""
-        self.models, self.ema, self.stage, self.step = {}, {}, None, 0
+        self.models, self.ema, self.stage, self.step, self._begun = {}, {}, None, 0, {}
         error = None
         try:
             for name, layout in sorted(command.layouts.items()):
@@ -88,11 +92,13 @@ class Engine:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""
+        self.settle()
         checkpoint.save(self, path)
 
     def export(self, model: str, path: Path) -> None:
         """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged. Raises
         `RankFailed` on every rank when that fails."""
+        self.settle()
         export_model(self, model, path)
 
     # ------------------------------------------------------------ work
@@ -104,16 +110,20 @@ class Engine:
         mini_batches: int = 1,
         stepped: Stepped | None = None,
         schedule: str = "",
+        defer: bool = False,
     ) -> dict[str, dict[str, float]]:
         """Execute this rank's actions, accumulating gradients.
 
         `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages, those of `mini_batches`
         optimizer steps one after another. With `stepped` a model's steps are applied within the run, each before the
-        model's next mini-batch, and reported to it with what `optimizer_step` returns; without, the caller steps.
+        model's next mini-batch, and reported to it with what `optimizer_step` returns; without, the caller steps. With
+        `defer` each model's last step is decided and reported, but applied by whatever comes next, so that its weights
+        can leave as they are stepped (`sendable`).
         `schedule` is compared among all ranks. Returns, on every rank alike, each model's loss statistics summed over
         micro-batches and dp ranks."""
+        self.settle()
         check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches)
-        pipes = {n: self._training_pipe(self.models[n], b, mini_batches, stepped) for n, b in work.items()}
+        pipes = {n: self._training_pipe(self.models[n], b, mini_batches, stepped, defer) for n, b in work.items()}
         agree_on_work(pipes, schedule, self.groups.control, self.groups.rank)
         executor = self._executor(pipes)
         executor.run(actions)
@@ -136,6 +146,7 @@ class Engine:
     ) -> list[Tensor]:
         """Forward passes without gradients. `read(output, micro_batch)` picks a small tensor from the last stage's
         output; all stages of this dp rank get the results, on the trainer's device."""
+        self.settle()
         held = self.models[model]
         pipe = Pipe(held.module, held.groups, batches, self.groups.device, held.compute, read=read)
         actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
@@ -152,10 +163,21 @@ class Engine:
 
         Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
         `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
+        self.settle()
         held = self.models[model]
-        return self._apply(held, Reduction(held, self.groups.device))
+        applied = self._decide(held, Reduction(held, self.groups.device))
+        self._begun.pop(model).finish()
+        return applied
 
-    def _apply(self, held: EngineModel, reduction: Reduction) -> dict[str, float]:
+    def settle(self) -> None:
+        """Apply all that is left of optimizer steps that were deferred. Everything that reads weights does so first."""
+        for model in list(self._begun):
+            self._begun.pop(model).finish()
+            if model == "actor":
+                self.after_actor_step()
+
+    def _decide(self, held: EngineModel, reduction: Reduction) -> dict[str, float]:
+        """Begin the step that the gradient asks for."""
         norm = reduction.norm(self.groups.timeout)
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -163,8 +185,8 @@ class Engine:
                 "lower the learning rate"
             )
         limit = held.optimizer.config.max_grad_norm
-        rate = held.optimizer.step(limit / norm if norm > limit else 1.0)
-        return {"grad_norm": norm, "learning_rate": rate}
+        begun = self._begun[held.name] = held.optimizer.begin(limit / norm if norm > limit else 1.0)
+        return {"grad_norm": norm, "learning_rate": begun.rate}
 
     def after_actor_step(self) -> None:
         """Move the averaged actor towards the actor (`ppo.ema`); nothing without it."""
@@ -175,11 +197,26 @@ class Engine:
     def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
         """This stage's weights under their Hugging Face names: whole tensors, adapters merged, float32 unless the
         parameter is not. Collective over dp: every dp rank must exhaust the iterator. `ema` is the averaged actor."""
+        self.settle()
         if model == "ema":
             if not self.ema:
                 raise ValueError("there is no averaged actor; set ppo.ema")
             return self.models["actor"].gather(self.ema)
         return self.models[model].gather()
+
+    def sendable(self, model: str, most: int) -> Source | Parts:
+        """The same weights to be sent by at most `most` ranks of each stage, each what it holds; by the first dp rank
+        where a tensor is spread over more. A deferred step is applied to each layer just before it is taken."""
+        held = self.models[model]
+        layout = senders(held, most)
+        if layout is None:
+            return lambda: self.weights(model)
+
+        def ready(names: list[str]) -> None:
+            if model in self._begun:
+                self._begun[model].apply(names)
+
+        return Parts(lambda: parts(held, ready), layout)
 
     # ------------------------------------------------------------ parts
 
@@ -187,7 +224,7 @@ class Engine:
         return Executor(pipes, self.groups.timeout, self.record, clock=time.time)
 
     def _training_pipe(
-        self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None
+        self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool
     ) -> Pipe:
         held.module.train()
         set_last_backward(held.module, False)
@@ -203,12 +240,15 @@ class Engine:
         )
         if stepped is not None:
             begun: list[Reduction] = []
+            left = [*range(mini_batches)]
 
             def step() -> None:
-                applied = self._apply(held, begun.pop())
+                applied = self._decide(held, begun.pop())
                 set_last_backward(held.module, False)
-                if held.name == "actor":
-                    self.after_actor_step()
+                if left.pop() or not defer:
+                    self._begun.pop(held.name).finish()
+                    if held.name == "actor":
+                        self.after_actor_step()
                 stepped(held.name, applied)
 
             pipe.reduce, pipe.step = lambda: begun.append(Reduction(held, self.groups.device)), step

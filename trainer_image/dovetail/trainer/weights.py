@@ -1,4 +1,4 @@
-"""Sending weights: each stage's first data-parallel rank broadcasts its part of a model to all receivers at once."""
+"""Sending weights: the data-parallel ranks of each stage share its sending, each to all receivers at once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from dovetail.api.buckets import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, TensorSpec, bucket_specs, plan_buckets
+from dovetail.api.buckets import (
+    CPU_BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
+    TensorSpec,
+    bucket_specs,
+    plan_buckets,
+    share_buckets,
+)
 from dovetail.api.env import HOST
 from dovetail.api.messages import Bucket, Offer, Publish, Receiver, Segment
+from dovetail.api.switching.layout import Box, Layout, volume
 from dovetail.models.transfer import (
     Backend,
     Channel,
     Deadline,
     Handle,
+    Named,
+    Part,
     TransferError,
     absent_ranks,
     listen,
@@ -26,8 +36,20 @@ from dovetail.models.transfer import (
     pack_into,
 )
 
-Named = tuple[str, torch.Tensor]
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
+# Senders of one stage. A communicator each: NCCL's take device memory, on vLLM's side too.
+MAX_SENDERS: dict[Backend, int] = {"gloo": 16, "nccl": 4}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model of which each dp rank holds, and can send, only parts.
+
+    `iterate` starts an iteration over what this rank holds of every tensor of its stage, in the same order each time
+    and on all dp ranks. `layout`: how the stage's dp ranks from 0 on hold a tensor; others send nothing."""
+
+    iterate: Callable[[], Iterable[Part]]
+    layout: Layout
 
 
 class ModelRank(Protocol):
@@ -81,38 +103,52 @@ class WeightSender:
         self._backend: Backend = "nccl" if on_gpu else "gloo"
         self._bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES)
         self._cancelled = cancelled
-        self._plans: dict[str, list[Bucket]] = {}
+        # By model: the stage's buckets, whole, and what the stage's senders send of each.
+        self._wholes: dict[str, list[Bucket]] = {}
+        self._shares: dict[str, dict[int, list[Bucket]]] = {}
+        self._layouts: dict[str, Layout] = {}
         self._lines: dict[str, _Line] = {}
         self._buffers: list[torch.Tensor] = []
 
-    def publish(self, command: Publish, weights: Mapping[str, Source]) -> dict[str, float]:
+    @property
+    def max_senders(self) -> int:
+        """Most ranks of a stage that may send."""
+        return MAX_SENDERS[self._backend]
+
+    def publish(self, command: Publish, weights: Mapping[str, Source | Parts]) -> dict[str, float]:
         """Send each model of `weights` that has receivers. Returns `bytes` (sent by all senders together), `seconds`
         (from the offer to the last byte) and `gigabytes_per_second` (bytes / seconds / 1e9; each byte counted once,
         however many receivers take it).
 
-        `weights[model]` gives this rank's stage of the model as (Hugging Face name, full tensor), the same on all its
-        dp ranks and in the same order each time: a callable that starts such an iteration, or an iterable (then the
-        first publish of a model holds all of it in memory: its bucket plan must be known before the first byte). All
-        ranks go through `weights` in the order of the models' names, as iterating may be a collective.
+        `weights[model]` is `Parts`, of which every element is sent once, by one of the ranks that hold it. Or it gives
+        this rank's stage of the model as (Hugging Face name, full tensor), the same on all its dp ranks and in the same
+        order each time, for dp rank 0 to send: a callable that starts such an iteration, or an iterable (then the first
+        publish of a model holds all of it in memory: its bucket plan must be known before the first byte). All ranks go
+        through `weights` in the order of the models' names, as iterating may be a collective.
+
+        Tensors are taken from the iteration as late as their bucket is packed, while the one before is on its way: work
+        that the iteration does to make them is hidden behind sending.
 
         Raises TransferError on every rank alike, naming the receivers that did not come where that is known; the
         sender can publish again with a new epoch."""
         deadline = Deadline(command.deadline_seconds)
         models = sorted({m for r in command.receivers for m in r.models} & set(weights))
-        sources = {model: self._plan(model, weights[model]) for model in models}
+        iterations = {model: self._plan(model, weights[model]) for model in models}
         segments = []
         problem = None
         try:
             for model in models:
-                if self._groups.model[model].dp_rank == 0:
+                mine = self._mine(model)
+                if mine is not None:
                     line = self._line(model, command.epoch, deadline)
                     segments.append(
                         Segment(
                             index=self._groups.model[model].pp_rank,
+                            part=list(self._shares[model]).index(self._groups.model[model].dp_rank),
                             model=model,
                             host=line.host,
                             port=line.port,
-                            buckets=self._plans[model],
+                            buckets=mine,
                         )
                     )
         except (OSError, RuntimeError) as error:
@@ -124,7 +160,7 @@ class WeightSender:
         problem = None
         if gathered is not None:
             offered = [Segment.model_validate(s) for part in gathered for s in part]
-            offered.sort(key=lambda s: (s.model, s.index))
+            offered.sort(key=lambda s: (s.model, s.index, s.part))
             try:
                 self._post_offer(
                     Offer(
@@ -144,12 +180,11 @@ class WeightSender:
 
         sent = 0
         for model in models:
-            mine = self._groups.model[model].dp_rank == 0
             try:
-                if mine and problem is None:
-                    sent += self._send(model, sources[model], command, deadline)
+                if self._mine(model) is not None and problem is None:
+                    sent += self._send(model, iterations[model], command, deadline)
                 else:
-                    _drain(sources[model])
+                    _drain(iterations[model])
             except (TransferError, OSError) as error:
                 problem = f"sending {model} from rank {self._groups.rank}: {error}"
         total = self._agree(problem, sent)
@@ -163,16 +198,26 @@ class WeightSender:
 
     # ------------------------------------------------------------ parts of publish
 
-    def _plan(self, model: str, source: Source) -> Iterable[Named]:
+    def _plan(self, model: str, source: Source | Parts) -> Iterable[Part]:
         """Make sure that the model's bucket plan is known; returns the iteration to send."""
-        if model not in self._plans:
-            if callable(source):
-                specs = [_spec(name, tensor) for name, tensor in source()]
-            else:
-                source = [(name, tensor.detach()) for name, tensor in source]
-                specs = [_spec(name, tensor) for name, tensor in source]
-            self._plans[model] = plan_buckets(specs, self._bucket_bytes)
-        return source() if callable(source) else source
+        layout = source.layout if isinstance(source, Parts) else Layout()
+        if isinstance(source, Parts):
+            iterate = source.iterate
+        elif callable(source):
+            start = source
+            iterate = lambda: map(_whole, start())  # noqa: E731
+        else:
+            held = [_whole((name, tensor.detach())) for name, tensor in source]
+            iterate = lambda: held  # noqa: E731
+        if model not in self._wholes or self._layouts[model] != layout:
+            self._layouts[model] = layout
+            self._wholes[model] = plan_buckets([_spec(part) for part in iterate()], self._bucket_bytes)
+            self._shares[model] = share_buckets(self._wholes[model], layout)
+        return iterate()
+
+    def _mine(self, model: str) -> list[Bucket] | None:
+        """What this rank sends of the model's buckets; None: nothing."""
+        return self._shares[model].get(self._groups.model[model].dp_rank)
 
     def _line(self, model: str, epoch: int, deadline: Deadline) -> _Line:
         line = self._lines.get(model)
@@ -183,11 +228,11 @@ class WeightSender:
             line = self._lines[model] = _Line(epoch, store, self._host, port)
         return line
 
-    def _send(self, model: str, source: Iterable[Named], command: Publish, deadline: Deadline) -> int:
+    def _send(self, model: str, source: Iterable[Part], command: Publish, deadline: Deadline) -> int:
         """Returns the bytes sent. On failure goes on iterating `source` (its collectives have peers), then raises."""
         receivers = [r for r in command.receivers if model in r.models]
         line = self._lines[model]
-        with closing(_iterate(source)) as tensors:
+        with closing(_iterate(source)) as parts:
             try:
                 if line.channel is None:
                     world = 1 + sum(r.world for r in receivers)
@@ -197,44 +242,45 @@ class WeightSender:
                         )
                     except TransferError as error:
                         raise TransferError(f"{error}{_names(receivers, absent_ranks(line.store, world))}") from error
-                return self._stream(model, tensors, line.channel, deadline)
+                return self._stream(model, parts, line.channel, deadline)
             except BaseException:
                 self._hang_up(model)
                 with suppress(TransferError):
-                    _drain(tensors)
+                    _drain(parts)
                 raise
 
-    def _stream(self, model: str, tensors: Iterator[Named], channel: Channel, deadline: Deadline) -> int:
+    def _stream(self, model: str, parts: Iterator[Part], channel: Channel, deadline: Deadline) -> int:
         """Pack bucket k + 1 while bucket k is on its way."""
-        plan = self._plans[model]
+        plan = self._mine(model) or []
         self._allocate(max((message_bytes(b) for b in plan), default=0))
         busy: list[Handle | None] = [None, None]
         sent = 0
-        for k, bucket in enumerate(plan):
-            taken = [self._next(model, tensors, spec) for spec in bucket_specs(bucket)]
+        for k, (whole, bucket) in enumerate(zip(self._wholes[model], plan, strict=True)):
+            taken = {spec.name: self._next(model, parts, spec) for spec in bucket_specs(whole)}
             if (before := busy[k % 2]) is not None:
                 before.wait()
             message = self._buffers[k % 2][: message_bytes(bucket)]
-            pack_into(message, bucket, taken)
+            pack_into(message, bucket, [_cut(taken[spec.name], spec.box) for spec in bucket_specs(bucket)])
             busy[k % 2] = channel.broadcast(message, deadline)
             sent += bucket.nbytes
         for handle in (busy[len(plan) % 2], busy[(len(plan) + 1) % 2]):
             if handle is not None:
                 handle.wait()
-        if next(tensors, None) is not None:
+        if next(parts, None) is not None:
             self._changed(model, "has more tensors than before")
         if self._groups.device.type == "cuda":
             torch.cuda.synchronize(self._groups.device)
         return sent
 
-    def _next(self, model: str, tensors: Iterator[Named], spec: TensorSpec) -> torch.Tensor:
-        name, tensor = next(tensors, ("", torch.empty(0)))
-        if not name or _spec(name, tensor) != spec:
-            self._changed(model, f"gave {name or 'nothing'} where {spec.name} {list(spec.shape)} was planned")
-        return tensor.detach()
+    def _next(self, model: str, parts: Iterator[Part], spec: TensorSpec) -> Part:
+        part = next(parts, None)
+        if part is None or _spec(part) != spec:
+            name = "nothing" if part is None else part.name
+            self._changed(model, f"gave {name} where {spec.name} {list(spec.shape)} was planned")
+        return part
 
-    def _changed(self, model: str, how: str) -> None:
-        self._plans.pop(model, None)
+    def _changed(self, model: str, how: str) -> NoReturn:
+        self._wholes.pop(model, None)
         raise TransferError(f"the weights of {model} changed since their buckets were planned: it {how}")
 
     def _allocate(self, nbytes: int) -> None:
@@ -263,15 +309,29 @@ class WeightSender:
             self._hang_up(model)
 
 
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+def _whole(named: Named) -> Part:
+    name, tensor = named
+    shape = tuple(tensor.shape)
+    return Part(name, shape, tuple((0, n) for n in shape), tensor)
 
 
-def _iterate(source: Iterable[Named]) -> Generator[Named, None, None]:
+def _spec(part: Part) -> TensorSpec:
+    return TensorSpec(part.name, str(part.tensor.dtype).removeprefix("torch."), tuple(part.shape))
+
+
+def _cut(part: Part, box: Box | None) -> torch.Tensor:
+    """The elements in `box` of what this rank holds."""
+    tensor = part.tensor.detach()
+    if box is None or not volume(box):
+        return tensor
+    return tensor[tuple(slice(a - held, b - held) for (a, b), (held, _) in zip(box, part.box, strict=True))]
+
+
+def _iterate(source: Iterable[Part]) -> Generator[Part, None, None]:
     yield from source
 
 
-def _drain(source: Iterable[Named]) -> None:
+def _drain(source: Iterable[Part]) -> None:
     for _ in source:
         pass
 

@@ -76,7 +76,7 @@ class Layout:
         for dp in range(self.dp):
             for tp in range(self.tp):
                 box = whole if tensor.tp_dim is None else _part(whole, tensor.tp_dim, tp, self.tp)
-                if self.sharded:
+                if self.sharded and box:
                     # FSDP shards what tensor parallelism has left.
                     box = _part(box, 0, dp % shards, shards)
                 if volume(box):

@@ -161,7 +161,9 @@ def _train(
         with context.timeline.phase(name):
             # Demonstrations add to the gradient before the step.
             during = stepped if ptx is None else None
-            found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest)
+            # The iteration's last step is applied as the weights are published, layer by layer.
+            last = start + len(span) == len(minis)
+            found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest, defer=last)
             for stats in found.values():
                 _add(totals, stats)
         if ptx is not None:

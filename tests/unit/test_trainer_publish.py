@@ -1,0 +1,86 @@
+"""An iteration's last optimizer step, applied layer by layer as the weights leave: the same bits as at once."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dovetail.api.messages import Offer, Publish, Receive, Receiver
+from dovetail.api.types import Stage
+from dovetail.rollout.weights import WeightReceiver
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import job, load_command, ppo_batch
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=[{}, {"models": {"actor": {"lora": {"rank": 4}}}}], ids=["whole", "adapters"])
+def trainer(request: pytest.FixtureRequest) -> Iterator[LocalTrainer]:
+    spec = job().model_dump(mode="json", by_alias=True)["spec"]
+    models = {"actor": {**spec["models"]["actor"], **request.param.get("models", {}).get("actor", {})}}
+    with LocalTrainer(job(models=models, ppo={**spec["ppo"], "ema": 0.5})) as local:
+        yield local
+
+
+def after_step(trainer: LocalTrainer) -> None:
+    trainer.metrics(load_command(Stage.PPO))
+    models = ["actor", "critic"]
+    trainer.metrics(trainer.step(Stage.PPO, 1, ppo_batch(1), models, 4, kl_coef=0.05))
+
+
+def copies(trainer: LocalTrainer, model: str) -> Weights:
+    return {name: tensor.clone() for name, tensor in trainer.runner.engine.weights(model)}
+
+
+def publish(trainer: LocalTrainer, seconds: float, here: bool = True) -> Weights:
+    """The actor as a receiver gets it."""
+    offers: queue.Queue[Offer] = queue.Queue()
+    trainer.client.offer = offers.put  # type: ignore[attr-defined]
+    who = Receiver(name="r", kind="rollout", models=["actor"], rank_offset=1)
+    command = Publish(id="publish", version=1, epoch=1, receivers=[who], deadline_seconds=seconds)
+
+    def receive() -> Weights:
+        if not here:
+            return {}
+        message = Receive(offer=offers.get(timeout=60), rank_offset=1, world_size=2)
+        return {name: tensor.clone() for name, tensor in WeightReceiver().receive(message)}
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        result = trainer.execute(command)
+        assert result.ok == here, result.error
+        return receiving.result()
+
+
+def equal(a: Weights, b: Weights) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_weights_are_stepped_as_they_leave(trainer: LocalTrainer) -> None:
+    engine = trainer.runner.engine
+    trainer.metrics(load_command(Stage.PPO))
+    start = copies(trainer, "actor")
+    after_step(trainer)
+    expected = {model: copies(trainer, model) for model in ("actor", "critic", "ema")}
+    assert not equal(start, expected["actor"])
+
+    after_step(trainer)
+    raw = {name: p.detach().clone() for name, p in engine.models["actor"].trainable().items()}
+    assert equal(publish(trainer, 60.0), expected["actor"])
+    stepped = {name: p.detach() for name, p in engine.models["actor"].trainable().items()}
+    assert not equal(raw, stepped), "the step was applied before its weights were asked for"
+    for model, weights in expected.items():
+        assert equal(copies(trainer, model), weights), model
+
+
+def test_a_publish_that_fails_leaves_the_same_weights(trainer: LocalTrainer) -> None:
+    after_step(trainer)
+    expected = {model: copies(trainer, model) for model in ("actor", "critic", "ema")}
+    after_step(trainer)
+    publish(trainer, 1.0, here=False)
+    for model, weights in expected.items():
+        assert equal(copies(trainer, model), weights), model
