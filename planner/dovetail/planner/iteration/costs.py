@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from dovetail.planner.interstage.profile import SATURATED
-from dovetail.planner.iteration.generation import Floats, Servers, mean, quantiles
+from dovetail.planner.iteration.generation import Floats, Servers, expected_longest, mean, quantiles
 from dovetail.planner.iteration.system import System
 from dovetail.planner.memory.training import ITEMSIZE
 from dovetail.planner.placement.candidate import Share
@@ -91,7 +91,8 @@ def inference_seconds(
 @dataclass(frozen=True)
 class Step:
     """One optimizer step of a model in a share. `forward`, `backward`: seconds of a micro-batch in the slowest stage;
-    `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap."""
+    `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap. `skew`: the longest micro-batch over the
+    mean one: a pipeline fills and drains at the pace of the longest."""
 
     stages: int
     micro_batches: int
@@ -99,6 +100,7 @@ class Step:
     backward: float
     hop: float
     fixed: float
+    skew: float = 1.0
 
     @property
     def both(self) -> float:
@@ -117,7 +119,11 @@ class Step:
     @property
     def alone(self) -> float:
         """1F1B: (M + pp - 1)(f + b)."""
-        return (self.micro_batches + self.stages - 1) * self.both + self.hops + self.fixed
+        return self.work + self.bubble + self.hops + self.fixed
+
+    @property
+    def bubble(self) -> float:
+        return (self.stages - 1) * self.both * self.skew
 
 
 @lru_cache(maxsize=16384)
@@ -154,7 +160,10 @@ def training_step(
     fixed += OPTIMIZER_BYTES * trained * size / owners / (c.memory * gpu.memory_bandwidth)
     if share.offload:
         fixed += 2 * 8 * trained * size / owners / (c.link * gpu.pcie)
-    return Step(pp, -(-mini // (dp * share.micro_batch)), forwards, backwards, hop, fixed)
+    count = -(-mini // (dp * share.micro_batch))
+    longest = expected_longest(work.response, -(-mini // dp)) + mean(work.prompt)
+    skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch
+    return Step(pp, count, forwards, backwards, hop, fixed, skew)
 
 
 @lru_cache(maxsize=8192)
@@ -169,11 +178,12 @@ def straggling(work: Workload, dp: int, balanced: bool) -> float:
         return 1.0
     tokens = quantiles(work.response, mini) + mean(work.prompt)
     average = float(tokens.mean())
-    longest = max(1.0, float(tokens[-1]) / (each * average))
+    most = (expected_longest(work.response, mini) + mean(work.prompt)) / average
+    longest = max(1.0, most / each)
     if balanced:
         return longest
     spread = float(tokens.std()) / average
-    return min(max(longest, 1 + spread * math.sqrt(2 * math.log(dp) / each)), float(tokens[-1]) / average)
+    return min(max(longest, 1 + spread * math.sqrt(2 * math.log(dp) / each)), max(1.0, most))
 
 
 def together(actor: Step, critic: Step, schedule: str) -> float:
@@ -187,13 +197,12 @@ def together(actor: Step, critic: Step, schedule: str) -> float:
         return serial
     rest = actor.hops + critic.hops + actor.fixed + critic.fixed
     if schedule == "TimeSharing":
-        bubble = max((actor.stages - 1) * actor.both, (critic.stages - 1) * critic.both)
-        return min(serial, actor.work + critic.work + bubble + rest)
+        return min(serial, actor.work + critic.work + max(actor.bubble, critic.bubble) + rest)
     positions = math.lcm(actor.stages, critic.stages)
-    bound = max((s.micro_batches + s.stages - 1) * s.both for s in (actor, critic))
+    bound = max(s.work + s.bubble for s in (actor, critic))
     for x in range(positions):
         i, j = x % actor.stages, critic.stages - 1 - x % critic.stages
-        arrival = min(i * actor.forward, j * critic.forward)
-        left = min(i * actor.backward, j * critic.backward)
+        arrival = min(i * actor.forward * actor.skew, j * critic.forward * critic.skew)
+        left = min(i * actor.backward * actor.skew, j * critic.backward * critic.skew)
         bound = max(bound, arrival + actor.work + critic.work + left)
     return min(serial, bound + max(actor.hops, critic.hops) + actor.fixed + critic.fixed)

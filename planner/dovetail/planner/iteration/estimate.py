@@ -144,12 +144,9 @@ def _inference(
             total += seconds
             if task == "actor_training":
                 continue
-            if any(share.overlaps(other) for other in candidate.generation):
-                hidden = tail * free
-            else:
-                # The last samples come last: a pass over them remains.
-                hidden = generated.seconds
-                rest = max(rest, seconds * min(1.0, share.dp * share.micro_batch / work.batch))
+            hidden = tail * free if any(share.overlaps(other) for other in candidate.generation) else generated.seconds
+            # The last samples come last: a pass over them remains.
+            rest += seconds * min(1.0, share.dp * share.micro_batch / work.batch)
         most = max(most, rest, total - hidden)
     return most
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +108,8 @@ def _curve(server: Servers, samples: int, batch: int, prompt: Lengths, response:
 
 def _tail(server: Servers, batch: int, left: int, destinations: int, prompt: Lengths, response: Lengths) -> float:
     """From the gathering to the last token: each destination takes its part, prefills what came, and goes on."""
-    longest = quantiles(response, batch)[-left:]
+    longest = quantiles(response, batch)[-left:].copy()
+    longest[-1] = max(float(longest[0]), expected_longest(response, batch))
     done = float(longest[0])
     mine = np.sort(longest[::-1][::destinations]) - done
     gaps = np.diff(mine, prepend=0.0)
@@ -132,8 +134,17 @@ def quantiles(lengths: Lengths, count: int) -> Floats:
 def _of_server(lengths: Lengths, samples: int, batch: int) -> Floats:
     """One server's samples: quantiles, the longest being that of the whole batch, as one server has it."""
     mine = quantiles(lengths, samples).copy()
-    mine[-1] = max(mine[-1], quantiles(lengths, batch)[-1])
+    mine[-1] = max(float(mine[-1]), expected_longest(lengths, batch))
     return mine
+
+
+@lru_cache(maxsize=4096)
+def expected_longest(lengths: Lengths, samples: int) -> float:
+    """The longest of so many samples, on average: of Q(u^(1/n)), u uniform."""
+    levels = (np.arange(64) + 0.5) / 64
+    normal = NormalDist()
+    z = np.array([normal.inv_cdf(float(u)) for u in levels ** (1 / samples)])
+    return float(np.clip(lengths.median * np.exp(lengths.sigma * z), 1, lengths.longest).mean())
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,205 @@
+"""Generation and inference of one iteration, event by event, on the simulator of inter-stage fusion."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.planner.interstage.decode import Decode
+from dovetail.planner.interstage.migration import plan_migration
+from dovetail.planner.interstage.profile import StageProfile
+from dovetail.planner.iteration.costs import pass_seconds, servers
+from dovetail.planner.iteration.generation import Servers
+from dovetail.planner.iteration.play_training import Bar
+from dovetail.planner.iteration.system import System
+from dovetail.planner.placement.candidate import INFERENCE, Candidate, Share
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.workload import Ints, Workload
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.timing import Constants
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """`ends`: (batch,) when each sample is generated; `free`: by generation server's first GPU, when it has nothing
+    left; `begun`: when the tail gathered, None: it did not."""
+
+    generated: float
+    scored: float
+    ends: list[float]
+    begun: float | None
+    migrated: int
+    bars: list[Bar]
+
+
+def play_rollout(
+    candidate: Candidate,
+    work: Workload,
+    inventory: Inventory,
+    rooms: Mapping[Share, int],
+    prompts: Ints,
+    lengths: Ints,
+    system: System,
+    c: Constants,
+) -> Rolled:
+    """`prompts`, `lengths`: (batch,) tokens."""
+    groups = [
+        (s, servers(s, inventory[s.pool].cluster, work, max(rooms[s], work.longest), system, c))
+        for s in candidate.generation
+    ]
+    places = [(share, i) for share, _ in groups for i in range(share.dp)]
+    if system.continuous:
+        ends, idle, begun, migrated = _decode(groups, work, candidate.migration, prompts, lengths)
+    else:
+        ends, idle = _static(groups, prompts, lengths)
+        begun, migrated = None, 0
+    generated = max(ends)
+    bars = [
+        Bar(share.pool, gpu, "vLLM", "generation", 0.0, end)
+        for (share, i), end in zip(places, idle, strict=True)
+        for gpu in range(share.first + i * share.tp, share.first + (i + 1) * share.tp)
+    ]
+    free: dict[tuple[str, int], float] = {}
+    fused = candidate.migration is not None
+    for bar in bars:
+        free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
+    totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
+    scored, new = _score(candidate, work, inventory, ends, totals, free, 0.0 if fused else generated, c)
+    return Rolled(generated, max(scored, generated), ends, begun, migrated, bars + new)
+
+
+def _decode(
+    groups: Sequence[tuple[Share, Servers]], work: Workload, migration: float | None, prompts: Ints, lengths: Ints
+) -> tuple[list[float], list[float], float | None, int]:
+    profiles = [_profile(each) for _, each in groups for _ in range(each.count)]
+    decode = Decode(lengths.tolist(), prompts.tolist(), profiles)
+    begun, migrated = None, 0
+    if migration is not None:
+        decode.run(int(migration * len(lengths)))
+        left = decode.unfinished()
+        plan = plan_migration(left, dict(enumerate(profiles)), work.longest) if left else None
+        begun = decode.now
+        if plan is not None:
+            decode.migrate(plan.moves)
+            migrated = len(plan.moves)
+    decode.run(0)
+    return decode.end, decode.idle_at, begun, migrated
+
+
+def _profile(each: Servers) -> StageProfile:
+    steps = each.steps
+    return StageProfile(
+        decode=tuple((n, float(steps[n])) for n in range(1, len(steps))),
+        prefill_seconds_per_token=each.prefill,
+        inference_seconds_per_token=0.0,
+        max_samples=len(steps) - 1,
+        kv_tokens=each.room,
+        kv_transfer_seconds_per_token=each.arrival,
+    )
+
+
+def _static(groups: Sequence[tuple[Share, Servers]], prompts: Ints, lengths: Ints) -> tuple[list[float], list[float]]:
+    """Batches one after the other on each server, each until its longest sample is done."""
+    places = [each for _, each in groups for _ in range(each.count)]
+    share = max(1, -(-len(lengths) // len(places)))
+    speeds = np.array([1 / float(s.steps[min(share, len(s.steps) - 1)]) for s in places])
+    bounds = np.rint(np.cumsum(speeds) / speeds.sum() * len(lengths)).astype(int)
+    ends, idle = [0.0] * len(lengths), []
+    first = 0
+    for each, last in zip(places, bounds.tolist(), strict=True):
+        now, mine = 0.0, list(range(first, last))
+        slots = each.slots(float(np.mean(prompts)) + float(np.max(lengths)))
+        for start in range(0, len(mine), slots):
+            batch = mine[start : start + slots]
+            now += float(prompts[batch].sum()) * each.prefill
+            now += float(lengths[batch].max()) * float(each.steps[len(batch)])
+            for sample in batch:
+                ends[sample] = now
+        idle.append(now)
+        first = last
+    return ends, idle
+
+
+@dataclass
+class _Copy:
+    """One data-parallel copy of a task's model and its GPUs."""
+
+    task: str
+    share: Share
+    gpus: list[tuple[str, int]]
+    model: tuple[ModelShape, Head]
+
+
+def _score(
+    candidate: Candidate,
+    work: Workload,
+    inventory: Inventory,
+    ends: Sequence[float],
+    totals: Sequence[int],
+    free: dict[tuple[str, int], float],
+    earliest: float,
+    c: Constants,
+) -> tuple[float, list[Bar]]:
+    """Whoever's GPUs are free takes the next micro-batch of its task, in the order in which samples were finished."""
+    order = sorted(range(len(ends)), key=ends.__getitem__)
+    tasks = [(task, candidate.shares(task)) for task in INFERENCE]
+    waiting: dict[str, deque[int]] = {task: deque(order) for task, shares in tasks if shares}
+    copies = [
+        _Copy(task, share, [(share.pool, gpu) for gpu in _gpus(share, d)], work.model(task) or (work.actor, "lm"))
+        for task, shares in tasks
+        for share in shares
+        for d in range(share.dp)
+    ]
+    last = 0.0
+    bars: list[Bar] = []
+    if not candidate.folded:
+        generated = max(ends)
+        for share in candidate.actor_training:
+            waiting["actor"] = deque(order)
+            for d in range(share.dp):
+                gpus = [(share.pool, gpu) for gpu in _gpus(share, d)]
+                copies.append(_Copy("actor", share, gpus, (work.actor, "lm")))
+                for gpu in gpus:
+                    free[gpu] = max(free.get(gpu, 0.0), generated)
+
+    def start(copy: _Copy) -> float:
+        queue = waiting[copy.task]
+        if not queue:
+            return float("inf")
+        rows = queue[min(len(queue), copy.share.micro_batch) - 1]
+        return max(earliest, ends[rows], *(free.get(gpu, 0.0) for gpu in copy.gpus))
+
+    heap = [(start(copy), i) for i, copy in enumerate(copies)]
+    heapq.heapify(heap)
+    while heap:
+        when, i = heapq.heappop(heap)
+        copy = copies[i]
+        now = start(copy)
+        if now == float("inf"):
+            continue
+        if now > when:
+            heapq.heappush(heap, (now, i))
+            continue
+        queue = waiting[copy.task]
+        rows = [queue.popleft() for _ in range(min(len(queue), copy.share.micro_batch))]
+        tokens = sum(totals[r] for r in rows) / copy.share.micro_batch
+        stage, gather, hop = pass_seconds(*copy.model, copy.share, inventory[copy.share.pool].cluster, tokens, c)
+        busy = max(stage, gather)
+        done = now + busy + (copy.share.pp - 1) * (busy + hop)
+        for gpu in copy.gpus:
+            free[gpu] = now + busy
+            bars.append(Bar(*gpu, "scorer", copy.task, now, now + busy))
+        last = max(last, done)
+        heapq.heappush(heap, (now + busy, i))
+    return last, bars
+
+
+def _gpus(share: Share, copy: int) -> list[int]:
+    """Of data-parallel copy `copy`: rank = (pp * dp + d) * tp + t."""
+    return [
+        share.first + (stage * share.dp + copy) * share.tp + t for stage in range(share.pp) for t in range(share.tp)
+    ]
