@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.generation import GenerationError
+from dovetail.coordinator.in_flight import GenerationError
 from dovetail.coordinator.samples import State
 from dovetail.coordinator.work import Settings
 from helpers.fake_vllm import FakeVllm

@@ -51,7 +51,12 @@ class ExperienceMaker:
         self._sleepers = Sleepers(engines.fleet, lambda: engines.http, engines.log, self._swapped)
         self._fusion = Fusion(self._spec, engines.store, engines.log)
         self._generator = Generator(
-            engines.store, engines.fleet, self._spec.generation, engines.settings.token, engines.log
+            engines.store,
+            engines.fleet,
+            self._spec.generation,
+            engines.settings.token,
+            engines.log,
+            decode=lambda tokens: str(engines.prepared.tokenizer.decode(tokens, skip_special_tokens=False)),
         )
 
     async def close(self) -> None:

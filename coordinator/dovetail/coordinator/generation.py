@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from dovetail.api.types import Generation
-from dovetail.coordinator.dispatch import Speeds, excess, place
+from dovetail.coordinator.cut import Cut
+from dovetail.coordinator.dispatch import excess, place
 from dovetail.coordinator.fleet import Fleet, Instance
+from dovetail.coordinator.in_flight import GenerationError, InFlight
 from dovetail.coordinator.interstage.migrations import Leave, Migration
 from dovetail.coordinator.kv_migration import KVMigration
 from dovetail.coordinator.requests import Requests, body, cancel
-from dovetail.coordinator.samples import Assignment, Delta, Key, Sample, State
+from dovetail.coordinator.samples import Assignment, Key, Sample, State
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.stream import RequestRefused, ServerFailure, stream
 from dovetail.coordinator.watch import given_up, leaves
-from dovetail.coordinator.work import Activity, Generated, Settings, Work, request_id
+from dovetail.coordinator.work import Generated, Settings, Work, request_id
 from dovetail.planner.migration import Mechanism
 
 KIND = "rollout"
@@ -30,7 +31,6 @@ GATHER_SECONDS = 0.005
 # Requests begun at once: thousands would keep the event loop from hearing what connects until its deadline has passed.
 BURST = 256
 TOKEN_BYTES = 4
-FINISHED = ("stop", "length", "repetition")
 
 
 # Given the unfinished samples, each with its instance (None: it waits for one), and the instances that may take work:
@@ -38,14 +38,11 @@ FINISHED = ("stop", "length", "repetition")
 Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
 
 
-class GenerationError(Exception):
-    """Generation cannot go on; the message says what it waits for or what a server refused."""
-
-
 class Generator:
     """One at a time: `generate` runs alone, `drain` may be called while it does.
 
-    `token`: the job's. `clock`: monotonic seconds. Close it in the end (`async with`)."""
+    `token`: the job's. `clock`: monotonic seconds. `decode`: text of tokens, special ones included; needed
+    where a response may end at a stop string. Close it in the end (`async with`)."""
 
     def __init__(
         self,
@@ -56,6 +53,7 @@ class Generator:
         log: Callable[..., None],
         settings: Settings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._store = store
         self._fleet = fleet
@@ -63,20 +61,16 @@ class Generator:
         self._log = log
         self._settings = settings or Settings()
         self._clock = clock
-        self._speeds = Speeds()
         self.kv = KVMigration(clock)
         self._requests = Requests(token, self._settings, log)
         self._migrations: list[Migration] = []
         self._wake = asyncio.Event()
         self._pending: list[Work] = []
-        self._flying: dict[Work, None] = {}
-        self._ended: list[Work] = []
+        self._flying = InFlight(store, fleet, log, clock, self._settings.max_fruitless)
         self._watched = 0.0
         self._known: set[tuple[str, str]] = set()
-        self._activity: dict[str, Activity] = {}
         self._destinations: frozenset[str] = frozenset()
-        # A stop string may straddle the cut: servers look only at what they generate, so that much is made again.
-        self._rewind = max((len(s.encode()) - 1 for s in generation.stop), default=0)
+        self._cut = Cut(generation.stop, decode)
         self._leftovers: dict[tuple[str, str], list[str]] = {}
         for sample in store.take_interrupted():
             owner = (sample.instance or "", sample.incarnation or "")
@@ -113,7 +107,7 @@ class Generator:
         chosen = self._store.samples.samples(iteration, State.PENDING) if samples is None else samples
         self._pending = [Work.of(s) for s in chosen if s.state is State.PENDING]
         self._known.clear()
-        self._activity.clear()
+        self._flying.activity.clear()
         self._destinations = frozenset()
         self._migrations = []
         total, result, started = len(self._pending), Generated(), self._clock()
@@ -125,20 +119,20 @@ class Generator:
             self._fleet.listeners.remove(self._wake.set)
             await self._stop()
         result.seconds = self._clock() - started
-        result.migrations, result.instances = self._migrations, dict(self._activity)
-        result.spans = [a.span(name, iteration) for name, a in sorted(self._activity.items())]
+        result.migrations, result.instances = self._migrations, dict(self._flying.activity)
+        result.spans = [a.span(name, iteration) for name, a in sorted(self._flying.activity.items())]
         return result
 
     def idle(self, name: str) -> bool:
         """Whether an instance has nothing to generate, nor will get anything unless others fail."""
-        return not self._pending and all(w.instance != name for w in self._flying)
+        return not self._pending and self._flying.idle(name)
 
     async def drain(self, name: str) -> None:
         """Give an instance no more work, and move what it has elsewhere, tokens kept; returns when it has none.
 
         `fleet.drain(name, False)` ends it."""
         self._fleet.drain(name)
-        works = [w for w in self._flying if w.instance == name]
+        works = self._flying.on(name)
         self._end(works, "drain")
         tasks = [w.task for w in works if w.task is not None]
         if tasks:
@@ -178,9 +172,12 @@ class Generator:
             # Responses tend to end together, at a step of the server.
             await asyncio.sleep(GATHER_SECONDS)
             self._wake.clear()
-            done = self._flush(self._clock() - flushed)
+            done = self._flying.flush(self._clock() - flushed)
             flushed = self._clock()
-            result.retries += self._sort_out()
+            unfinished = self._flying.sort_out()
+            if unfinished:
+                self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
+                result.retries += len(unfinished)
             self._gather(tail)
             for key in done:
                 result.samples += 1
@@ -188,7 +185,7 @@ class Generator:
                     on_finished(self._store.samples.get(key))
             if done:
                 result.tail.append((time.time(), len(self._pending) + len(self._flying)))
-            result.tokens = sum(a.tokens for a in self._activity.values())
+            result.tokens = sum(a.tokens for a in self._flying.activity.values())
             if progress is not None:
                 progress(result.samples, total, result.tokens)
 
@@ -220,10 +217,10 @@ class Generator:
             if leftovers:
                 self._requests.abort(instance, leftovers)
         if new and not first and not self._pending:
-            loads = self._loads(eligible)
+            loads = self._flying.loads(eligible)
             idle = [i.name for i in new if loads[i.name] == 0]
             for name, count in excess(loads, idle, self._generation.max_concurrent).items():
-                works = [w for w in self._flying if w.instance == name and w.ending is None]
+                works = [w for w in self._flying.on(name) if w.ending is None]
                 # Those with most to come.
                 self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
 
@@ -233,7 +230,7 @@ class Generator:
         names = [i.name for i in eligible]
         capacity = self._generation.max_concurrent
         count = min(len(self._pending), BURST)
-        chosen = place(count, self._loads(eligible), self._speeds.relative(names), capacity)
+        chosen = place(count, self._flying.loads(eligible), self._flying.speeds(names), capacity)
         works, self._pending = self._pending[: len(chosen)], self._pending[len(chosen) :]
         if not works:
             return
@@ -243,19 +240,18 @@ class Generator:
         assignments = []
         for work, name in zip(works, chosen, strict=True):
             instance = by_name[name]
-            if work.tokens and self._rewind:
-                keep = max(0, len(work.tokens) - self._rewind)
-                del work.tokens[keep:], work.logprobs[keep:]
+            keep = self._cut.keep(work.prompt, work.tokens)
+            del work.tokens[keep:], work.logprobs[keep:]
             work.stored = work.before = len(work.tokens)
             work.instance, work.incarnation = name, instance.incarnation
             work.ending = work.reason = work.failure = work.refusal = None
             assignments.append(Assignment(work.key, name, instance.incarnation, instance.weight_version, work.stored))
         attempts = self._store.samples.assign(assignments)
         now, wall = self._clock(), time.time()
+        interval = self._settings.interval(len(works) + len(self._pending) + len(self._flying))
         for work, attempt in zip(works, attempts, strict=True):
-            work.attempt, work.heard, work.begun, work.first = attempt, now, now, True
-            self._flying[work] = None
-            self._activity.setdefault(work.instance, Activity(wall, wall)).end = wall
+            work.attempt, work.interval = attempt, interval
+            self._flying.begin(work, now, wall)
             work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
 
     async def _run(self, work: Work, instance: Instance) -> None:
@@ -278,7 +274,7 @@ class Generator:
                 # The end was reached, but the coordinator died before it was stored; or the context is full.
                 work.reason = "length"
                 return
-            session, request = self._requests.session, body(work, self._generation, self._settings, instance, left)
+            session, request = self._requests.session, body(work, self._generation, instance, left, work.interval)
             arrived = await self.kv.prepare(session, request, instance, departure, bool(work.tokens))
             await stream(session, instance.url, request, on_tokens)
             if work.reason == "abort" and len(work.tokens) > work.before:
@@ -288,7 +284,7 @@ class Generator:
         except RequestRefused as error:
             work.refusal = str(error)
         finally:
-            self._ended.append(work)
+            self._flying.ended(work)
             self._wake.set()
 
     def _started(
@@ -300,7 +296,7 @@ class Generator:
         mechanism = Mechanism.TOKENS if moved is None else moved[0]
         if mechanism is Mechanism.TOKENS:
             nbytes = TOKEN_BYTES * tokens
-            self._activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
+            self._flying.activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
         if work.leave is not None:
             leave, work.leave = work.leave, None
             names = leave.instance, instance.name, mechanism.value, leave.reason
@@ -323,7 +319,7 @@ class Generator:
         for name in heard:
             quiet, others = now - heard[name], bool(eligible - {name})
             if (reason := leaves(fleet.get(name), quiet, others, s)) is not None:
-                self._end([w for w in self._flying if w.instance == name], reason)
+                self._end(self._flying.on(name), reason)
         for work in self._flying:
             if work.task is None or work.task.done():
                 continue
@@ -332,72 +328,7 @@ class Generator:
                 work.failure = failure or work.failure
                 work.task.cancel()
 
-    def _flush(self, seconds: float) -> list[Key]:
-        """Store what came in since the last flush; the samples that are finished by it."""
-        deltas: list[Delta] = []
-        works: list[Work] = []
-        streams = Counter(w.instance for w in self._flying)
-        for work in self._flying:
-            self._activity[work.instance].decoded(streams[work.instance], work.steps, work.spent)
-            work.steps, work.spent = 0, 0.0
-            reason = work.reason if work.reason in FINISHED else None
-            if len(work.tokens) > work.stored or reason is not None:
-                tokens, logprobs = work.tokens[work.stored :], work.logprobs[work.stored :]
-                deltas.append(Delta(work.key, work.attempt, work.stored, tokens, logprobs, reason))
-                works.append(work)
-        if deltas and not all(self._store.samples.record(deltas)):
-            raise StoreError("the store refused tokens of a current request; is a second coordinator at work?")
-        done, wall = [], time.time()
-        for work, delta in zip(works, deltas, strict=True):
-            activity = self._activity[work.instance]
-            activity.end, activity.tokens, activity.fresh = (
-                wall,
-                activity.tokens + len(delta.tokens),
-                activity.fresh + len(delta.tokens),
-            )
-            work.stored = len(work.tokens)
-            if delta.finish_reason is not None:
-                done.append(work.key)
-                activity.samples += 1
-                del self._flying[work]
-                self._fleet.succeeded(work.instance)
-        for name, n in streams.items():
-            self._speeds.measured(name, self._activity[name].fresh, n, seconds)
-            self._activity[name].fresh = 0
-        return done
-
-    def _sort_out(self) -> int:
-        """After a flush: requests that ended without finishing their sample make it pending again."""
-        ended, self._ended = self._ended, []
-        unfinished = [w for w in ended if w in self._flying]
-        for work in unfinished:
-            del self._flying[work]
-            if work.refusal is not None:
-                self._store.samples.release([(work.key, work.attempt)])
-                raise GenerationError(f"{work.instance} refused {work.name}: {work.refusal}")
-            asked = work.ending is not None
-            if not asked:
-                work.leave = Leave(work.instance, "failure", self._clock())
-                failure = work.failure or f"it ended a request with reason {work.reason}"
-                self._fleet.failed(work.instance, failure)
-                self._log("sample.retried", sample=list(work.key), instance=work.instance, reason=failure)
-            work.fruitless = 0 if len(work.tokens) > work.before or asked else work.fruitless + 1
-            if work.fruitless >= self._settings.max_fruitless:
-                self._store.samples.release([(work.key, work.attempt)])
-                raise GenerationError(
-                    f"{work.name} got no token in {work.fruitless} attempts; "
-                    f"the last, on {work.instance}: {work.failure or 'it was aborted'}"
-                )
-        if unfinished:
-            self._store.samples.release([(w.key, w.attempt) for w in unfinished])
-            self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
-        return len(unfinished)
-
     # ------------------------------------------------------------ inner parts
-
-    def _loads(self, instances: Sequence[Instance]) -> dict[str, int]:
-        flying = Counter(w.instance for w in self._flying)
-        return {i.name: flying[i.name] for i in instances}
 
     def _end(self, works: Sequence[Work], reason: str) -> None:
         """Ask servers to stop requests; their samples then go elsewhere."""
@@ -419,10 +350,9 @@ class Generator:
         await cancel([w.task for w in flying if w.task is not None])
         try:
             if flying:
-                self._flush(0.0)
+                self._flying.flush(0.0)
                 self._store.samples.release([(w.key, w.attempt) for w in self._flying])
         except StoreError as error:
             self._log("generation.unsaved", error=str(error))
         self._flying.clear()
         self._pending.clear()
-        self._ended.clear()

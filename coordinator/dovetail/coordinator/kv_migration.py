@@ -37,8 +37,11 @@ class Departure:
 
 def ability(instance: Instance) -> KVAbility | None:
     """What an instance announces; None for nothing, or nothing that this coordinator understands."""
+    announced = instance.abilities.get("kv")
+    if announced is None:
+        return None
     try:
-        return KVAbility.model_validate(instance.abilities.get("kv"))
+        return KVAbility.model_validate(announced)
     except ValidationError:
         return None
 

@@ -21,7 +21,7 @@ from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
-from dovetail.coordinator.generation import GenerationError
+from dovetail.coordinator.in_flight import GenerationError
 from dovetail.coordinator.store import StoreError
 from dovetail.coordinator.summary import write_json
 from dovetail.coordinator.trainer_group import TrainerError

@@ -17,11 +17,11 @@ from dovetail.coordinator.work import Settings, Work
 MODEL = "actor"
 
 
-def body(work: Work, generation: Generation, settings: Settings, instance: Instance, left: int) -> dict[str, Any]:
-    """One request: `left` more tokens after the prompt and what there is."""
+def body(work: Work, generation: Generation, instance: Instance, left: int, interval: int) -> dict[str, Any]:
+    """One request: `left` more tokens after the prompt and what there is, `interval` of them in an event."""
     sampler = instance.abilities.get("sampler", "counter")
     params = sampling_params(generation, work.seed, left, sampler, generated=len(work.tokens))
-    params["stream_interval"] = settings.stream_interval
+    params["stream_interval"] = interval
     return {
         "request_id": work.request_id,
         "model": MODEL,

@@ -12,6 +12,8 @@ from pydantic_core import from_json
 ROUTE = "/inference/v1/generate"
 ABORT_ROUTE = "/inference/v1/abort_requests"
 ABORT_PREFIX = "generate-tokens-"
+DATA = b"data: "
+DONE = b"data: [DONE]"
 # vLLM writes this where a log-probability is not a number.
 NOT_A_NUMBER = -9999.0
 # The request itself is at fault: no server will take it.
@@ -42,36 +44,42 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any],
             rest = b""
             async for chunk in response.content.iter_any():
                 *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
-                    if _take(event, on_tokens):
-                        return
+                if _take([e[len(DATA) :] for e in events if e.startswith(DATA) and e != DONE], on_tokens):
+                    return
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ServerFailure(f"{type(error).__name__}: {error}".rstrip(": ")) from error
     raise ServerFailure("the stream ended before the response was complete")
 
 
-def _take(event: bytes, on_tokens: OnTokens) -> bool:
-    """Hand on one event; True if it ends the response."""
-    if not event.startswith(b"data: ") or event == b"data: [DONE]":
+def _take(events: list[bytes], on_tokens: OnTokens) -> bool:
+    """Hand on what was read at once, all together; True if it ends the response."""
+    if not events:
         return False
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    reason: str | None = None
     try:
         # Three times as fast as `json`, which took most of the coordinator's time.
-        data = from_json(event[6:])
-        if "error" in data:
-            raise ServerFailure(_message(event[6:].decode(errors="replace")))
-        if not data["choices"]:
-            return False
-        choice = data["choices"][0]
-        tokens = choice["token_ids"] or []
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if tokens else []
-        reason = choice["finish_reason"]
+        for data in from_json(b"[" + b",".join(events) + b"]"):
+            if "error" in data:
+                raise ServerFailure(_message(json.dumps(data)))
+            if data["choices"]:
+                choice = data["choices"][0]
+                new = choice["token_ids"] or []
+                tokens += new
+                if new:
+                    logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                reason = choice["finish_reason"]
+                if reason is not None:
+                    break
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ServerFailure(f"an event of its stream cannot be read: {event[:200]!r}") from error
+        raise ServerFailure(f"an event of its stream cannot be read: {events[-1][:200]!r}") from error
     if len(tokens) != len(logprobs):
         raise ServerFailure(f"it sent {len(tokens)} tokens with {len(logprobs)} log-probabilities")
     if logprobs and min(logprobs) <= NOT_A_NUMBER:
         raise ServerFailure("its model puts out log-probabilities that are not numbers")
-    on_tokens(tokens, logprobs, reason)
+    if tokens or reason is not None:
+        on_tokens(tokens, logprobs, reason)
     return reason is not None
 
 
