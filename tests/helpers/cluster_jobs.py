@@ -1,0 +1,95 @@
+"""A job on a cluster of hack/devcluster, whose pods and files a test can get at."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from devcluster.settings import find
+
+from helpers.cluster import KubeCluster
+from helpers.jobs import MANIFEST, events
+
+PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
+
+
+class ClusterJob:
+    """The job `tiny` in a namespace of hack/devcluster."""
+
+    def __init__(self, cluster: KubeCluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+        assert cluster.name is not None
+        state = find(cluster.name)
+        assert state is not None
+        self._volumes = state.state / "volumes"
+
+    def document(self) -> dict[str, Any]:
+        return dict(self.cluster.get("rlhfjob", "tiny", "-n", self.namespace) or {})
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        found = self.document().get("status", {}).get("conditions") or []
+        return next((c for c in found if c["type"] == kind), {})
+
+    def pods(self) -> dict[str, dict[str, Any]]:
+        """The live pod of each group, and the coordinator's."""
+        found = self.cluster.get("pods", "-n", self.namespace, "-l", "dovetail.dev/job=tiny")["items"]
+        return {
+            p["metadata"]["labels"].get("dovetail.dev/group", "coordinator"): p
+            for p in found
+            if p["status"].get("phase") in ("Pending", "Running") and "deletionTimestamp" not in p["metadata"]
+        }
+
+    def uids(self) -> dict[str, str]:
+        return {group: pod["metadata"]["uid"] for group, pod in self.pods().items()}
+
+    def run_dir(self) -> Path:
+        uid = self.document()["metadata"]["uid"]
+        (folder,) = list(self._volumes.glob(f"*/tiny-{uid[:8]}"))
+        return Path(folder)
+
+    def iteration(self) -> int:
+        """The last one that is finished."""
+        done = events(self.run_dir(), "iteration.finished")
+        return int(done[-1]["iteration"]) if done else 0
+
+    def whole(self) -> bool:
+        pods = self.pods()
+        return set(pods) == {"coordinator", *PRODUCTS} and all(is_true(pod, "Ready") for pod in pods.values())
+
+    def kill(self, group: str, module: str) -> None:
+        """SIGKILL to a process of a pod, which may be the first of its container."""
+        kill(module, "DOVETAIL_HOST", self.pods()[group]["status"]["podIP"])
+
+
+def kill(module: str, variable: str, value: str) -> None:
+    """SIGKILL to the one process of this machine that runs `python -m module` with this in its environment."""
+    victims = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if module in process.cmdline() and process.environ().get(variable) == value:
+                victims.append(process)
+    assert len(victims) == 1, victims
+    victims[0].kill()
+
+
+def is_true(thing: dict[str, Any], kind: str) -> bool:
+    return any(c["type"] == kind and c["status"] == "True" for c in thing["status"].get("conditions") or [])
+
+
+def tiny_manifest(namespace: str, iterations: int, samples: int = 8, **groups: dict[str, Any]) -> dict[str, Any]:
+    """A job of one trainer and two rollouts, each on another kind of node; `groups` adds to each by name."""
+    document: dict[str, Any] = yaml.safe_load(MANIFEST)
+    document["metadata"]["namespace"] = namespace
+    spec = document["spec"]
+    spec["sft"]["steps"] = spec["reward"]["steps"] = 4
+    spec["ppo"] |= {"iterations": iterations, "globalBatchSize": samples, "miniBatchSize": samples}
+    spec["generation"]["maxTokens"] = 24
+    roles = {"a100": "trainer", "v100": "rollout", "a10": "rollout"}
+    spec["groups"] = [
+        {"name": name, "roles": [role], "gpu": {"product": PRODUCTS[name], "perPod": 1}, **groups.get(name, {})}
+        for name, role in roles.items()
+    ]
+    return document
