@@ -56,10 +56,23 @@ def servers(share: Share, cluster: Cluster, work: Workload, room: int, system: S
     steps, saturation = decode_steps(
         shape, cluster, share.tp, prompt + response / 2, gather, min(work.batch, system.max_samples), c
     )
+    if share.pp > 1:
+        steps, saturation = _staged(steps, share, cluster, shape, c), saturation * share.pp
     tokens = CHUNK * (prompt + response)
-    prefill = max(forward(shape, "lm", tokens, prompt, gpu, gpu.dtype, share.tp, c), gather) / tokens
-    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (c.link * cluster.network)
+    prefill = max(forward(shape, "lm", tokens, prompt, gpu, gpu.dtype, share.tp, c) / share.pp, gather) / tokens
+    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (share.pp * c.link * cluster.network)
     return Servers(share.dp, steps, prefill, room, saturation, min(prefill, moved))
+
+
+def _staged(steps: Floats, share: Share, cluster: Cluster, shape: ModelShape, c: Constants) -> Floats:
+    """With pp stages: pp groups of samples follow each other, each with a pp-th of them, so that a step takes all of
+    them as long as one group takes through all stages, and the messages between these."""
+    parts = -(-np.arange(len(steps)) // share.pp)
+    sizes = parts * shape.hidden * ITEMSIZE[cluster.gpu.dtype]
+    hop = c.collective_seconds + sizes / (c.link * cluster.link(share.pp * share.tp))
+    staged: Floats = steps[parts] + share.pp * hop
+    staged.setflags(write=False)
+    return staged
 
 
 @lru_cache(maxsize=8192)

@@ -91,7 +91,7 @@ def memory(
                     taken += max((other.transient for other in others), default=0.0)
                 taken += _overhead(tasks, system)
                 left = UTILISATION * pool.gpu.memory - taken - load.resident - load.transient
-                room = int(left // work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp))
+                room = int(left // _kv_bytes(work, pool, share))
                 rooms[share] = min(room, rooms.get(share, room))
     found = []
     for (pool, where, _), tasks in zip(cells, loads, strict=True):
@@ -103,7 +103,7 @@ def room_alone(share: Share, work: Workload, pool: Pool) -> int:
     """Tokens of KV cache of a generation share's servers that have their GPUs to themselves."""
     load = _serving("generation", share, None, work, pool)
     left = UTILISATION * pool.gpu.memory - (1 + FRAGMENTS) * load.resident - load.transient - CONTEXT_BYTES
-    return int(left // work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp))
+    return int(left // _kv_bytes(work, pool, share))
 
 
 def task_memory(task: Task, share: Share, work: Workload, pool: Pool) -> tuple[float, float]:
@@ -112,8 +112,13 @@ def task_memory(task: Task, share: Share, work: Workload, pool: Pool) -> tuple[f
     load = _training(task, share, work, pool, False) if task in TRAINING else _serving(task, share, None, work, pool)
     peak = (1 + FRAGMENTS) * load.resident + load.transient + CONTEXT_BYTES
     if task == "generation":
-        peak += work.longest * work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp)
+        peak += work.longest * _kv_bytes(work, pool, share)
     return load.resident, peak
+
+
+def _kv_bytes(work: Workload, pool: Pool, share: Share) -> float:
+    """Of one token on one GPU."""
+    return work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp) / share.pp
 
 
 def _cells(candidate: Candidate, inventory: Inventory) -> Iterator[tuple[Pool, range, list[tuple[Task, Share]]]]:
@@ -152,7 +157,7 @@ def _peak(
         if task == "generation":
             wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
             tokens = max(float(work.longest), min(float(rooms[share]), max(wanted, work.longest)))
-            works["generation: KV cache"] = tokens * work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp)
+            works["generation: KV cache"] = tokens * _kv_bytes(work, pool, share)
             if not share.offload:
                 device |= works
                 continue

@@ -26,7 +26,7 @@ def transfer_seconds(candidate: Candidate, work: Workload, inventory: Inventory,
 def _transfer(
     shape: ModelShape, head: Head, source: Share, target: Share, inventory: Inventory, system: System, c: Constants
 ) -> float:
-    """Each byte leaves its stage's sender once and enters a node of receivers once; there it is passed on."""
+    """Each byte leaves its sender once and enters a node of receivers once; there it is passed on."""
     pool, origin = inventory[target.pool], inventory[source.pool]
     same = source.pool == target.pool
     on = same and source.overlaps(target)
@@ -37,9 +37,7 @@ def _transfer(
     held = _held(source, target) if on else 0.0
     if held == 1.0:
         return 0.0
-    senders = source.pp * source.tp
-    if on and source.fsdp == 3:
-        senders = source.gpus  # all have a part of their own
+    senders = source.gpus  # each sends a part of what it holds
     near = same and _node(source, pool.per_node) == _node(target, pool.per_node) is not None
     if near:
         seconds = max(each * (1 - held), size * (1 - held) / senders) / pool.gpu.peer
