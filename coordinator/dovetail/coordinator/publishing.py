@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from dovetail.coordinator.trainer_group import TrainerError, TrainerGroup
 from dovetail.coordinator.weights import push_offer
 
 GRACE_SECONDS = 10.0
+# Receivers that fail so soon after the first one may be what it failed of; later ones waited for them in vain.
+BLAME_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Published:
-    """`errors` by receiver, None where the version arrived whole; `result` is None if the trainers failed to send."""
+    """`errors` by receiver, None where the version arrived whole; `result` is None if the trainers failed to send.
+    `blamed`: those that failed first, which may have kept the others from it."""
 
     errors: dict[str, str | None]
     result: CommandResult | None
+    blamed: frozenset[str] = frozenset()
 
 
 def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
@@ -94,6 +98,12 @@ class Publisher:
         self._expected[key] = expected
         sending = asyncio.create_task(self._trainers.execute(command, self._deadline + GRACE_SECONDS))
         errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
+        failed: dict[str, float] = {}
+
+        def fail(name: str, _: str) -> None:
+            failed[name] = time.monotonic()
+            self._trainers.cancel(command.id)
+
         try:
             both: set[asyncio.Future[Any]] = {sending, expected}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -104,12 +114,12 @@ class Publisher:
                     expected.result(),
                     [(r, urls[r.name]) for r in receivers],
                     epoch_is_new,
-                    on_error=lambda _name, _error: self._trainers.cancel(command.id),
+                    on_error=fail,
                 )
             result = await sending
         except TrainerError as error:
             self._members = None
-            return Published({name: text or str(error) for name, text in errors.items()}, None)
+            return Published({name: text or str(error) for name, text in errors.items()}, None, _first(failed))
         except BaseException:
             self._members = None
             raise
@@ -120,4 +130,8 @@ class Publisher:
                 await asyncio.gather(sending, return_exceptions=True)
         if any(text is not None for text in errors.values()):
             self._members = None
-        return Published(errors, result)
+        return Published(errors, result, _first(failed))
+
+
+def _first(failed: Mapping[str, float]) -> frozenset[str]:
+    return frozenset(name for name, at in failed.items() if at - min(failed.values()) <= BLAME_SECONDS)

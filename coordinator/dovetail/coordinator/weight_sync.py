@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dovetail.coordinator.publishing import Published, Publisher, Target
 from dovetail.coordinator.trainer_session import TrainerSession
 
 RETRY_SECONDS = 0.25
+# A failed attempt to send to a doubtful instance is followed by a pause so many times as long, twice that after each
+# further one: trainers can do nothing else meanwhile.
+PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
 
 
 class Fleet(Protocol):
@@ -28,8 +32,21 @@ class Fleet(Protocol):
         """One line on every instance, for error messages."""
 
 
+@dataclass(frozen=True)
+class _Doubt:
+    """Of a process that failed a transfer: `failures` of them by itself, `until`: no further attempt before."""
+
+    incarnation: str
+    failures: int
+    until: float
+
+
 class WeightSync:
-    """`prepare` readies an instance for weights (a scorer must hold the models first); it may raise OSError."""
+    """`prepare` readies an instance for weights (a scorer must hold the models first); it may raise OSError. `clock`:
+    monotonic seconds.
+
+    A transfer goes to all that lack the version at once, and one that cannot be reached would hold up everyone, again
+    and again: so an instance of which a transfer failed is then served by itself, after the others."""
 
     def __init__(
         self,
@@ -40,6 +57,7 @@ class WeightSync:
         kinds: Sequence[str],
         log: Callable[..., None],
         deadline_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._publisher = publisher
@@ -48,6 +66,8 @@ class WeightSync:
         self._kinds = kinds
         self._log = log
         self._deadline = deadline_seconds
+        self._clock = clock
+        self._doubts: dict[str, _Doubt] = {}
         self._lock = asyncio.Lock()
         self._version: int | None = None
 
@@ -87,9 +107,7 @@ class WeightSync:
             if version is None:
                 return
             targets = []
-            for target in self._fleet.stale_targets(version):
-                if target.kind not in self._kinds:
-                    continue
+            for target in self._chosen(self._fleet.stale_targets(version)):
                 try:
                     await self._prepare(target)
                 except (OSError, TimeoutError) as error:
@@ -99,19 +117,50 @@ class WeightSync:
             if not targets:
                 return
 
+            began = self._clock()
+
             async def publish() -> Published | None:
+                nonlocal began
                 # A step may have been taken while this waited for the trainers: its own round follows.
                 if self._session.step != version:
                     return None
+                began = self._clock()
                 return await self._publisher.publish(version, targets)
 
             published = await self._session.at_target(publish)
             if published is None:
                 return
-        by_name = {t.name: t for t in targets}
-        for name, problem in published.errors.items():
-            if problem is None and published.result is not None:
-                self._fleet.weights_acked(name, by_name[name].incarnation, version)
-            elif problem is not None:
-                self._fleet.failed(name, f"weight transfer: {problem}")
+        self._judge(version, targets, published, self._clock() - began)
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
+
+    def _chosen(self, stale: Sequence[Target]) -> list[Target]:
+        """All of them, but those that kept others from their weights: one of these by itself, when nobody else waits
+        and its time has come."""
+        stale = [target for target in stale if target.kind in self._kinds]
+        known = {target: self._doubts.get(target.name) for target in stale}
+        doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
+        trusted = [target for target in stale if target not in doubtful]
+        if trusted:
+            return trusted
+        due = [target for target, doubt in doubtful.items() if doubt.until <= self._clock()]
+        return sorted(due, key=lambda target: doubtful[target].until)[:1]
+
+    def _judge(self, version: int, targets: Sequence[Target], published: Published, seconds: float) -> None:
+        """Who has the weights is trusted, who failed first is doubted; the others are tried again together."""
+        for target in targets:
+            name, problem = target.name, published.errors[target.name]
+            if problem is None and published.result is not None:
+                self._doubts.pop(name, None)
+                self._fleet.weights_acked(name, target.incarnation, version)
+            elif problem is not None and (name in published.blamed or not published.blamed):
+                self._fleet.failed(name, f"weight transfer: {problem}")
+                if name in published.blamed:
+                    self._doubt(target, seconds if len(targets) == 1 else None)
+
+    def _doubt(self, target: Target, alone: float | None) -> None:
+        """`alone`: seconds of an attempt for it only."""
+        old, failures, pause = self._doubts.get(target.name), 0, 0.0
+        if alone is not None:
+            failures = 1 + (old.failures if old is not None and old.incarnation == target.incarnation else 0)
+            pause = min(LONGEST_PAUSE_SECONDS, alone * PAUSE * 2.0 ** (failures - 1))
+        self._doubts[target.name] = _Doubt(target.incarnation, failures, self._clock() + pause)

@@ -1,0 +1,142 @@
+"""Who gets the weights with whom, and when again after a failure: one that cannot be reached holds up nobody."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from dovetail.coordinator.publishing import Published, Target
+from dovetail.coordinator.weight_sync import WeightSync
+
+DEADLINE = 20.0
+
+
+class World:
+    """Fleet, publisher and trainers at once. `cut`: instances that no transfer reaches."""
+
+    step = 1
+
+    def __init__(self, *names):
+        self.now = 0.0
+        self.targets = {name: Target(name, name.split("-")[0], "http://x", "first") for name in names}
+        self.held = dict.fromkeys(names, 0)
+        self.cut, self.rounds, self.failures = set(), [], []
+        self.sync = WeightSync(
+            self, self, self, self.prepare, ("rollout", "scorer"), lambda *_, **__: None, 60.0, lambda: self.now
+        )
+
+    async def prepare(self, target):
+        pass
+
+    def stale_targets(self, version):
+        return [t for name, t in self.targets.items() if self.held[name] != version]
+
+    def has_current(self, kind):
+        return any(self.held[n] == self.step for n, t in self.targets.items() if t.kind == kind)
+
+    def weights_acked(self, name, incarnation, version):
+        self.held[name] = version
+
+    def failed(self, name, reason):
+        self.failures.append(name)
+
+    def describe(self):
+        return "fine"
+
+    async def at_target(self, work):
+        return await work()
+
+    async def publish(self, version, targets):
+        names = {t.name for t in targets}
+        self.rounds.append((self.now, sorted(names)))
+        lost = names & self.cut
+        self.now += DEADLINE if lost else 1.0
+        if lost:
+            return Published(dict.fromkeys(names, "the connection broke"), None, frozenset(lost))
+        return Published(dict.fromkeys(names), object())
+
+    def publish_version(self, version):
+        self.step = version
+        asyncio.run(self.sync.publish(version))
+
+    def hold(self, seconds):
+        """As the background task does."""
+        end = self.now + seconds
+        while self.now < end:
+            asyncio.run(self.sync._round())
+            self.now += 0.25
+
+
+@pytest.fixture
+def world():
+    world = World("rollout-a", "rollout-b", "scorer-a", "scorer-b")
+    world.publish_version(1)
+    return world
+
+
+def test_all_are_served_together(world):
+    assert world.rounds == [(0.0, ["rollout-a", "rollout-b", "scorer-a", "scorer-b"])]
+
+
+def test_one_that_cannot_be_reached_costs_the_others_one_attempt(world):
+    world.cut = {"rollout-b", "scorer-b"}
+    world.publish_version(2)
+    assert [names for _, names in world.rounds[1:]] == [
+        ["rollout-a", "rollout-b", "scorer-a", "scorer-b"],
+        ["rollout-a", "scorer-a"],
+    ]
+    assert world.failures == ["rollout-b", "scorer-b"], "the others did nothing wrong"
+    world.publish_version(3)
+    assert world.rounds[-1][1] == ["rollout-a", "scorer-a"], "no second attempt before the others have been served"
+
+
+def test_attempts_become_rarer(world):
+    world.cut = {"rollout-b"}
+    world.publish_version(2)
+    began = len(world.rounds)
+    world.hold(3600)
+    attempts = [at for at, names in world.rounds[began:] if names == ["rollout-b"]]
+    assert len(attempts) > 3
+    pauses = [later - before - DEADLINE for before, later in itertools.pairwise(attempts)]
+    assert pauses[0] >= 4 * DEADLINE
+    assert pauses == sorted(pauses)
+    assert pauses[-1] <= 601
+
+
+def test_who_is_reached_again_is_trusted_again(world):
+    world.cut = {"rollout-b"}
+    world.publish_version(2)
+    world.hold(30)
+    world.cut = set()
+    world.hold(200)
+    assert world.held["rollout-b"] == 2
+    world.publish_version(3)
+    assert world.rounds[-1][1] == ["rollout-a", "rollout-b", "scorer-a", "scorer-b"]
+
+
+def test_a_new_process_is_not_to_blame_for_the_one_before(world):
+    world.cut = {"rollout-b"}
+    world.publish_version(2)
+    world.hold(30)
+    world.cut = set()
+    world.targets["rollout-b"] = Target("rollout-b", "rollout", "http://x", "second")
+    world.publish_version(3)
+    assert world.rounds[-1][1] == ["rollout-a", "rollout-b", "scorer-a", "scorer-b"]
+
+
+def test_the_only_one_is_tried_until_it_works():
+    world = World("rollout-a", "scorer-a")
+    world.cut = {"rollout-a"}
+    tries = []
+    fine = world.publish
+
+    async def publish(version, targets):
+        tries.append(len(targets))
+        if len(tries) == 3:
+            world.cut = set()
+        world.now += 200  # the pauses pass
+        return await fine(version, targets)
+
+    world.publish = publish
+    world.publish_version(1)
+    assert world.held == {"rollout-a": 1, "scorer-a": 1}
