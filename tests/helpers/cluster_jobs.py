@@ -35,10 +35,10 @@ class ClusterJob:
 
     def pods(self) -> dict[str, dict[str, Any]]:
         """The live pod of each group, and the coordinator's."""
-        found = self.cluster.get("pods", "-n", self.namespace, "-l", "dovetail.dev/job=tiny")["items"]
+        found = self.cluster.get("pods", "-n", self.namespace, "-l", "dovetail.dev/job=tiny") or {"items": []}
         return {
             p["metadata"]["labels"].get("dovetail.dev/group", "coordinator"): p
-            for p in found
+            for p in found["items"]
             if p["status"].get("phase") in ("Pending", "Running") and "deletionTimestamp" not in p["metadata"]
         }
 
