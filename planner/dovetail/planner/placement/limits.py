@@ -1,0 +1,50 @@
+"""What the search may choose: everything, what is executed today, or what a manifest leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from dovetail.api.types import Parallelism
+from dovetail.planner.placement.candidate import Placement, Schedule, Task
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MIGRATIONS = (None, 0.1, 0.2, 0.3)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`trainers`, `rollouts`: pools that may train, and that may generate and infer; None: all. Pools in both are
+    shared by all tasks or divided between them. `whole`: a task takes all of a pool (the groups of a manifest).
+
+    `micro_batch`: of training, None: open. `layouts`: those allowed of a training task; all if it is not named.
+    `servers`: GPUs of a vLLM server by pool, open if it is not named. `max_tp`, `inference_tp`: most tensor parallel
+    ranks in training and in inference. `fsdp`, `recompute`: values allowed in training; `offload`: by training task,
+    open if it is not named; `swap`: of `offload` in inference. `folded`: the rollouts' log-probabilities serve as the
+    old ones. `shared_body`: the critic is a head on the actor. `together`: actor and critic train on the same GPUs
+    with one micro-batch size, inference runs beside generation."""
+
+    placements: tuple[Placement, ...] = tuple(Placement)
+    trainers: tuple[str, ...] | None = None
+    rollouts: tuple[str, ...] | None = None
+    whole: bool = False
+    micro_batch: int | None = None
+    layouts: Mapping[Task, tuple[Parallelism, ...]] = field(default_factory=dict)
+    servers: Mapping[str, int] = field(default_factory=dict)
+    max_tp: int = 64
+    inference_tp: int = 64
+    fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2, 3)
+    recompute: tuple[bool, ...] = (False, True)
+    offload: Mapping[Task, tuple[bool, ...]] = field(default_factory=dict)
+    swap: tuple[bool, ...] = (False, True)
+    schedules: tuple[Schedule, ...] = ("Serial", "TimeSharing", "Fused")
+    migrations: tuple[float | None, ...] = MIGRATIONS
+    folded: bool = True
+    shared_body: bool = False
+    together: bool = False
+
+    def executed(self) -> Limits:
+        """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
+        ranks, no activation recomputation, inference models whole on one GPU each."""
+        return replace(self, max_tp=1, inference_tp=1, fsdp=(2,), recompute=(False,), together=True)

@@ -1,0 +1,88 @@
+"""Layouts of one task on the GPUs that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from dovetail.api.types import Parallelism
+from dovetail.planner.placement.candidate import TRAINING, Share, Task
+from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
+from dovetail.planner.placement.structures import Slot
+from dovetail.planner.placement.workload import Workload
+from dovetail.planner.shape import ModelShape
+
+INFERENCE_MICRO_BATCH = 8
+_EITHER = (False, True)
+
+
+def options(
+    task: Task, slot: Slot, shared: bool, inventory: Inventory, workload: Workload, limits: Limits
+) -> Iterator[list[Share]]:
+    """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits; those
+    together that differ only in what they do for memory, from the one that does nothing to the one that does all.
+
+    `shared`: the GPUs train too, so that what runs there beside may have to make room."""
+    pool, model = inventory[slot.pool], workload.model(task)
+    assert model is not None
+    if task in TRAINING:
+        yield from _training(task, slot, pool, model[0], workload, limits)
+        return
+    if task == "generation":
+        degrees = [limits.servers[pool.name]] if pool.name in limits.servers else _degrees(pool, model[0], slot.count)
+        for tp in degrees:
+            ways = (False, True) if shared else (False,)
+            yield [Share(slot.pool, slot.first, tp=tp, dp=slot.count // tp, offload=asleep) for asleep in ways]
+        return
+    servers = limits.servers.get(pool.name, 1)  # a scorer beside each vLLM server, on one of its GPUs
+    for tp in _degrees(pool, model[0], slot.count):
+        if tp <= limits.inference_tp:
+            copies = slot.count // max(tp, servers)
+            yield [
+                Share(slot.pool, slot.first, tp=tp, dp=copies, micro_batch=INFERENCE_MICRO_BATCH, offload=swapped)
+                for swapped in limits.swap
+            ]
+
+
+def _degrees(pool: Pool, shape: ModelShape, count: int) -> list[int]:
+    """Tensor parallel degrees within a node."""
+    return [
+        t
+        for t in range(1, min(pool.per_node, count) + 1)
+        if pool.per_node % t == 0 and count % t == 0 and shape.heads % t == 0
+    ]
+
+
+def _training(
+    task: Task, slot: Slot, pool: Pool, shape: ModelShape, workload: Workload, limits: Limits
+) -> Iterator[list[Share]]:
+    for layout, micro in layouts(task, slot, pool, shape, workload, limits):
+        # One rank shares nothing with others, whatever the stage.
+        stages = limits.fsdp if layout.dp > 1 else limits.fsdp[:1]
+        ways: Iterator[tuple[Any, bool, bool]] = product(stages, limits.recompute, limits.offload.get(task, _EITHER))
+        yield [
+            Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, fsdp, recompute, offload)
+            for fsdp, recompute, offload in ways
+        ]
+
+
+def layouts(
+    task: Task, slot: Slot, pool: Pool, shape: ModelShape, workload: Workload, limits: Limits
+) -> Iterator[tuple[Parallelism, int]]:
+    """(pp, tp, dp) and micro-batches that a mini-batch divides into evenly."""
+    micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
+    for tp in _degrees(pool, shape, slot.count):
+        if tp > limits.max_tp:
+            continue
+        ranks = slot.count // tp
+        for pp in range(1, min(shape.layers, ranks) + 1):
+            if ranks % pp:
+                continue
+            layout = Parallelism(pp=pp, tp=tp, dp=ranks // pp)
+            if task in limits.layouts and layout not in limits.layouts[task]:
+                continue
+            for micro in micros:
+                if workload.mini_batch % (layout.dp * micro) == 0:
+                    yield layout, micro

@@ -1,0 +1,419 @@
+"""The search for the fastest placement that fits: bounds and a beam, then a descent.
+
+Structures (who gets which GPUs) are ranked by their tasks' fastest layouts, each taken alone. In that order, the best
+few combinations of layouts of each are estimated as whole iterations, until no structure left can be faster, the
+effort is spent, or time is up. Last, the best one's layouts and sizes are varied one at a time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+
+from dovetail.planner.iteration.estimate import Estimate
+from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.placement.costs import Estimator, Option
+from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
+from dovetail.planner.placement.options import options
+from dovetail.planner.placement.structures import Sizes, Slot, Structure, every_size, sizes, structures
+from dovetail.planner.placement.workload import Workload
+
+# Fastest layouts of a task that are kept besides those that need less memory than any faster one.
+WIDTH = 4
+# Combinations of a structure's layouts that are estimated.
+COMBINATIONS = 8
+# Combinations that are looked at for those.
+PATIENCE = 500
+GLANCES = 3
+# The descent looks at layouts that alone take up to so much longer than the one in use.
+SLACK = 1.25
+# A task that needs less of a GPU than this does nothing to need less.
+ROOMY = 0.4
+# Nodes by which the sizes of the best structure are varied, where not all were tried.
+NEAR = 3
+
+
+@dataclass(frozen=True)
+class Effort:
+    """`estimates`: of whole iterations, at most. `expired`: asked between them, True ends the search early."""
+
+    estimates: int = 1500
+    expired: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate with its estimate."""
+
+    candidate: Candidate
+    estimate: Estimate
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.seconds
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The best of its kind of placement: slower than the plan (`seconds`), or it does not fit (`problem`)."""
+
+    placement: Placement
+    note: str
+    seconds: float | None = None
+    problem: str | None = None
+    candidate: Candidate | None = None
+
+
+@dataclass
+class Result:
+    """`best` None: nothing fits. `complete`: the search ended by itself, neither time nor effort were up."""
+
+    best: Found | None = None
+    rejected: list[Rejected] = field(default_factory=list)
+    estimates: int = 0
+    structures: int = 0
+    complete: bool = True
+
+
+# Fastest first.
+Ranked = list[Option]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A structure with each task's layouts on each slot, fastest first. `guess`: seconds of the fastest ones together,
+    `bound`: seconds that no choice of them goes below."""
+
+    structure: Structure
+    places: tuple[tuple[Task, Slot], ...]
+    layouts: tuple[Ranked, ...]
+    guess: float
+    bound: float
+
+
+class Search:
+    """One search. Deterministic unless `effort.expired` is."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        workload: Workload,
+        limits: Limits,
+        costs: Estimator,
+        effort: Effort,
+        lean: bool = True,
+    ) -> None:
+        self.inventory, self.workload, self.limits = inventory, workload, limits
+        self.costs, self.effort, self.lean = costs, effort, lean
+        self.result = Result()
+        self._options: dict[tuple[object, ...], Ranked | str] = {}
+        self._known: dict[Candidate, Estimate] = {}
+        self._kinds: dict[tuple[Placement, str], Rejected] = {}
+
+    def run(self) -> Result:
+        """The best of all structures."""
+        best = self._round(sizes)
+        if best is not None and not self._over():
+            best = self._round(partial(_near, self._cuts(best.structure)), best)
+        if best is not None:
+            self._descend(best)
+        self.result.complete = not self._over()
+        found = self.result.best
+        chosen = None if found is None else (found.candidate.placement, found.note)
+        others = [r for key, r in self._kinds.items() if key != chosen]
+        self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.placement, r.note))
+        return self.result
+
+    def _round(self, grid: Sizes, best: Ranking | None = None) -> Ranking | None:
+        """One estimate of each structure, then a closer look at those that did best. Spends half of what is left."""
+        last = self.result.estimates + (self.effort.estimates - self.result.estimates) // 2
+        glanced = []
+        for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
+            if self._over() or (self.result.estimates >= last and self.result.best is not None):
+                break
+            if self.result.best is None or ranking.bound < self.result.best.seconds:
+                seconds, improved = self._glance(ranking)
+                best = ranking if improved else best
+                glanced.append((seconds, order, ranking))
+        for _, _, ranking in sorted(glanced, key=lambda g: g[:2]):
+            if self._over():
+                break
+            best = self._beam(ranking) or best
+        return best
+
+    def _glance(self, ranking: Ranking) -> tuple[float, bool]:
+        """Seconds of the structure's first combination that fits, infinite if none of a few does, and whether it is the
+        best so far; with the schedule and threshold that are the likeliest to be fast."""
+        before = self.result.best
+        for chosen in (*islice(self._agreeing(ranking), GLANCES), self._least(ranking)):
+            if chosen is None or self._over():
+                break
+            schedule = self.schedules(ranking.structure, ranking.places, chosen)[-1]
+            migration = self.limits.migrations[len(self.limits.migrations) // 2]
+            candidate = replace(self.candidate(ranking, chosen, schedule), migration=migration)
+            found = self.estimated(candidate, ranking.structure.note)
+            if found.estimate.problem is None:
+                return found.seconds, self.result.best is not before
+        return float("inf"), False
+
+    def _over(self) -> bool:
+        return self.result.estimates >= self.effort.estimates or self.effort.expired()
+
+    # ------------------------------------------------------------ structures
+
+    def _ranked(self, grid: Sizes) -> list[Ranking]:
+        found = []
+        for structure in structures(self.inventory, self.workload, self.limits, grid):
+            self.result.structures += 1
+            ranking = self.rank(structure)
+            if isinstance(ranking, Ranking):
+                found.append(ranking)
+            else:
+                self._kind(Rejected(structure.placement, structure.note, problem=ranking))
+            if self.effort.expired():
+                break
+        return found
+
+    def rank(self, structure: Structure, width: int = WIDTH) -> Ranking | str:
+        """Layouts of each task; or the sentence that says which task does not fit."""
+        places = tuple((task, slot) for task in TASKS for slot in structure.slots(task))
+        layouts = []
+        for task, slot in places:
+            ranked = self._task(structure, task, slot, width)
+            if isinstance(ranked, str):
+                return ranked
+            layouts.append(ranked)
+        seconds: dict[Task, float] = {}
+        floors: dict[Task, float] = {}
+        for (task, _), ranked in zip(places, layouts, strict=True):
+            _side_by_side(seconds, task, ranked[0].seconds)
+            _side_by_side(floors, task, min(option.floor for option in ranked))
+        return Ranking(structure, places, tuple(layouts), _sum(structure, seconds), _sum(structure, floors))
+
+    def _task(self, structure: Structure, task: Task, slot: Slot, width: int) -> Ranked | str:
+        """Layouts that fit alone, fastest first, on the slot's GPUs. The same for equal slots elsewhere."""
+        start, shared = replace(slot, first=0), structure.shares_trainers(slot)
+        front = (task, start, shared, width)
+        if front not in self._options:
+            ranked = self._layouts(task, start, shared)
+            self._options[front] = ranked if isinstance(ranked, str) else _front(ranked, width)
+        found = self._options[front]
+        if isinstance(found, str) or slot.first == 0:
+            return found
+        return [replace(option, share=replace(option.share, first=slot.first)) for option in found]
+
+    def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | str:
+        key = (task, slot, shared)
+        if key not in self._options:
+            alike = options(task, slot, shared, self.inventory, self.workload, self.limits)
+            found = [option for shares in alike for option in self._ways(task, shares)]
+            fitting = [option for option in found if option.problem is None]
+            fitting.sort(key=lambda option: (option.seconds, str(option.share)))
+            nothing = f"no layout of {task} on {slot.count} GPUs of {slot.pool} divides its batches and layers evenly"
+            least = min(found, key=lambda option: option.need, default=None)
+            self._options[key] = fitting or (least.problem if least and least.problem else nothing)
+        return self._options[key]
+
+    def _ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
+        """Of shares that differ in what they do for memory, those worth a look: none if doing all does not help, and
+        only the first ones (of each ZeRO stage) if there is plenty of room without."""
+        least = self.costs.option(task, shares[-1])
+        if least.problem is not None or len(shares) == 1:
+            return [least]
+        first = self.costs.option(task, shares[0])
+        if self.lean and first.problem is None and first.need < ROOMY * self.inventory[first.share.pool].gpu.memory:
+            plain = [s for s in shares[1:] if not (s.recompute or s.offload)]
+            return [first, *(self.costs.option(task, s) for s in plain)]
+        return [first, *(self.costs.option(task, s) for s in shares[1:-1]), least]
+
+    # ------------------------------------------------------------ combinations
+
+    def _beam(self, ranking: Ranking) -> Ranking | None:
+        """Estimate the structure's best combinations; the ranking if the result got better."""
+        best = self.result.best
+        if best is not None and ranking.bound >= best.seconds:
+            return None
+        improved, fits = False, False
+        for chosen in islice(self._agreeing(ranking), COMBINATIONS):
+            if self._over():
+                break
+            better, fit = self._try(ranking, chosen)
+            improved, fits = improved or better, fits or fit
+        least = self._least(ranking)
+        if not fits and least is not None and not self._over():
+            improved = self._try(ranking, least)[0] or improved
+        return ranking if improved else None
+
+    def _agreeing(self, ranking: Ranking) -> Iterator[tuple[Share, ...]]:
+        return (c for c in islice(_combinations(ranking.layouts), PATIENCE) if self.agrees(ranking, c))
+
+    def _least(self, ranking: Ranking) -> tuple[Share, ...] | None:
+        """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size the same."""
+        for micro in (None, *MICRO_BATCHES):
+            chosen = []
+            for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True):
+                mine = [o for o in ranked if micro is None or task not in TRAINING or o.share.micro_batch == micro]
+                if mine:
+                    chosen.append(min(mine, key=lambda o: o.need).share)
+            if len(chosen) == len(ranking.places) and self.agrees(ranking, chosen):
+                return tuple(chosen)
+        return None
+
+    def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
+        """Whether a combination can run: a manifest has one micro-batch size for actor and critic."""
+        pair = {s.micro_batch for (task, _), s in zip(ranking.places, chosen, strict=True) if task in TRAINING}
+        return len(pair) == 1 or not self.limits.together
+
+    def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> tuple[bool, bool]:
+        """Estimate a combination with each schedule, then each migration threshold. Whether it is the best so far, and
+        whether it fits."""
+        before = self.result.best
+        first: Found | None = None
+        for schedule in self.schedules(ranking.structure, ranking.places, chosen):
+            found = self.estimated(self.candidate(ranking, chosen, schedule), ranking.structure.note)
+            if first is None or _better(found, first):
+                first = found
+        assert first is not None
+        fits = first.estimate.problem is None
+        if fits and (before is None or first.seconds < 1.5 * before.seconds):
+            for migration in self.limits.migrations[1:]:
+                self.estimated(replace(first.candidate, migration=migration), ranking.structure.note)
+        return self.result.best is not before, fits
+
+    def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
+        """The structure with these shares, in the order of `places`."""
+        shares: dict[Task, list[Share]] = {}
+        for (task, _), share in zip(ranking.places, chosen, strict=True):
+            shares.setdefault(task, []).append(share)
+        return Candidate(
+            placement=ranking.structure.placement,
+            **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
+            schedule=schedule,
+            migration=self.limits.migrations[0],
+            folded=self.limits.folded,
+            shared_body=self.limits.shared_body,
+        )
+
+    def schedules(
+        self, structure: Structure, places: Sequence[tuple[Task, Slot]], chosen: Sequence[Share]
+    ) -> Sequence[Schedule]:
+        """Those that the two trainings can share their GPUs by."""
+        by_task = {task: share for (task, _), share in zip(places, chosen, strict=True)}
+        actor, critic = by_task["actor_training"], by_task.get("critic_training")
+        if critic is None or structure.apart or critic.tp != actor.tp:
+            return ("Serial",)
+        high, low = max(actor.pp, critic.pp), min(actor.pp, critic.pp)
+        return self.limits.schedules if high > 1 and high % low == 0 else ("Serial",)
+
+    def estimated(self, candidate: Candidate, note: str) -> Found:
+        if candidate not in self._known:
+            self.result.estimates += 1
+            self._known[candidate] = self.costs.estimate(candidate)
+        found = Found(candidate, self._known[candidate], note)
+        problem = found.estimate.problem
+        self._kind(Rejected(candidate.placement, note, None if problem else found.seconds, problem, candidate))
+        if problem is None and (self.result.best is None or found.seconds < self.result.best.seconds):
+            self.result.best = found
+        return found
+
+    def _kind(self, found: Rejected) -> None:
+        """Keep the best of a kind: the fastest that fits, or else the first reason why none does."""
+        key = (found.placement, found.note)
+        old = self._kinds.get(key)
+        if old is None or (found.seconds is not None and (old.seconds is None or found.seconds < old.seconds)):
+            self._kinds[key] = found
+
+    # ------------------------------------------------------------ the descent
+
+    def _cuts(self, structure: Structure) -> frozenset[int]:
+        """Sizes of the structure's slots."""
+        return frozenset(slot.count for task in TASKS for slot in structure.slots(task))
+
+    def _descend(self, ranking: Ranking) -> None:
+        """Change one task's layout at a time, among all that fit, while that helps."""
+        wide = self.rank(ranking.structure, width=10**9)
+        found = self.result.best
+        assert isinstance(wide, Ranking)
+        improved = True
+        while improved and not self._over():
+            improved = False
+            for at, ranked in enumerate(wide.layouts):
+                assert found is not None
+                chosen = [s for task in TASKS for s in found.candidate.shares(task)]
+                used = next((o.seconds for o in ranked if o.share == chosen[at]), 0.0)
+                for option in ranked:
+                    if self._over() or option.seconds > SLACK * used:
+                        break
+                    varied = [*chosen[:at], option.share, *chosen[at + 1 :]]
+                    if self.agrees(wide, varied) and self._try(wide, varied)[0]:
+                        improved = True
+                found = self.result.best
+
+
+def _better(a: Found, b: Found) -> bool:
+    return (a.estimate.problem is not None, a.seconds) < (b.estimate.problem is not None, b.seconds)
+
+
+def _side_by_side(seconds: dict[Task, float], task: Task, more: float) -> None:
+    """Add a slot to the task's others: they work at the same time, each by its speed."""
+    rate = 1 / max(more, 1e-12) + (1 / seconds[task] if task in seconds else 0.0)
+    seconds[task] = 1 / rate
+
+
+def _sum(structure: Structure, seconds: Mapping[Task, float]) -> float:
+    """Generation, inference and training one after the other, actor and critic at once where they train apart."""
+    actor, critic = seconds["actor_training"], seconds.get("critic_training", 0.0)
+    training = max(actor, critic) if structure.apart else actor + critic
+    return seconds["generation"] + training + sum(seconds.get(task, 0.0) for task in INFERENCE)
+
+
+def _front(ranked: Ranked, width: int) -> Ranked:
+    """The `width` fastest, and each that needs less memory than every faster one."""
+    kept, least = [], float("inf")
+    for count, option in enumerate(ranked):
+        if count < width or option.need < least:
+            kept.append(option)
+        least = min(least, option.need)
+    return kept
+
+
+def _combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Share, ...]]:
+    """One share of each list, by the sum of their seconds; each combination once."""
+    start = (0,) * len(layouts)
+    heap = [(sum(ranked[0].seconds for ranked in layouts), start)]
+    seen = {start}
+    while heap:
+        seconds, at = heapq.heappop(heap)
+        yield tuple(ranked[i].share for ranked, i in zip(layouts, at, strict=True))
+        for k, (ranked, i) in enumerate(zip(layouts, at, strict=True)):
+            after = (*at[:k], i + 1, *at[k + 1 :])
+            if i + 1 < len(ranked) and after not in seen:
+                seen.add(after)
+                heapq.heappush(heap, (seconds + ranked[i + 1].seconds - ranked[i].seconds, after))
+
+
+def _near(cuts: frozenset[int], pool: Pool, count: int) -> list[int]:
+    """Sizes within NEAR nodes of those in `cuts`."""
+    unit = pool.per_node
+    near = {cut + step * unit for cut in cuts for step in range(-NEAR, NEAR + 1)}
+    return sorted(n for n in near if 0 < n < count)
+
+
+def exhaustive(inventory: Inventory, workload: Workload, limits: Limits, costs: Estimator) -> Result:
+    """Every structure, every combination of layouts, every schedule and threshold: for small cases, and to test by."""
+    search = Search(inventory, workload, limits, costs, Effort(estimates=10**12), lean=False)
+    for structure in structures(inventory, workload, limits, every_size):
+        search.result.structures += 1
+        ranking = search.rank(structure, width=10**9)
+        if isinstance(ranking, str):
+            continue
+        for chosen in filter(partial(search.agrees, ranking), _combinations(ranking.layouts)):
+            for schedule in search.schedules(structure, ranking.places, chosen):
+                for migration in limits.migrations:
+                    candidate = search.candidate(ranking, chosen, schedule)
+                    search.estimated(replace(candidate, migration=migration), structure.note)
+    return search.result

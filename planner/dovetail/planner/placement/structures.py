@@ -1,0 +1,207 @@
+"""Which GPUs each task may get: every way to divide an inventory that the three placements allow (APP section V-A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from dovetail.planner.placement.candidate import TASKS, Placement, Task
+from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.workload import Workload
+
+# More sizes than this many nodes are not all tried; the search refines the best ones node by node.
+EVERY_NODE = 16
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """GPUs [first, first + count) of a pool."""
+
+    pool: str
+    first: int
+    count: int
+
+    def meets(self, other: Slot) -> bool:
+        """Whether both have the same GPU."""
+        return (
+            self.pool == other.pool and self.first < other.first + other.count and other.first < self.first + self.count
+        )
+
+    def cut(self, at: int) -> tuple[Slot, Slot]:
+        """The first `at` GPUs and the rest."""
+        return Slot(self.pool, self.first, at), Slot(self.pool, self.first + at, self.count - at)
+
+
+Slots = tuple[Slot, ...]
+# Sizes, below a number of GPUs of a pool, to divide them at.
+Sizes = Callable[[Pool, int], list[int]]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The GPUs of each task, in no layout yet. `note`: what a user should know of it besides the placement."""
+
+    placement: Placement
+    generation: Slots
+    actor_training: Slots
+    critic_training: Slots = ()
+    reference: Slots = ()
+    reward: Slots = ()
+    critic: Slots = ()
+    note: str = ""
+
+    def slots(self, task: Task) -> Slots:
+        found: Slots = getattr(self, task)
+        return found
+
+    def shares_trainers(self, slot: Slot) -> bool:
+        """Whether a GPU of the slot trains too."""
+        return any(slot.meets(training) for training in (*self.actor_training, *self.critic_training))
+
+    @property
+    def apart(self) -> bool:
+        """Whether actor and critic train on GPUs of their own."""
+        return bool(self.critic_training) and self.critic_training != self.actor_training
+
+
+def every_size(pool: Pool, count: int) -> list[int]:
+    """Numbers of GPUs worth trying below `count`: powers of two within a node, then whole nodes."""
+    within = {2**i for i in range(pool.per_node.bit_length()) if 2**i < pool.per_node}
+    nodes = range(1, count // pool.per_node + 1)
+    return sorted(s for s in {*within, *(n * pool.per_node for n in nodes)} if s < count)
+
+
+def sizes(pool: Pool, count: int) -> list[int]:
+    """Of many nodes only a grid, finer towards both ends."""
+    nodes = -(-count // pool.per_node)
+    coarse = nodes > EVERY_NODE
+    grid = _steps(nodes) if coarse else set()
+    return [s for s in every_size(pool, count) if not coarse or s < pool.per_node or s // pool.per_node in grid]
+
+
+def _steps(nodes: int) -> set[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24 ... nodes, and as many from the other end."""
+    grid = {b * 2**i for b in (2, 3) for i in range(nodes.bit_length())} | {1}
+    return {n for n in grid if n < nodes} | {nodes - n for n in grid if n < nodes}
+
+
+def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes = sizes) -> Iterator[Structure]:
+    """All of them, each once, in a fixed order. `grid`: the sizes to cut a pool's GPUs at."""
+    seen = set()
+    if workload.critic is None:
+        limits = replace(limits, shared_body=True)  # nothing to train beside the actor either
+    for found in _all(inventory, workload, limits, grid):
+        kept = _without(found, workload)
+        if kept.placement in limits.placements and (key := replace(kept, note="")) not in seen:
+            seen.add(key)
+            yield kept
+
+
+def _without(found: Structure, workload: Workload) -> Structure:
+    """Less the tasks that the job has not, and those that a shared body makes superfluous."""
+    missing: dict[str, Any] = {task: () for task in TASKS if workload.model(task) is None}
+    return replace(found, **missing) if missing else found
+
+
+def _all(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes) -> Iterator[Structure]:
+    trainable = [p for p in inventory.pools if limits.trainers is None or p.name in limits.trainers]
+    # Training needs bfloat16 or else runs in float32: other pools only where there is none better.
+    trainable = [p for p in trainable if p.gpu.bf16] or trainable
+    usable = [p for p in inventory.pools if limits.rollouts is None or p.name in limits.rollouts]
+    for pool in trainable:
+        whole = Slot(pool.name, 0, pool.gpus)
+        others = tuple(Slot(p.name, 0, p.gpus) for p in usable if p.name != pool.name)
+        if pool in usable:
+            rests = [others, ()] if others and not limits.whole else [others]
+            for rest in rests:
+                yield from _together(whole, rest, pool, limits)
+        if limits.whole:
+            if pool not in usable and others:
+                yield from _separate(whole, others, inventory, limits, grid)
+            continue
+        for count in [*grid(pool, pool.gpus), pool.gpus]:
+            training, left = whole.cut(count)
+            segments = ((left,) if left.count and pool in usable else ()) + others
+            if segments:
+                yield from _separate(training, segments, inventory, limits, grid)
+
+
+def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, Slots, str]]:
+    """Actor and critic on the same GPUs, or on two parts of them."""
+    yield (slot,), (slot,), ""
+    if limits.together or limits.shared_body or slot.count < 2:
+        return
+    unit = pool.per_node if slot.count > pool.per_node else 1
+    for share in (1 / 4, 1 / 2, 3 / 4):
+        at = round(slot.count * share / unit) * unit
+        if 0 < at < slot.count:
+            actor, critic = slot.cut(at)
+            yield (actor,), (critic,), "actor and critic train apart"
+
+
+def _together(slot: Slot, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Structure]:
+    everywhere = (slot, *rest)
+    yield Structure(Placement.FLATTENING, everywhere, (slot,), (slot,), everywhere, everywhere, everywhere)
+    first, second = _halves(everywhere, pool)
+    if not (first and second):
+        return
+    for actor, critic, note in _training(slot, pool, limits):
+        note = "; ".join(["reference and reward on halves", *([note] if note else [])])
+        yield Structure(Placement.INTERLEAVING, everywhere, actor, critic, first, second, second, note)
+
+
+def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
+    """Two parts of about the same size of each slot; a slot of one GPU goes to the smaller part."""
+    parts: tuple[list[Slot], list[Slot]] = [], []
+    for slot in slots:
+        unit = pool.per_node if slot.pool == pool.name and slot.count >= 2 * pool.per_node else 1
+        at = slot.count // 2 // unit * unit
+        if at:
+            for part, half in zip(parts, slot.cut(at), strict=True):
+                part.append(half)
+        else:
+            min(parts, key=lambda p: sum(s.count for s in p)).append(slot)
+    return tuple(parts[0]), tuple(parts[1])
+
+
+def _separate(
+    training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
+) -> Iterator[Structure]:
+    pool = inventory[training.pool]
+    for actor, critic, apart in _training(training, pool, limits):
+        for generation, inference, divided in _served(training, segments, inventory, limits, grid):
+            notes = [n for n in (apart, divided) if n]
+
+            def made(
+                first: Slots, second: Slots, *more: str, g: Slots = generation, a: Slots = actor, c: Slots = critic
+            ) -> Structure:
+                return Structure(Placement.SEPARATION, g, a, c, first, second, second, "; ".join([*notes, *more]))  # noqa: B023
+
+            yield made(inference, inference)
+            first, second = _halves(inference, inventory[inference[0].pool])
+            if first and second and not limits.whole:
+                yield made(first, second, "reference and reward on halves")
+
+
+def _served(
+    training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
+) -> Iterator[tuple[Slots, Slots, str]]:
+    """GPUs of generation and of inference among `segments`: the same, by segment, or a part of the only one."""
+    yield segments, segments, ""
+    if limits.whole:
+        return
+    for uses in product(("both", "generation", "inference"), repeat=len(segments)):
+        generation = tuple(s for s, use in zip(segments, uses, strict=True) if use != "inference")
+        inference = tuple(s for s, use in zip(segments, uses, strict=True) if use != "generation")
+        if generation and inference:
+            yield generation, inference, "inference apart from generation" if generation != inference else ""
+    if len(segments) == 1 and segments[0].count > 1:
+        for count in grid(inventory[segments[0].pool], segments[0].count):
+            if 2 * count <= segments[0].count:
+                first, second = segments[0].cut(segments[0].count - count)
+                yield (first,), (second,), "inference apart from generation"
+    if not limits.together:
+        yield segments, (training,), "inference on the trainers"
