@@ -42,6 +42,7 @@ def spec(**changes: Any) -> RLHFJobSpec:
     optimizer = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
     ppo = {"actor_optimizer": optimizer, "critic_optimizer": optimizer, "ema": 0.9}
     fields: dict[str, Any] = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "ppo": ppo}
+    fields["plan"] = {"sharding": "Always"}  # small as these models are
     return RLHFJobSpec.model_validate(fields | changes)
 
 
@@ -146,6 +147,7 @@ def shards(engine: Engine) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------ scenarios
 
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(2, 2)]}
+WHOLE = {"plan": {"sharding": "Auto"}}
 
 
 def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
@@ -159,8 +161,11 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
             out[key]["bfloat16"] = mixed_training(groups, folder / f"bfloat16-{key}")
             out[key]["lora"] = lora_training(groups, folder, key)
             out[key]["disk"] = full_disk(groups, folder / f"refused-{key}")
+        if dp > 1:
+            out[f"{key} whole"] = full_training(Engine(spec(**WHOLE), groups), folder, f"{key} whole")
         groups.close()
-    for (pp, dp), source in zip(LAYOUTS[world], ["1x2", "2x1"], strict=False) if world == 2 else ():
+    sources = [(2, 1, "1x2"), (1, 2, "2x1"), (1, 2, "1x2 whole")]
+    for pp, dp, source in sources if world == 2 else ():
         groups = form(rank, world, next(ports), pp, dp)
         engine = Engine(spec(), groups)
         engine.load(load_command(str(folder / f"checkpoint-{source}")))

@@ -129,7 +129,7 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
         if first:
             groups, first = Groups.form("127.0.0.1", port, rank, world, layouts, 60.0), False
         trained = {"lora": {"rank": 2, "dropout": 0.1}} if case["lora"] else {}
-        engine = Engine(spec(models={"actor": trained, "critic": trained}), groups)
+        engine = Engine(spec(models={"actor": trained, "critic": trained}, plan={"sharding": case["sharding"]}), groups)
         engine.load(load(case))
         trial = Trial(engine, case["copies"])
         result = {}

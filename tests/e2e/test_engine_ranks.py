@@ -65,7 +65,8 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(tensor, b[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-SPLIT = [(2, "2x1"), (2, "1x2"), (4, "2x2")]
+# "whole": every data-parallel rank holds the whole stage.
+SPLIT = [(2, "2x1"), (2, "1x2"), (2, "1x2 whole"), (4, "2x2"), (4, "2x2 whole")]
 ALL = [(1, "1x1"), *SPLIT]
 
 
@@ -98,9 +99,9 @@ def test_same_bits_after_restart_and_under_any_schedule(results: Results, world:
         assert rank[layout]["schedule_is_free"]
 
 
-@pytest.mark.parametrize("layout", ["1x2 in 2x1", "2x1 in 1x2"])
+@pytest.mark.parametrize("layout", ["1x2 in 2x1", "2x1 in 1x2", "1x2 whole in 1x2"])
 def test_checkpoint_loads_into_another_layout(results: Results, layout: str) -> None:
-    source = layout.split(" ")[0]
+    source = layout.split(" in ")[0]
     loaded, saved = merged(results, 2, layout, "at_two"), merged(results, 2, source, "at_two")
     assert set(loaded) == set(saved)
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)

@@ -22,19 +22,20 @@ WORKER = Path(__file__).with_name("schedule_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EVENLY = {2: Parallelism(pp=2), 3: Parallelism(pp=3), 4: Parallelism(pp=4)}
-# World, actor, critic, architecture, LoRA.
+# World, actor, critic, architecture, LoRA, and plan.sharding.
 SETTINGS = [
-    *((2, EVENLY[2], EVENLY[2], name, lora) for name in ("llama", "qwen2", "opt") for lora in (False, True)),
-    (2, Parallelism(pp=2), Parallelism(dp=2), "llama", False),
-    (3, EVENLY[3], EVENLY[3], "llama", False),
-    (3, EVENLY[3], EVENLY[3], "opt", True),
-    (4, EVENLY[4], EVENLY[4], "qwen2", False),
-    (4, EVENLY[4], Parallelism(pp=2, dp=2), "opt", False),
-    (4, EVENLY[4], Parallelism(pp=2, dp=2), "llama", True),
-    (4, Parallelism(pp=2, dp=2), Parallelism(pp=2, dp=2), "llama", False),
-    (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False),
+    *((2, EVENLY[2], EVENLY[2], name, lora, "Always") for name in ("llama", "qwen2", "opt") for lora in (False, True)),
+    (2, Parallelism(pp=2), Parallelism(dp=2), "llama", False, "Always"),
+    (3, EVENLY[3], EVENLY[3], "llama", False, "Always"),
+    (3, EVENLY[3], EVENLY[3], "opt", True, "Always"),
+    (4, EVENLY[4], EVENLY[4], "qwen2", False, "Always"),
+    (4, EVENLY[4], Parallelism(pp=2, dp=2), "opt", False, "Always"),
+    (4, EVENLY[4], Parallelism(pp=2, dp=2), "llama", True, "Always"),
+    (4, Parallelism(pp=2, dp=2), Parallelism(pp=2, dp=2), "llama", False, "Always"),
+    (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False, "Always"),
+    (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False, "Auto"),
 ]
-IDS = [f"{w}-{a.pp}x{a.dp}-{c.pp}x{c.dp}-{name}{'-lora' if lora else ''}" for w, a, c, name, lora in SETTINGS]
+IDS = [f"{w}-{a.pp}x{a.dp}-{c.pp}x{c.dp}-{name}{'-lora' if lora else ''}-{s}" for w, a, c, name, lora, s in SETTINGS]
 
 
 def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> Problem:
@@ -52,7 +53,7 @@ def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: 
 
 def make_case(number: int) -> list[dict[str, Any]]:
     """The setting with the critic's stages either way round, each with the schedules that can run there."""
-    world, actor, critic, architecture, lora = SETTINGS[number]
+    world, actor, critic, architecture, lora, sharding = SETTINGS[number]
     cases = []
     for reverse in (True, False):
         layouts = shared_layouts({"actor": actor, "critic": critic}, reverse)
@@ -62,7 +63,7 @@ def make_case(number: int) -> list[dict[str, Any]]:
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 10 * number + together)
             # FSDP2 reduces gradients as a whole backward ends.
-            names = [n for n in PINS["Auto"] if copies == 1 or not FAMILIES[n].split]
+            names = [n for n in PINS["Auto"] if copies == 1 or sharding == "Auto" or not FAMILIES[n].split]
             names = [n for n in names if n.endswith("-rolled") == (together == 2)]
             choice = choose_schedule(problem, problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
             for name, found in choice.schedules.items():
@@ -70,6 +71,7 @@ def make_case(number: int) -> list[dict[str, Any]]:
                 schedules[name] = (together, lists)
         where = {name: layout.model_dump() for name, layout in layouts.items()}
         case = {"world": world, "architecture": architecture, "lora": lora, "layouts": where, "copies": copies}
+        case["sharding"] = sharding
         cases.append(case | {"schedules": schedules, "setting": number, "reverse": reverse})
     return cases
 

@@ -297,6 +297,11 @@ class PlanPins(Model):
     parallelism: Literal["Auto"] | ParallelismByModel = Field(
         default="Auto", description="Layouts of the trained models over the trainer ranks."
     )
+    sharding: Literal["Auto", "Always"] = Field(
+        default="Auto",
+        description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: except "
+        "on CPUs below 1 GiB of them, where each rank holds all and only gradients travel.",
+    )
 
 
 class Checkpoint(Model):

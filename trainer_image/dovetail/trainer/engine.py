@@ -73,6 +73,7 @@ class Engine:
                     self.groups.of(name),
                     self.groups.device,
                     weights=command.checkpoint is None,
+                    always_shard=self.spec.plan.sharding == "Always",
                 )
             self.stage = command.stage
             if command.stage is StageName.PPO and self.spec.ppo.ema is not None and "actor" in self.models:

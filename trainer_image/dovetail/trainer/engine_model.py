@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dovetail.api.messages import ModelRef
@@ -18,12 +19,13 @@ from dovetail.models.stage import Head
 from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local
-from dovetail.trainer.parallel import compute_dtype, shard
+from dovetail.trainer.parallel import compute_dtype, is_replicated, shard
 
 
 @dataclass
 class EngineModel:
-    """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration."""
+    """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration;
+    `replicated`: every data-parallel rank holds the whole stage."""
 
     name: str
     ref: ModelRef
@@ -32,6 +34,7 @@ class EngineModel:
     groups: ModelGroups
     optimizer: AdamW
     compute: torch.dtype
+    replicated: bool = False
 
     @classmethod
     def build(
@@ -44,6 +47,7 @@ class EngineModel:
         groups: ModelGroups,
         device: torch.device,
         weights: bool = True,
+        always_shard: bool = False,
     ) -> Self:
         """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
         parameters stay uninitialised, for a checkpoint to fill; frozen ones are always read."""
@@ -51,7 +55,9 @@ class EngineModel:
         stage = Stage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
         if trained.lora is not None:
             lora.inject(stage, trained.lora)
-        shard(stage, groups, compute, device)
+        replicated = groups.tp_size == 1 and is_replicated(stage, compute, device, always_shard)
+        if not replicated:
+            shard(stage, groups, compute, device)
         stage.to_empty(device=device)
         frozen = {n for n, p in stage.named_parameters() if not p.requires_grad}
         names = {n: plain for n, _ in stage.named_parameters() if (plain := lora.plain_name(n)) is not None}
@@ -63,7 +69,13 @@ class EngineModel:
         stage.place_buffers(device)
         stage.eval()
         trainable = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        return cls(name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute)
+        return cls(name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute, replicated)
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same parameters as this one and add up their gradients; None where nobody does."""
+        group = self.groups.replicas if self.replicated else self.groups.copies
+        return None if group is None or dist.get_world_size(group) == 1 else group
 
     @property
     def head(self) -> Head:

@@ -59,7 +59,8 @@ class ModelGroups:
 
     `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
     two models that share a pair of ranks can never take each other's tensors. `mesh` has a dimension dp, over which a
-    stage is sharded; where a layout has several pipelines side by side, `copies` joins their ranks of one shard."""
+    stage is sharded; where a layout has several pipelines side by side, `copies` joins their ranks of one shard.
+    `replicas` joins all ranks of one stage (and tp rank): copies of each other where a stage is not sharded."""
 
     name: str
     layout: Parallelism
@@ -74,6 +75,7 @@ class ModelGroups:
     pp_group: dist.ProcessGroup
     everyone: dist.ProcessGroup  # all ranks, for this model's gradient norm alone
     copies: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup
     forward_in: dist.ProcessGroup | None
     forward_out: dist.ProcessGroup | None
     backward_in: dist.ProcessGroup | None
@@ -162,6 +164,12 @@ class Groups:
             mesh = DeviceMesh(self.device.type, ranks.view(layout.pp, pipelines, shards, -1), mesh_dim_names=names)
         else:
             mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
+        replicas = mesh.get_group("dp" if pipelines == 1 else "copies")
+        if 1 < pipelines < layout.dp:
+            for stage in range(layout.pp):
+                for t in range(layout.tp):
+                    group = dist.new_group(ranks[stage, :, t].tolist(), timeout=self.timeout)
+                    replicas = group if (stage, t) == (pp, tp) else replicas
         edges: dict[tuple[str, int], dist.ProcessGroup] = {}
         tied = None
         for d in range(layout.dp):
@@ -191,6 +199,7 @@ class Groups:
             pp_group=mesh.get_group("pp"),
             everyone=dist.new_group(timeout=self.timeout * _PATIENCE),
             copies=mesh.get_group("copies") if pipelines > 1 else None,
+            replicas=replicas,
             forward_in=edges.get(("forward", pp - 1)),
             forward_out=edges.get(("forward", pp)),
             backward_in=edges.get(("backward", pp)),
@@ -206,7 +215,8 @@ class Groups:
             model = self.model[name]
             groups = [model.everyone, *(model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ())]
             # Edge s before edge s + 1 on every rank.
-            groups += [model.forward_in, model.backward_out, model.forward_out, model.backward_in, model.tied]
+            groups += [model.forward_in, model.backward_out, model.forward_out, model.backward_in]
+            groups += [model.tied, model.replicas]
             for group in groups:
                 if group is not None and dist.get_world_size(group) > 1:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)

@@ -1,4 +1,5 @@
-"""Data parallelism of a stage: FSDP2 over the model's dp mesh, float32 master weights, optional lower compute dtype."""
+"""Data parallelism of a stage: FSDP2 over the model's dp mesh, float32 master weights, optional lower compute dtype;
+or, for small stages on CPUs, a whole copy on every rank."""
 
 from __future__ import annotations
 
@@ -9,6 +10,20 @@ import torch
 from dovetail.api.types import Dtype
 from dovetail.models import ModelError, Stage
 from dovetail.trainer.groups import ModelGroups
+
+# FSDP2's hooks take a sixth of a small model's step on a CPU; sharding less than this saves too little for that.
+REPLICATED_BYTES = 2**30
+
+
+def is_replicated(stage: Stage, compute: torch.dtype, device: torch.device, always_shard: bool = False) -> bool:
+    """Whether every data-parallel rank holds the whole stage, and gradients are added up once a mini-batch. The same
+    on all ranks of the stage; works on the meta device.
+
+    Counted are 16 bytes a trained parameter (float32 weight, gradient and two moments) and 4 a frozen one."""
+    if always_shard or device.type != "cpu" or compute != torch.float32:
+        return False
+    held: int = sum(p.numel() * (16 if p.requires_grad else 4) for p in stage.parameters())
+    return held <= REPLICATED_BYTES
 
 
 def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:

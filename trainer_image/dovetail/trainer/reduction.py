@@ -67,10 +67,11 @@ class Reduction:
     def _start(self) -> Iterator[Any]:
         """The operations one after another, each started when the one before is done."""
         groups, optimizer = self._held.groups, self._held.optimizer
-        if groups.copies is not None:
+        copies = self._held.copies
+        if copies is not None:
             gradients = [local(p.grad) for p in self._held.trainable().values() if p.grad is not None]
             flat = torch.cat([g.reshape(-1) for g in gradients]) if gradients else torch.zeros(0, device=self._device)
-            yield dist.all_reduce(flat, group=groups.copies, async_op=True)
+            yield dist.all_reduce(flat, group=copies, async_op=True)
             if gradients:
                 parts = flat.split([gradient.numel() for gradient in gradients])
                 torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
@@ -83,7 +84,7 @@ class Reduction:
             if not self._held.is_first:
                 skip = {name}  # the first stage counts it
         # Copies hold the same gradients: one of them counts.
-        counts = groups.copies is None or dist.get_rank(groups.copies) == 0
+        counts = copies is None or dist.get_rank(copies) == 0
         self._squared.fill_(optimizer.squared_norm(skip) if counts else 0.0)
         if dist.get_world_size(groups.everyone) > 1:
             yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)
