@@ -46,5 +46,5 @@ class Limits:
 
     def executed(self) -> Limits:
         """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
-        ranks, no activation recomputation, inference models whole on one GPU each."""
-        return replace(self, max_tp=1, inference_tp=1, fsdp=(2,), recompute=(False,), together=True)
+        ranks, no activation recomputation, inference models whole on one GPU each, where they stay."""
+        return replace(self, max_tp=1, inference_tp=1, fsdp=(2,), recompute=(False,), swap=(False,), together=True)

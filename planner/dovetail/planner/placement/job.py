@@ -1,0 +1,175 @@
+"""The placement of a manifest on its own groups: what trainers and rollouts are going to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.api.batching import batch_rules
+from dovetail.api.plan import trained_models
+from dovetail.api.prediction import Prediction
+from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.hardware import GPU
+from dovetail.planner.iteration.system import DOVETAIL
+from dovetail.planner.memory import Training, problem, worst
+from dovetail.planner.placement.candidate import Task
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.costs import Costs
+from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.manifest import allowed_layouts, groups_inventory, groups_limits, workload
+from dovetail.planner.placement.predict import prediction
+from dovetail.planner.placement.search import Effort, Search
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.switching import Layout
+from dovetail.planner.timing import training_step
+
+# Estimates of whole iterations: a manifest's groups leave little open.
+EFFORT = 600
+# Pipeline stages must gain as much over the most data-parallel layout: the models of time are not exact.
+WORTH = 1.05
+# Of an optimizer step, which for a small model are longer than what the models count (launches, Python).
+UNCOUNTED_SECONDS = 0.01
+
+
+class Infeasible(ValueError):
+    """The groups are too small; one sentence with the number that failed and what would help."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`layouts`: of each trained model. `prediction`: of a PPO iteration, None without that stage. `interleaved`:
+    reference and reward on halves of the rollouts."""
+
+    layouts: Mapping[str, Parallelism]
+    prediction: Prediction | None = None
+
+    @property
+    def interleaved(self) -> bool:
+        return self.prediction is not None and self.prediction.placement == "Interleaving"
+
+
+def place(
+    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None = None
+) -> Placed | None:
+    """By the models of time and memory; None where these do not know the job's GPUs (or CPUs) or models.
+
+    Raises Infeasible, ConfigError, UnknownProduct."""
+    known = shapes(spec, configs)
+    inventory = groups_inventory(spec, measured)
+    if known is None or inventory is None:
+        return None
+    trainers = inventory.pools[0]
+    layouts = {model: supervised(spec, model, known[model], trainers) for model in trained_models(spec)}
+    if not all(layouts.values()):
+        return None
+    if Stage.PPO not in spec.stages:
+        return Placed({model: fitting[0] for model, fitting in layouts.items()})
+    found = _iteration(spec, known, inventory, layouts)
+    by_task = {task.task: task for task in found.tasks}
+    chosen = {model: fitting[0] for model, fitting in layouts.items()}
+    for model in ("actor", "critic"):
+        if task := by_task.get(f"{model}_training"):
+            chosen[model] = Parallelism(pp=task.pp, tp=task.tp, dp=task.dp)
+    if "reward" in chosen and chosen.get("critic") in layouts["reward"]:
+        chosen["reward"] = chosen["critic"]
+    return Placed(chosen, found)
+
+
+def _iteration(
+    spec: RLHFJobSpec,
+    known: Mapping[str, ModelShape],
+    inventory: Inventory,
+    layouts: Mapping[str, Sequence[Parallelism]],
+) -> Prediction:
+    work, limits = workload(spec, known), groups_limits(spec, inventory, known)
+    tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
+    limits = replace(limits, layouts={tasks[m]: tuple(fit) for m, fit in layouts.items() if m in tasks})
+    system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
+    costs = Costs(work, inventory, system)
+    result = Search(inventory, work, limits, costs, Effort(EFFORT)).run()
+    if result.best is None:
+        raise Infeasible(_reason(spec, result.rejected[0].problem if result.rejected else None))
+    plain = replace(limits, layouts={task: (min(fit, key=lambda y: y.pp),) for task, fit in limits.layouts.items()})
+    simple = Search(inventory, work, plain, costs, Effort(EFFORT)).run()
+    least = WORTH * result.best.seconds + UNCOUNTED_SECONDS * work.steps
+    if simple.best is not None and simple.best.seconds <= least:
+        simple.rejected = result.rejected
+        result = simple
+    return prediction(result, work, inventory, costs)
+
+
+def _reason(spec: RLHFJobSpec, why: str | None) -> str:
+    if why is None:
+        return "no placement of the groups was found; set spec.plan.placement to Auto"
+    shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
+    more = "give generation a group of its own, or " if shared else ""
+    return f"{why}; {more}use GPUs with more memory, more of them, or smaller micro-batches"
+
+
+def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Parallelism]:
+    """Layouts of a trained model over all ranks that every batch of it divides by and that fit in each stage that
+    trains it, the fastest first. Raises Infeasible; an empty list where no layout divides (the caller says why)."""
+    allowed = allowed_layouts(spec, model, pool.gpus, shape.layers)
+    if not allowed:
+        return []
+    trained = getattr(spec.models, model)
+    head: Head = "lm" if model == "actor" else "value"
+    dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
+    dtype = dtype if trained.dtype is Dtype.AUTO else trained.dtype
+    rules = [rule for rule in batch_rules(spec) if rule.model == model]
+    fitting: list[tuple[float, Parallelism]] = []
+    failed: list[tuple[float, Training, str]] = []
+    for layout in allowed:
+        seconds, fits = 0.0, True
+        for rule in rules:
+            ppo = rule.stage is Stage.PPO
+            longest = spec.data.max_prompt_tokens + spec.generation.max_tokens if ppo else spec.data.max_tokens
+            count = rule.batch // (layout.dp * rule.micro)
+            twice = 2 if rule.stage is Stage.REWARD else 1  # pairs
+            job = Training(
+                shape,
+                head,
+                layout,
+                dtype,
+                tokens=rule.micro * twice * longest,
+                micro_batches=count,
+                in_flight=min(layout.pp, count),
+                lora=trained.lora,
+                offload=_offload(spec, rule.stage, model),
+                ema="host" if ppo and model == "actor" and spec.ppo.ema is not None else None,
+            )
+            need = worst(job).device_bytes
+            if need > pool.gpu.memory:
+                failed.append((need, job, _TASK[rule.stage, model]))
+                fits = False
+            seconds += training_step(
+                shape,
+                head,
+                Layout(pp=layout.pp, tp=layout.tp, dp=layout.dp),
+                pool.cluster,
+                pool.gpu.dtype,
+                rule.batch * twice,
+                longest,
+                rule.micro * twice,
+            )
+        if fits:
+            fitting.append((seconds, layout))
+    if not fitting:
+        _, least, task = min(failed, key=lambda f: f[0])
+        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory)))
+    return [layout for _, layout in sorted(fitting, key=lambda f: f[0])]
+
+
+_TASK = {
+    (Stage.SFT, "actor"): "sft",
+    (Stage.REWARD, "reward"): "reward_training",
+    (Stage.PPO, "actor"): "actor_training",
+    (Stage.PPO, "critic"): "critic_training",
+}
+
+
+def _offload(spec: RLHFJobSpec, stage: Stage, model: str) -> bool:
+    if stage is Stage.PPO:
+        return spec.ppo.actor_optimizer.offload if model == "actor" else spec.ppo.critic_optimizer.offload
+    return (spec.sft if stage is Stage.SFT else spec.reward).optimizer.offload
