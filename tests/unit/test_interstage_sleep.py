@@ -34,7 +34,7 @@ def play(
     async def main() -> None:
         server = Server()
         app = web.Application()
-        app.router.add_post("/{route}", server.handle)
+        app.router.add_post("/{route:.*}", server.handle)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -117,5 +117,31 @@ def test_a_new_process_is_awake() -> None:
         await sleepers.wake("r0")
         assert server.calls == ["/sleep?level=1"]
         assert fleet.has_current("rollout")
+
+    play(scenario)
+
+
+def test_the_scorer_brings_its_weights_in_and_takes_them_out_before_the_server_wakes() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        rollout = fleet.get("r0")
+        assert rollout is not None
+        scorer: dict[str, Any] = {
+            "name": "r0-scorer",
+            "kind": "scorer",
+            "group": "g",
+            "url": rollout.url,
+            "ready": True,
+        }
+        scorer |= {"incarnation": "1", "weight_version": 1, "abilities": {"host_weights": True}}
+        fleet.register(Register.model_validate(scorer))
+        sleepers.expect(["r0"])
+        sleepers.expect(["r0"])
+        while not server.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        sleepers.free(["r0"])
+        await asleep(sleepers)
+        await sleepers.wake("r0")
+        assert server.calls == ["/v1/bring", "/sleep?level=1", "/v1/bring", "/v1/leave", "/wake_up"]
+        assert swaps == [("r0", "in"), ("r0", "out")], "a scorer's part is no swap of its own"
 
     play(scenario)

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Register
 from dovetail.api.types import Dtype, RLHFJob
+from dovetail.rollout.host_weights import CudaCopies
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
 from dovetail.rollout.scoring import MAX_TOKENS, Scorer
 
@@ -44,11 +45,12 @@ def event_log(process: str) -> Log:
 @dataclass(frozen=True)
 class Settings:
     """What the job says about this process. `temperature`: the reference's log-probabilities must share the
-    sampler's; `dtype` and `on_gpu` of its group."""
+    sampler's; `dtype` and `on_gpu` of its group. `shared`: the server beside it sleeps while it works."""
 
     temperature: float = 1.0
     dtype: Dtype = Dtype.AUTO
     on_gpu: bool = True
+    shared: bool = False
 
 
 def read_settings(env: ProcessEnv) -> Settings:
@@ -63,7 +65,7 @@ def read_settings(env: ProcessEnv) -> Settings:
     for group in spec.groups:
         if group.name == env.group:
             on_gpu = group.gpu.product is not None and group.gpu.per_pod > 0
-            return Settings(spec.generation.temperature, group.dtype, on_gpu)
+            return Settings(spec.generation.temperature, group.dtype, on_gpu, "--enable-sleep-mode" in group.vllm_args)
     return Settings(spec.generation.temperature)
 
 
@@ -86,6 +88,7 @@ async def register_forever(
                 "device": str(service.scorer.device),
                 "dtype": str(service.scorer.dtype).removeprefix("torch."),
                 "models": sorted(service.scorer.models),
+                "host_weights": service.scorer.host is not None,
             },
         )
         problem: str | None = None
@@ -163,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         automatic = "float32" if device == "cpu" else "bfloat16"
         dtype = DTYPES[args.dtype or (automatic if settings.dtype is Dtype.AUTO else settings.dtype.value)]
         log, metrics = event_log(env.name), Metrics()
-        scorer = Scorer(device, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n))
+        copies = CudaCopies(torch.device(device)) if settings.shared and device.startswith("cuda") else None
+        scorer = Scorer(device, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies)
         service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
         asyncio.run(serve(env, service, log))
     except (ValueError, OSError) as error:

@@ -96,6 +96,14 @@ class ScorerService:
         await self._run(self.scorer.load, models)
         self.log("models.loaded", models=sorted(models), seconds=round(time.monotonic() - started, 3))
 
+    async def bring(self) -> list[str]:
+        """`Scorer.bring`."""
+        return await self._run(self.scorer.bring)
+
+    async def leave(self) -> None:
+        """`Scorer.leave`, after the forward passes under way."""
+        await self._run(self.scorer.leave)
+
     async def score(self, want: list[str], body: bytes, temperature: float) -> bytes:
         """Packed arrays in, packed arrays out. Raises NotReady and ValueError."""
 
@@ -214,6 +222,13 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         body = await service.score(want, await request.read(), temperature)
         return web.Response(body=body, content_type=CONTENT_TYPE)
 
+    async def bring(_: web.Request) -> web.Response:
+        return web.json_response({"models": await service.bring()})
+
+    async def leave(_: web.Request) -> web.Response:
+        await service.leave()
+        return web.json_response({})
+
     async def weights(request: web.Request) -> web.Response:
         message = Receive.model_validate_json(await request.read())
         await service.receive(message)
@@ -233,6 +248,8 @@ def make_app(service: ScorerService, token: str) -> web.Application:
             web.post("/v1/load", load),
             web.post("/v1/score", score),
             web.post("/v1/weights", weights),
+            web.post("/v1/bring", bring),
+            web.post("/v1/leave", leave),
             web.get("/metrics", metrics),
             web.get("/healthz", healthz),
         ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from dovetail.api.messages import ModelRef
 from dovetail.api.wire import Arrays
 from dovetail.models import Stage, build_stage
+from dovetail.rollout.host_weights import Copies, HostModels
 
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
@@ -109,7 +110,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
 
 class Scorer:
     """Holds up to three models and runs them. `progress` is called with (model, tokens) after each
-    micro-batch."""
+    micro-batch.
+
+    `copies`: the weights are in host memory, and on the device from `bring` or their first use until `leave`."""
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class Scorer:
         dtype: torch.dtype = torch.float32,
         max_tokens: int = MAX_TOKENS,
         progress: Callable[[str, int], None] = lambda model, tokens: None,
+        copies: Copies | None = None,
     ) -> None:
         self.device, self.dtype, self.max_tokens = torch.device(device), dtype, max_tokens
         self._progress = progress
@@ -124,6 +128,7 @@ class Scorer:
         self._stages: dict[Model, Stage] = {}
         self._broken: str | None = None
         self.critic_version: int | None = None
+        self.host = None if copies is None else HostModels(copies)
 
     @property
     def models(self) -> dict[Model, ModelRef]:
@@ -144,12 +149,32 @@ class Scorer:
         for name in MODELS:
             if name in self._refs and self._refs[name] != wanted.get(name):
                 del self._refs[name], self._stages[name]
+                if self.host is not None:
+                    self.host.forget(name)
         if "critic" not in self._refs:
             self.critic_version, self._broken = None, None
         for name, ref in wanted.items():
             if name not in self._refs:
-                self._stages[name] = build_stage(ref, device=self.device, dtype=self.dtype)
+                self._stages[name] = self._build(name, ref)
                 self._refs[name] = ref
+
+    def _build(self, name: Model, ref: ModelRef) -> Stage:
+        if self.host is None:
+            return build_stage(ref, device=self.device, dtype=self.dtype)
+        stage = build_stage(ref, device="cpu", dtype=self.dtype)
+        stage.place_buffers(self.device)
+        self.host.hold(name, stage)
+        return stage
+
+    def bring(self) -> list[str]:
+        """Begin to copy weights to the device, as far as there is room, and do not wait; the models whose weights are
+        there or on their way: all, where weights have no other place."""
+        return list(self._refs) if self.host is None else self.host.bring()
+
+    def leave(self) -> None:
+        """Take no device memory but for what the process itself needs, if weights have another place."""
+        if self.host is not None:
+            self.host.leave()
 
     def require(self, name: Model) -> Stage:
         """The loaded model; raises NotReady."""
@@ -179,8 +204,11 @@ class Scorer:
                 raise ValueError(f"tokens are outside model {name}'s vocabulary of {vocabulary}")
         shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
         result: Arrays = {}
+        self.bring()
         with torch.inference_mode():
             for name, stage in stages:
+                if self.host is not None:
+                    self.host.use(name)
                 if name == "reference":
                     result["ref_logprobs"] = self._reference(stage, samples, shape, temperature)
                 elif name == "critic":
@@ -244,12 +272,13 @@ class Scorer:
             raise NotReady("model critic is not loaded; POST /v1/load first")
         expected = {name: p.shape for name, p in self._stages["critic"].named_parameters()}
         staged: dict[str, Tensor] = {}
+        device = self.device if self.host is None else torch.device("cpu")
         for name, tensor in tensors:
             if name not in expected or tensor.shape != expected[name]:
                 known = tuple(expected[name]) if name in expected else "no such tensor"
                 raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came; the critic has {known}")
             # Copied: the receiver's buffer is written again.
-            staged[name] = torch.empty_like(tensor, dtype=self.dtype, device=self.device).copy_(tensor)
+            staged[name] = torch.empty_like(tensor, dtype=self.dtype, device=device).copy_(tensor)
         missing = sorted(set(expected) - set(staged))
         if missing:
             raise ValueError(f"{len(missing)} of the critic's tensors did not come, first {missing[0]}")
@@ -261,9 +290,12 @@ class Scorer:
         parameters = dict(self._stages["critic"].named_parameters()) if "critic" in self._stages else {}
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in staged.items()}:
             raise NotReady("the critic was replaced while its weights were coming")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(staged[name])
+        if self.host is not None:
+            self.host.write("critic", staged)
+        else:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(staged[name])
         self.critic_version, self._broken = version, None
 
     def lose_weights(self, reason: str) -> None:

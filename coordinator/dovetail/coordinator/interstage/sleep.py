@@ -1,6 +1,7 @@
 """Servers that leave their GPU to the scorer beside them: vLLM's sleep, level 1 (weights to host memory, no cache).
 
-Only where a rollout announces it (`abilities.sleep`: its group's vllmArgs hold `--enable-sleep-mode`)."""
+Only where a rollout announces it (`abilities.sleep`: its group's vllmArgs hold `--enable-sleep-mode`). The scorer's own
+weights come from host memory meanwhile (`abilities.host_weights`), and go before the server wakes."""
 
 from __future__ import annotations
 
@@ -30,6 +31,20 @@ class Sleepers:
         self._fleet, self._session, self._log, self._on_swapped = fleet, session, log, on_swapped
         # By name: the incarnation that sleeps, and its way there.
         self._asleep: dict[str, tuple[str, asyncio.Task[bool]]] = {}
+        # By scorer: the incarnation that was told of its turn.
+        self._expecting: dict[str, str] = {}
+        self._told: set[asyncio.Task[bool]] = set()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These make their last steps, until their samples go elsewhere: their scorers bring in what has room beside
+        them. Once a turn."""
+        for name in names:
+            scorer = self._scorer(name)
+            if scorer is not None and self._expecting.get(scorer.name) != scorer.incarnation:
+                self._expecting[scorer.name] = scorer.incarnation
+                task = asyncio.create_task(self._post(scorer, "/v1/bring", None))
+                self._told.add(task)
+                task.add_done_callback(self._told.discard)
 
     def free(self, names: Iterable[str]) -> None:
         """These have nothing left to generate: those that can go to sleep do."""
@@ -38,7 +53,7 @@ class Sleepers:
             if instance is None or not instance.abilities.get("sleep") or self._known(instance):
                 continue
             self._fleet.drain(name)
-            way = asyncio.create_task(self._post(instance, "/sleep?level=1", "in"))
+            way = asyncio.create_task(self._give_way(instance))
             self._asleep[name] = (instance.incarnation, way)
 
     def out_of_the_way(self, name: str) -> bool:
@@ -57,6 +72,10 @@ class Sleepers:
         await asyncio.wait([way])
         instance = self._fleet.get(name)
         awake = True
+        scorer = self._scorer(name)
+        if scorer is not None:
+            self._expecting.pop(scorer.name, None)
+            await self._post(scorer, "/v1/leave", None)
         if instance is not None and instance.incarnation == incarnation and way.result():
             awake = await self._post(instance, "/wake_up", "out")
         self._fleet.drain(name, False)
@@ -72,13 +91,27 @@ class Sleepers:
                 self._fleet.failed(name, str(error))
 
     def close(self) -> None:
-        for _, way in self._asleep.values():
+        for way in [way for _, way in self._asleep.values()] + list(self._told):
             way.cancel()
+
+    async def _give_way(self, instance: Instance) -> bool:
+        asleep = await self._post(instance, "/sleep?level=1", "in")
+        scorer = self._scorer(instance.name)
+        if asleep and scorer is not None:
+            # Now there is room for all of them; the first chunk need not wait for the answer.
+            await self._post(scorer, "/v1/bring", None)
+        return asleep
+
+    def _scorer(self, rollout: str) -> Instance | None:
+        """The one beside a rollout, if its weights are in host memory."""
+        scorer = self._fleet.get(f"{rollout}-scorer")
+        return scorer if scorer is not None and scorer.abilities.get("host_weights") else None
 
     def _known(self, instance: Instance) -> bool:
         return self._asleep.get(instance.name, ("", None))[0] == instance.incarnation
 
-    async def _post(self, instance: Instance, route: str, way: str) -> bool:
+    async def _post(self, instance: Instance, route: str, way: str | None) -> bool:
+        """`way`: what is logged and measured as a swap; None: a scorer's part, whose failure its chunks will show."""
         started = time.monotonic()
         error: str | None = None
         try:
@@ -89,7 +122,8 @@ class Sleepers:
         except (aiohttp.ClientError, OSError, TimeoutError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         seconds = time.monotonic() - started
-        self._log("instance.swapped", instance=instance.name, way=way, seconds=round(seconds, 3), error=error)
-        if error is None:
+        name = way or route.rsplit("/", 1)[1]
+        self._log("instance.swapped", instance=instance.name, way=name, seconds=round(seconds, 3), error=error)
+        if error is None and way is not None:
             self._on_swapped(instance.name, way, seconds)
         return error is None

@@ -1,0 +1,168 @@
+"""A scorer's weights in page-locked host memory, for a GPU that it has only while the server beside it sleeps
+(RLHFuse section 6).
+
+They are copied in on a CUDA stream of their own, so that forward passes under way, or the server's last decode steps,
+do not wait for them; what uses them waits for the copies on the device, and the host does not wait. Nothing is copied
+back: they are read only, and new weights are written to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Left free for activations and for what the server keeps while it sleeps.
+MARGIN_BYTES = 2 * 2**30
+
+
+class Copies(Protocol):
+    """What has to be done on the device, in a few calls."""
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The same values in page-locked host memory."""
+        ...
+
+    def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy host tensors to the device, all at once, and do not wait."""
+        ...
+
+    def arrived(self, tensors: Mapping[str, Tensor]) -> None:
+        """What the device is told from now on waits for what `bring` began."""
+        ...
+
+    def drop(self) -> None:
+        """Give the memory of tensors that nobody refers to any more back to other processes."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory that may be used."""
+        ...
+
+
+class CudaCopies:
+    """`Copies` on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._event = torch.cuda.Event()
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu().pin_memory()
+
+    def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # The memory may have been freed by work that is not done yet.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copies = {
+                name: torch.empty_like(t, device=self._device).copy_(t, non_blocking=True)
+                for name, t in tensors.items()
+            }
+            self._event.record(self._stream)
+        return copies
+
+    def arrived(self, tensors: Mapping[str, Tensor]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(self._event)
+        for tensor in tensors.values():
+            # The allocator must not reuse it before what `current` was told is done.
+            tensor.record_stream(current)
+
+    def drop(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+class HostWeights:
+    """One model's weights: `module` computes with those on the device after `use`, and holds those in host memory
+    otherwise. Not thread-safe."""
+
+    def __init__(self, module: nn.Module, copies: Copies) -> None:
+        self._copies = copies
+        self._parameters = dict(module.named_parameters())
+        self._host: dict[str, Tensor] = {}
+        # Tied parameters share their copy: `named_parameters` names each once.
+        for name, parameter in self._parameters.items():
+            self._host[name] = copies.pinned(parameter.data)
+            parameter.data = self._host[name]
+        self._there: dict[str, Tensor] | None = None
+        self._arrived = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._host.values())
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the copies are there, or on their way."""
+        return self._there is not None
+
+    def bring(self) -> None:
+        """Begin to copy, unless that was done."""
+        if self._there is None:
+            self._there, self._arrived = self._copies.bring(self._host), False
+
+    def use(self) -> None:
+        """`module` may run on the device from now on."""
+        self.bring()
+        if not self._arrived:
+            assert self._there is not None
+            self._copies.arrived(self._there)
+            for name, parameter in self._parameters.items():
+                parameter.data = self._there[name]
+            self._arrived = True
+
+    def leave(self) -> None:
+        """Off the device; `Copies.drop` then frees the memory."""
+        for name, parameter in self._parameters.items():
+            parameter.data = self._host[name]
+        self._there, self._arrived = None, False
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """New weights, all of them; those on the device are dropped."""
+        self.leave()
+        for name, tensor in tensors.items():
+            self._host[name].copy_(tensor)
+
+
+class HostModels:
+    """The models of a scorer, by name, in the order in which they are wanted on the device."""
+
+    def __init__(self, copies: Copies, margin_bytes: int = MARGIN_BYTES) -> None:
+        self._copies, self._margin = copies, margin_bytes
+        self._models: dict[str, HostWeights] = {}
+
+    def hold(self, name: str, module: nn.Module) -> None:
+        """Take a model's weights to host memory, in place of those of that name."""
+        self._models[name] = HostWeights(module, self._copies)
+
+    def forget(self, name: str) -> None:
+        self._models.pop(name, None)
+
+    def bring(self) -> list[str]:
+        """Begin to copy as many models as there is room for; those that are there or on their way."""
+        for model in self._models.values():
+            if not model.on_device and model.nbytes + self._margin <= self._copies.free_bytes():
+                model.bring()
+        return [name for name, model in self._models.items() if model.on_device]
+
+    def use(self, name: str) -> None:
+        """Before a forward pass of that model. The others make room for it if there is none."""
+        model = self._models[name]
+        if not model.on_device and model.nbytes + self._margin > self._copies.free_bytes():
+            self.leave()
+        model.use()
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self._models[name].write(tensors)
+
+    def leave(self) -> None:
+        """All of them off the device, before the server wakes."""
+        for model in self._models.values():
+            model.leave()
+        self._copies.drop()
