@@ -5,13 +5,14 @@
 
 Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
 LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
-log-normal with the median an eighth of the longest, means over several draws of them. Reference, reward and critic
+log-normal with the median an eighth of the longest, means over several draws of them. The simulator predicts from what
+the coordinator has measured in two iterations of other lengths. Reference, reward and critic
 take a given share of the serial stage. Everything takes --slow times as long as there, against the noise of a busy
 machine. With --real: whole jobs, two vLLM servers and scorers on this machine's cores, the model of bench_e2e.py.
 
 A JSON line a measurement: `threshold` (samples; null: serial), `fraction`, `serial_seconds` (of the same run), and
-`fused_seconds`, their ratio `speedup`, the simulator's `predicted_speedup`; a last line says what the controller
-chose, and how far predictions were off."""
+`fused_seconds`, their ratio `speedup`, the simulator's `predicted_speedup`, and `gap_share`: how long a migrated sample
+stood still, of the stage; a last line says what the controller chose, and how far predictions were off."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from bench_interstage_paper import MODELS, profile
-from interstage.stage import decided, instances, lengths_of, measure
+from interstage.stage import decided, instances, learn, lengths_of, measure, memory
 
 from dovetail.planner.interstage import Decision, StageProfile, ThresholdController, scan
 
@@ -63,16 +64,32 @@ def choice(count: int, size: int, device: StageProfile, seeds: int) -> Decision:
     return controller.decide([PROMPT] * size, [device] * count)
 
 
+def learnt(count: int, one: StageProfile, lengths: Sequence[int]) -> StageProfile:
+    """What a job knows of its instances after two iterations, without migrations and with some."""
+    size = len(lengths)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        instances(one, count, lengths, PROMPT) as ports,
+        memory(Path(folder), MAX_TOKENS, one.max_samples) as fusion,
+    ):
+        for threshold in (None, size // 5):
+            decision = decided(threshold, scan(lengths, [PROMPT] * size, [one] * count, [threshold], MAX_TOKENS)[0])
+            found = asyncio.run(measure(ports, lengths, PROMPT, one, decision, MAX_TOKENS))
+            known = learn(fusion, found)
+    return known
+
+
 def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seeds: int) -> list[dict[str, Any]]:
     """Means over `seeds` draws of the lengths."""
     size = SAMPLES * count
     draws = [lengths_of(size, MAX_TOKENS, seed) for seed in range(seeds)]
     one = device(share, slow, draws[0], count)
-    chosen = choice(count, size, one, seeds).threshold
+    known = learnt(count, one, lengths_of(size, MAX_TOKENS, seeds))
+    chosen = choice(count, size, known, seeds).threshold
     thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
     if chosen not in thresholds:
         thresholds.append(chosen)
-    predicted = [scan(lengths, [PROMPT] * size, [one] * count, thresholds, MAX_TOKENS) for lengths in draws]
+    predicted = [scan(lengths, [PROMPT] * size, [known] * count, thresholds, MAX_TOKENS) for lengths in draws]
     predicted_serial = statistics.fmean(p[0].serial_seconds for p in predicted)
     lines: list[dict[str, Any]] = []
     serial = 0.0
@@ -83,7 +100,7 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
             for lengths, prediction, where in zip(draws, predicted, ports, strict=True):
                 decision = decided(threshold, prediction[index])
                 found.append(asyncio.run(measure(where, lengths, PROMPT, one, decision, MAX_TOKENS)))
-            seconds, generation, moved = (statistics.fmean(column) for column in zip(*found, strict=True))
+            seconds = statistics.fmean(f.seconds for f in found)
             serial = serial or seconds
             expected = statistics.fmean(p[index].fused_seconds for p in predicted)
             lines.append(
@@ -94,8 +111,9 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
                     "fraction": None if threshold is None else round(threshold / size, 3),
                     "serial_seconds": round(serial, 3),
                     "fused_seconds": round(seconds, 3),
-                    "generation_seconds": round(generation, 3),
-                    "migrated": round(moved, 1),
+                    "generation_seconds": round(statistics.fmean(f.generation for f in found), 3),
+                    "migrated": round(statistics.fmean(f.migrated for f in found), 1),
+                    "gap_share": round(statistics.fmean(f.gap / f.seconds for f in found), 4),
                     "speedup": round(serial / seconds, 3),
                     "predicted_seconds": round(expected, 3),
                     "predicted_speedup": round(predicted_serial / expected, 3),
@@ -110,13 +128,14 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
 def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: int | None) -> dict[str, Any]:
     best = max(lines, key=lambda line: line["speedup"])
     ours = next(line for line in lines if line["threshold"] == chosen)
-    off = [abs(line["predicted_speedup"] / line["speedup"] - 1) for line in lines if line["threshold"] is not None]
+    off = [abs(line["predicted_seconds"] / line["fused_seconds"] - 1) for line in lines if "predicted_seconds" in line]
     return {
         "measurement": f"interstage {kind} choice",
         "best_threshold": best["threshold"],
         "best_speedup": best["speedup"],
         "chosen_threshold": chosen,
         "chosen_speedup": ours["speedup"],
+        "chosen_gap_share": ours.get("gap_share"),
         "chosen_over_best_seconds": round(ours["fused_seconds"] / best["fused_seconds"], 4),
         "prediction_error_max": round(max(off), 4),
         "prediction_error_median": round(statistics.median(off), 4),

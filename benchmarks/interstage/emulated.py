@@ -10,7 +10,7 @@ import asyncio
 import json
 import resource
 from collections.abc import Callable, Coroutine
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -169,7 +169,7 @@ def serve(profile: StageProfile, count: int, lengths: dict[int, int], prompt: in
         ports, tasks = [], []
         for _ in range(count):
             instance = Instance(profile, lengths.__getitem__, prompt)
-            listening = await loop.create_server(lambda i=instance: Connection(i), "127.0.0.1", 0, backlog=1024)
+            listening = await loop.create_server(partial(Connection, instance), "127.0.0.1", 0, backlog=1024)
             ports.append(listening.sockets[0].getsockname()[1])
             tasks.append(asyncio.create_task(instance.decode()))
         pipe.send(ports)

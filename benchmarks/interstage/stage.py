@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
 
 from dovetail.api.messages import Register, Span
-from dovetail.api.types import Generation
+from dovetail.api.types import Generation, RLHFJobSpec
 from dovetail.coordinator.fleet import Fleet
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.interstage.fusion import Fusion, StageFusion
@@ -124,6 +125,20 @@ async def measure(
         raise RuntimeError(f"{len(wrong)} samples did not end scored and whole, the first {wrong[0]}")
     gap = statistics.fmean(m.seconds for m in done.migrations) if done.migrations else 0.0
     return Measured(sum(spent.values()), spent["generation"], len(done.migrations), gap, done, scoring)
+
+
+@contextmanager
+def memory(folder: Path, max_tokens: int, max_samples: int) -> Iterator[Fusion]:
+    """A job's memory of earlier stages, empty."""
+    groups = [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}]
+    generation = {"maxTokens": max_tokens, "maxConcurrent": max_samples}
+    models: dict[str, Any] = {"actor": {"source": {"scratch": {}}}}
+    spec = RLHFJobSpec.model_validate({"models": models, "generation": generation, "groups": groups})
+    store = Store(folder)
+    try:
+        yield Fusion(spec, store, lambda event, **fields: None)
+    finally:
+        store.close()
 
 
 def learn(fusion: Fusion, found: Measured) -> StageProfile:
