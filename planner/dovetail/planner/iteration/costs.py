@@ -19,8 +19,6 @@ from dovetail.planner.timing import BATCHES, Cluster, Constants, all_gather, dec
 
 # An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
 OPTIMIZER_BYTES = 28
-# float32 gradients cross the network, whatever the compute dtype.
-GRADIENT_BYTES = 4
 CHUNK = 16
 
 
@@ -159,7 +157,7 @@ def training_step(
     gpu, pp, dp, tp = cluster.gpu, share.pp, share.dp, share.tp
     size = shape.parameters(head) / (pp * tp)
     ring = cluster.ring(dp, tp)
-    reduced = all_gather(GRADIENT_BYTES * trained * size, dp, ring, c)
+    reduced = all_gather(system.gradient_bytes * trained * size, dp, ring, c)
     forwards, backwards = max(stage, gather), (3 if share.recompute else 2) * stage
     fixed = 0.0
     if share.fsdp == 3:
@@ -167,12 +165,16 @@ def training_step(
     elif dp > 1:
         gathered = all_gather(ITEMSIZE[gpu.dtype] * size, dp, ring, c)
         fixed = reduced + (gathered if share.fsdp else 0.0)
-        if share.fsdp < 2:
+        if share.fsdp == 0:
             fixed += reduced  # gradients come back whole
     owners = dp if share.fsdp else 1
-    fixed += OPTIMIZER_BYTES * trained * size / owners / (c.memory * gpu.memory_bandwidth)
-    if share.offload:
-        fixed += 2 * 8 * trained * size / owners / (c.link * gpu.pcie)
+    stepped = trained * size / owners
+    if share.offload and system.host_step:
+        moved = system.gradient_bytes + ITEMSIZE[gpu.dtype]
+        fixed += (moved + OPTIMIZER_BYTES) * stepped / (c.link * gpu.pcie)
+    else:
+        fixed += OPTIMIZER_BYTES * stepped / (c.memory * gpu.memory_bandwidth)
+        fixed += 2 * 8 * stepped / (c.link * gpu.pcie) if share.offload else 0.0
     count = -(-mini // (dp * share.micro_batch))
     longest = expected_longest(work.response, -(-mini // dp)) + mean(work.prompt)
     skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch

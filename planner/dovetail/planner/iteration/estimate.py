@@ -57,10 +57,12 @@ def estimate(
     used, rooms = memory(candidate, work, inventory, system)
     problem = next((m.explanation for m in used if not m.fits), None)
     for share, room in rooms.items():
-        if problem is None and room < work.longest:
+        # An engine that cannot let samples join holds all of them at once.
+        samples = 1 if system.continuous else -(-work.batch // sum(s.dp for s in candidate.generation))
+        if problem is None and room < samples * work.longest:
             problem = (
-                f"generation on {share} has room for {max(0, room)} tokens of KV cache, but a sample may have "
-                f"{work.longest}"
+                f"generation on {share} has room for {max(0, room)} tokens of KV cache, but {samples} sample"
+                f"{'s' if samples > 1 else ''} may have {samples * work.longest}"
             )
     generated = _generation(candidate, work, inventory, rooms, system, constants)
     scored = scoring(candidate, work, inventory, constants)

@@ -86,7 +86,7 @@ def memory(
             if task == "generation":
                 others = [other for t, s, other in tasks if s is not share or t != task]
                 taken = sum(other.resident for other in others)
-                if not share.offload:
+                if not (share.offload or system.shared_weights):
                     # vLLM keeps its cache while others work.
                     taken += max((other.transient for other in others), default=0.0)
                 taken += _overhead(tasks, system)
@@ -109,7 +109,7 @@ def room_alone(share: Share, work: Workload, pool: Pool) -> int:
 def task_memory(task: Task, share: Share, work: Workload, pool: Pool) -> tuple[float, float]:
     """Bytes of one GPU of a task that has it to itself: those that stay while other tasks work, and all at its peak, of
     generation with the cache of one sample."""
-    load = _training(task, share, work, pool, False) if task in TRAINING else _serving(task, share, None, work, pool)
+    load = _training(task, share, work, pool, False, False) if task in TRAINING else _serving(task, share, None, work, pool)
     peak = (1 + FRAGMENTS) * load.resident + load.transient + CONTEXT_BYTES
     if task == "generation":
         peak += work.longest * _kv_bytes(work, pool, share)
@@ -158,7 +158,7 @@ def _peak(
             wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
             tokens = max(float(work.longest), min(float(rooms[share]), max(wanted, work.longest)))
             works["generation: KV cache"] = tokens * _kv_bytes(work, pool, share)
-            if not share.offload:
+            if not (share.offload or system.shared_weights):
                 device |= works
                 continue
         peaks.append((sum(works.values()), task, works))
@@ -175,7 +175,7 @@ def _load(task: Task, share: Share, candidate: Candidate, work: Workload, pool: 
             for use in (("generation",) if task == "actor_training" else ("critic",))
             for other in candidate.shares(use)  # type: ignore[arg-type]
         )
-        return _training(task, share, work, pool, held)
+        return _training(task, share, work, pool, held, system.host_step)
     trained = candidate.shares("critic_training" if task == "critic" else "actor_training")
     same = system.shared_weights and task in ("critic", "generation")
     owner = next((t for t in trained if same and t.pool == share.pool and t.range == share.range), None)
@@ -183,7 +183,7 @@ def _load(task: Task, share: Share, candidate: Candidate, work: Workload, pool: 
 
 
 @lru_cache(maxsize=8192)
-def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool) -> _Load:
+def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool, host_step: bool) -> _Load:
     """`held`: the weights in the compute dtype serve another task too, so they stay."""
     shape, head = _model(work, task)
     sequences = -(-min(work.mini_batch, work.batch) // share.dp)
@@ -206,6 +206,13 @@ def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool) 
     for stage in {0, share.pp - 1}:
         found = training_memory(replace(job, in_flight=min(share.pp - stage, count)), stage)
         parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
+        host = dict(found.host)
+        if share.offload and host_step:
+            each = 4 * stage_parameters(job, stage)[1] / (share.dp if share.fsdp > 1 else 1)
+            host |= {"masters": parts["weights"], "gradients": each}
+            parts["weights"] *= ITEMSIZE[pool.gpu.dtype] / 4
+            parts["gradients"] -= each
+            parts.pop("optimizer, stepping", None)
         stays = {name: size for name, size in parts.items() if name in _STAYS}
         works = {name: size for name, size in parts.items() if name not in _STAYS}
         if held and share.fsdp < 3:
@@ -213,7 +220,7 @@ def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool) 
         works["fragments"] = FRAGMENTS * sum(works.values())
         total = sum(stays.values()) + sum(works.values())
         if best is None or total > best[0]:
-            best = total, _Load(stays, works, found.host)
+            best = total, _Load(stays, works, host)
     assert best is not None
     return best[1]
 
