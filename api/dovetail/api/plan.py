@@ -4,7 +4,7 @@ The rank convention lives here and nowhere else: see `coordinates`."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ PLAN_VERSION = 1
 Task = Literal[
     "sft", "reward_training", "actor_training", "critic_training", "generation", "reference", "reward", "critic"
 ]
+Scored = Literal["reference", "reward", "critic"]
+"""Models that scorers run."""
 
 
 class Coordinates(NamedTuple):
@@ -121,6 +123,9 @@ class Rollout(Model):
 
     name: str = Field(description="<group>-<index>")
     group: str
+    scores: list[Scored] = Field(
+        default_factory=lambda: list(get_args(Scored)), description="Models that its scorer may hold."
+    )
 
 
 class Batching(Model):

@@ -18,7 +18,7 @@ def plan_tables(plan: Plan) -> Group:
         processes.add_row(trainer.name, trainer.group, f"trainer rank {trainer.rank} of {plan.world_size}")
     for rollout in plan.rollouts:
         processes.add_row(rollout.name, rollout.group, "vLLM server")
-        processes.add_row(f"{rollout.name}-scorer", rollout.group, "reference, reward and critic inference")
+        processes.add_row(f"{rollout.name}-scorer", rollout.group, f"{', '.join(rollout.scores)} inference")
 
     title = f"Parallelism (schedule: {plan.schedule})"
     layouts = Table(title=title, title_justify="left", show_edge=False)

@@ -100,7 +100,11 @@ class Engines:
         )
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self.fleet = Fleet(
-            time.monotonic, log, Timeouts(dead=float(spec.failure_policy.peer_timeout_seconds)), versioned=self._kinds
+            time.monotonic,
+            log,
+            Timeouts(dead=float(spec.failure_policy.peer_timeout_seconds)),
+            versioned=self._kinds,
+            exempt=[f"{r.name}-scorer" for r in plan.rollouts if "critic" not in r.scores],
         )
 
     # ------------------------------------------------------------ life

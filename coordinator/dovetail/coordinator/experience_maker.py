@@ -21,6 +21,7 @@ from dovetail.coordinator.interstage.fusion import Fusion, StageFusion, rollout_
 from dovetail.coordinator.interstage.record import record
 from dovetail.coordinator.interstage.sleep import Sleepers
 from dovetail.coordinator.interstage.stage import generate_and_score
+from dovetail.coordinator.lanes import Lane, Lanes, lanes_of
 from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.publishing import Target
@@ -46,6 +47,13 @@ class ExperienceMaker:
         self._samples = engines.store.samples
         self._reward_function = reward_function
         self._loaded: dict[str, str] = {}
+        self._want = ["reference"]
+        if reward_function is None:
+            self._want.append("reward")
+        if has_critic(self._spec):
+            self._want.append("critic")
+        self._plan_holds: dict[str, Sequence[str]] = {r.name: r.scores for r in engines.plan.rollouts}
+        self._lanes = lanes_of(self._want, list(self._plan_holds.values())) if self._plan_holds else []
         self.facts: dict[str, float] = {}
         self._waking: asyncio.Task[None] | None = None
         self._sleepers = Sleepers(engines.fleet, lambda: engines.http, engines.log, self._swapped)
@@ -73,6 +81,10 @@ class ExperienceMaker:
 
     # ------------------------------------------------------------ scorers
 
+    def _holds(self, scorer: str) -> list[str]:
+        """The models that a scorer serves: as the plan says, or all where it does not know it (a surplus rollout)."""
+        return [model for model in self._want if model in self._plan_holds.get(rollout_of(scorer), self._want)]
+
     async def prepare_instance(self, target: Target) -> None:
         """Before an instance takes weights: a rollout must be awake, a scorer must hold the models. Raises OSError or
         TimeoutError."""
@@ -80,11 +92,9 @@ class ExperienceMaker:
             await self._sleepers.wake(target.name)
         if target.kind != "scorer" or self._loaded.get(target.name) == target.incarnation:
             return
-        models = {"reference": self._engines.sources.reference()}
-        if self._reward_function is None:
-            models["reward"] = self._engines.sources.reward_for_ppo()
-        if has_critic(self._spec):
-            models["critic"] = self._engines.sources.critic()
+        sources = self._engines.sources
+        makers = {"reference": sources.reference, "reward": sources.reward_for_ppo, "critic": sources.critic}
+        models = {model: makers[model]() for model in self._holds(target.name)}
         try:
             await load_models(self._engines.http, Scorer(target.name, target.url), models, LOAD_SECONDS)
         except aiohttp.ClientError as error:
@@ -92,10 +102,10 @@ class ExperienceMaker:
         self._loaded[target.name] = target.incarnation
 
     async def hold(self) -> None:
-        """Background: scorers that need no weight version still need their models."""
+        """Background: scorers that need no weight version still need their models, once PPO has begun."""
         fleet = self._engines.fleet
         while True:
-            for instance in fleet.eligible("scorer"):
+            for instance in fleet.eligible("scorer") if self._engines.sync.version is not None else []:
                 if self._loaded.get(instance.name) != instance.incarnation:
                     target = Target(instance.name, "scorer", instance.url, instance.incarnation)
                     try:
@@ -104,11 +114,11 @@ class ExperienceMaker:
                         fleet.failed(instance.name, f"could not load its models: {error}")
             await asyncio.sleep(0.5)
 
-    def _scorers(self) -> list[Scorer]:
+    def _scorers(self, lane: Lane) -> list[Scorer]:
         return [
             Scorer(i.name, i.url)
             for i in self._engines.fleet.eligible("scorer")
-            if self._loaded.get(i.name) == i.incarnation
+            if self._loaded.get(i.name) == i.incarnation and set(lane) <= set(self._holds(i.name))
         ]
 
     # ------------------------------------------------------------ the iteration
@@ -131,6 +141,7 @@ class ExperienceMaker:
                 # Nobody else is left to generate.
                 self._waking = asyncio.create_task(self._sleepers.wake_all())
             elif fusion.destinations:
+                self._sleepers.expect(fusion.freed)
                 self._sleepers.free(name for name in fusion.freed if self._generator.idle(name))
 
         @contextmanager
@@ -157,7 +168,12 @@ class ExperienceMaker:
         engines.timeline.add(done.spans)
         self.facts = record(engines, iteration, fusion, done, begun, generated)
         groups = {i.name: i.group for i in engines.fleet.instances()}
-        scoring = [s for s in engines.timeline.spans("inference") if "tokens" in s.args]
+        # A sample that goes through several lanes is one sample.
+        scoring = [
+            s.model_copy(update={"args": {**s.args, "tokens": s.args["tokens"] // len(self._lanes)}})
+            for s in engines.timeline.spans("inference")
+            if "tokens" in s.args
+        ]
         self._fusion.learn(groups, done, scoring)
         self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
         return self._experience(iteration, prompts)
@@ -175,14 +191,9 @@ class ExperienceMaker:
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
 
-    def _inference(self, fusion: StageFusion, scored: dict[Key, Scores]) -> Inference:
+    def _inference(self, fusion: StageFusion, scored: dict[Key, Scores]) -> Lanes:
         """Scores finished samples: stores them, or puts them into `scored` where the reward function must be called."""
         engines = self._engines
-        want = ["reference"]
-        if self._reward_function is None:
-            want.append("reward")
-        if has_critic(self._spec):
-            want.append("critic")
 
         def keep(scores: list[Scores]) -> None:
             if self._reward_function is not None:
@@ -192,20 +203,23 @@ class ExperienceMaker:
                     ScoreRow(s.key, s.ref_logprobs, s.values, s.score, engines.iteration) for s in scores
                 )
 
-        return Inference(
-            engines.http,
-            want,
-            lambda: [
-                s
-                for s in self._scorers()
-                if fusion.may_score(s.name, self._generator.idle) and self._out_of_the_way(s, fusion)
-            ],
-            keep,
-            lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
-            lambda scorer: engines.fleet.succeeded(scorer.name),
-            lambda span: engines.timeline.add([span]),
-            everyone=lambda: len(engines.fleet.instances("scorer")),
-        )
+        def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
+            return Inference(
+                engines.http,
+                lane,
+                lambda: [
+                    s
+                    for s in self._scorers(lane)
+                    if fusion.may_score(s.name, self._generator.idle) and self._out_of_the_way(s, fusion)
+                ],
+                collect,
+                lambda scorer, reason: engines.fleet.failed(scorer.name, reason),
+                lambda scorer: engines.fleet.succeeded(scorer.name),
+                lambda span: engines.timeline.add([span]),
+                everyone=lambda: sum(set(lane) <= set(self._holds(i.name)) for i in engines.fleet.instances("scorer")),
+            )
+
+        return Lanes(self._lanes, lane_inference, keep)
 
     def _out_of_the_way(self, scorer: Scorer, fusion: StageFusion) -> bool:
         """A freed rollout that can sleep must do so first."""

@@ -64,7 +64,8 @@ class Instance:
 
 class Fleet:
     """`clock`: monotonic seconds. `log(event, **fields)` gets every change. `versioned`: kinds whose instances must
-    hold the current weight version before they may work (scorers of a job without a critic need none)."""
+    hold the current weight version before they may work (scorers of a job without a critic need none); `exempt`: names
+    of instances of these kinds that need none either (scorers that hold no critic)."""
 
     def __init__(
         self,
@@ -72,11 +73,13 @@ class Fleet:
         log: Callable[..., None],
         timeouts: Timeouts | None = None,
         versioned: Collection[str] = ("rollout", "scorer"),
+        exempt: Collection[str] = (),
     ) -> None:
         self._clock = clock
         self._log = log
         self._timeouts = timeouts or Timeouts()
         self.versioned = frozenset(versioned)
+        self.exempt = frozenset(exempt)
         self._instances: dict[str, Instance] = {}
         self._version: int | None = None
         self.listeners: list[Callable[[], None]] = []
@@ -213,8 +216,8 @@ class Fleet:
         return sorted(found, key=lambda i: i.name)
 
     def has_current(self, kind: str) -> bool:
-        """Whether an instance of that kind may take work."""
-        return bool(self.eligible(kind))
+        """Whether an instance of that kind may take work, and holds weights if any of its kind do."""
+        return any(kind not in self.versioned or self._versioned(i) for i in self.eligible(kind))
 
     def stale_targets(self, version: int) -> list[Target]:
         """Instances to send weights to, `version` being current from now on: up, not in a back-off, lacking it."""
@@ -224,7 +227,7 @@ class Fleet:
         return [
             Target(i.name, i.kind, i.url, i.incarnation, int(i.abilities.get("world", 1)))
             for i in sorted(self._instances.values(), key=lambda i: i.name)
-            if i.kind in self.versioned
+            if self._versioned(i)
             and i.ready
             and i.weight_version != version
             and i.health in (Health.STALE, Health.SUSPECT)
@@ -259,8 +262,11 @@ class Fleet:
     def _may_work(self, instance: Instance) -> bool:
         return instance.health is Health.HEALTHY and instance.ready and not instance.draining
 
+    def _versioned(self, instance: Instance) -> bool:
+        return instance.kind in self.versioned and instance.name not in self.exempt
+
     def _current(self, instance: Instance) -> bool:
-        if instance.kind not in self.versioned:
+        if not self._versioned(instance):
             return True
         return self._version is not None and instance.weight_version == self._version
 

@@ -169,8 +169,10 @@ class Inference:
                     if self._waiting and (task is None or task.done()):
                         chunk = self._take(max(len(allowed), self._everyone()))
                         self._busy[scorer.name] = asyncio.create_task(self._score(scorer, chunk))
+            # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), RETRY_SECONDS if self._waiting else None)
+                async with asyncio.timeout(RETRY_SECONDS if self._waiting else None):
+                    await self._wake.wait()
 
     def _take(self, scorers: int) -> list[Finished]:
         chosen = next_chunk([len(s) for s in self._waiting], scorers)

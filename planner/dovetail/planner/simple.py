@@ -18,6 +18,7 @@ from dovetail.api.plan import (
     world_size,
 )
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.scorers import scorer_models
 
 
 class PlanError(ValueError):
@@ -112,10 +113,10 @@ def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
 
 
 def _rollouts(spec: RLHFJobSpec) -> list[Rollout]:
+    places = [(group.name, index) for group in _groups(spec, Role.ROLLOUT) for index in range(pod_count(group))]
     return [
-        Rollout(name=f"{group.name}-{index}", group=group.name)
-        for group in _groups(spec, Role.ROLLOUT)
-        for index in range(pod_count(group))
+        Rollout(name=f"{group}-{index}", group=group, scores=scores)
+        for (group, index), scores in zip(places, scorer_models(spec, len(places)), strict=True)
     ]
 
 

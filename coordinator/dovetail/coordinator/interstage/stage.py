@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.interstage.fusion import StageFusion
+from dovetail.coordinator.lanes import Lanes
 from dovetail.coordinator.samples import Sample, SampleTable, State
 from dovetail.coordinator.scoring import Finished, Inference
 from dovetail.coordinator.work import Generated
@@ -20,7 +21,7 @@ async def generate_and_score(
     iteration: int,
     samples: SampleTable,
     generator: Generator,
-    inference: Inference,
+    inference: Inference | Lanes,
     fusion: StageFusion,
     deadline_seconds: float,
     phase: Callable[[str], AbstractContextManager[None]],

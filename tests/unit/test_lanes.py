@@ -1,0 +1,126 @@
+"""Models on unlike scorers: each sample meets every model once, and comes back as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.wire import pack, unpack
+from dovetail.coordinator.lanes import Lane, Lanes, lanes_of
+from dovetail.coordinator.samples import Key
+from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores
+
+WANT = ["reference", "reward", "critic"]
+
+
+@given(st.lists(st.sets(st.sampled_from(WANT)), max_size=6))
+def test_lanes_part_the_models_and_nobody_holds_half_a_lane(holders: list[set[str]]) -> None:
+    held = set().union(*holders) if holders else set()
+    if held != set(WANT):
+        with pytest.raises(ValueError, match="lets no scorer hold the"):
+            lanes_of(WANT, holders)
+        return
+    lanes = lanes_of(WANT, holders)
+    assert sorted(model for lane in lanes for model in lane) == sorted(WANT)
+    for holder in holders:
+        assert all(set(lane) <= holder or not set(lane) & holder for lane in lanes)
+
+
+def test_where_all_hold_all_there_is_one_lane() -> None:
+    assert lanes_of(WANT, [set(WANT)] * 3) == [tuple(WANT)]
+    assert lanes_of(WANT, [{"reference"}, {"reward", "critic"}]) == [("reference",), ("reward", "critic")]
+
+
+class Holder:
+    """A scorer that holds some of the models; answers are numbers made of the sample's length."""
+
+    def __init__(self, *models: str) -> None:
+        self.models = models
+        self.seen: list[int] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        want = request.query["want"].split(",")
+        if not set(want) <= set(self.models):
+            return web.Response(status=409, text=f"{want} are not all loaded")
+        arrays = unpack(await request.read())
+        lengths = (arrays["prompt_lengths"] + arrays["response_lengths"]).astype(np.float32)
+        self.seen += [int(n) for n in lengths]
+        full = np.ones((len(lengths), int(arrays["response_lengths"].max())), np.float32)
+        answers = {"reference": ("ref_logprobs", -full), "reward": ("scores", lengths), "critic": ("values", full)}
+        return web.Response(body=pack(dict(answers[model] for model in want)))
+
+
+def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[list[Scores]], None]) -> list[str]:
+    """Through lanes; the failures."""
+    failures: list[str] = []
+
+    async def scenario() -> None:
+        runners, servers = [], []
+        for index, holder in enumerate(holders):
+            app = web.Application()
+            app.router.add_post("/v1/score", holder.handle)
+            runners.append(web.AppRunner(app))
+            await runners[-1].setup()
+            await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+            servers.append(Scorer(f"s{index}", f"http://127.0.0.1:{runners[-1].addresses[0][1]}"))
+
+        async with aiohttp.ClientSession() as session:
+
+            def make(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
+                mine = [s for s, h in zip(servers, holders, strict=True) if set(lane) <= set(h.models)]
+                return Inference(session, lane, lambda: mine, collect, lambda _, reason: failures.append(reason))
+
+            async with Lanes(lanes_of(WANT, [h.models for h in holders]), make, on_scores) as lanes:
+                for wave in (samples[::2], samples[1::2]):
+                    lanes.add(wave)
+                    lanes.poke()
+                    await asyncio.sleep(0)
+                    lanes.check()
+                await lanes.finish(20.0)
+        for runner in runners:
+            await runner.cleanup()
+
+    asyncio.run(scenario())
+    return failures
+
+
+def samples(count: int) -> list[Finished]:
+    return [
+        Finished(Key(1, i, 0), np.full(3 + i % 5, 7, np.int32), np.full(1 + i % 7, 8, np.int32)) for i in range(count)
+    ]
+
+
+def test_each_sample_meets_each_model_once_and_is_merged() -> None:
+    holders = [Holder("reference"), Holder("reward", "critic"), Holder("reward", "critic")]
+    found: dict[Key, Scores] = {}
+
+    def keep(scores: list[Scores]) -> None:
+        assert not found.keys() & {s.key for s in scores}
+        found.update((s.key, s) for s in scores)
+
+    wanted = samples(40)
+    assert score(holders, wanted, keep) == []
+    assert {k: s.score for k, s in found.items()} == {s.key: float(len(s)) for s in wanted}
+    for sample in wanted:
+        scores = found[sample.key]
+        assert scores.ref_logprobs is not None
+        assert scores.values is not None
+        assert len(scores.ref_logprobs) == len(scores.values) == len(sample.response)
+    lengths = sorted(len(s) for s in wanted)
+    assert sorted(holders[0].seen) == lengths
+    assert sorted(holders[1].seen + holders[2].seen) == lengths
+
+
+def test_what_the_store_says_ends_all_lanes() -> None:
+    def refuse(scores: list[Scores]) -> None:
+        raise OSError("disk is full")
+
+    with pytest.raises(OSError, match="disk is full"):
+        score([Holder("reference"), Holder("reward", "critic")], samples(6), refuse)
