@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,14 +20,14 @@ import pytest
 from dovetail.api.kv import HOLD, PULL
 from dovetail.api.messages import Register
 from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation, RLHFJob
+from dovetail.api.types import Generation
 from dovetail.coordinator.fleet import Fleet
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.samples import NewSample, Sample
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.work import Settings
 from dovetail.planner.migration import Mechanism
-from helpers.vllm_servers import GREEDY, TOKEN, Server, free_port, tiny_llama, wait_for
+from helpers.vllm_servers import GREEDY, TOKEN, Server, free_port, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 
 pytest.importorskip("vllm")
@@ -59,19 +60,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     run_dir = tmp_path_factory.mktemp("run")
     config = tiny_llama(max_position_embeddings=512, initializer_range=0.2)
-    config.save_pretrained(run_dir / "models" / "actor-config")
-    job = {
-        "apiVersion": "dovetail.dev/v1alpha1",
-        "kind": "RLHFJob",
-        "metadata": {"name": "test"},
-        "spec": {
-            "models": {"actor": {"source": {"scratch": {}}}},
-            "data": {"maxPromptTokens": 300},
-            "generation": {"maxTokens": 200, "maxConcurrent": 16},
-            "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
-        },
-    }
-    (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
+    make_run(run_dir, config, prompt_tokens=300, tokens=200)
     servers = [Server.start(f"rollout-{i}", run_dir, "http://127.0.0.1:9") for i in range(2)]
     trainer = Trainer(servers)
     try:
@@ -217,6 +206,24 @@ def test_keys_and_values_of_older_weights_are_never_used(world: World) -> None:
     before = prompt_tokens(two)
     two.generate([7, *prompt], world.pull(key, one), **params_of("sampled", 9, 10))
     assert gained(two, before)["external_kv_transfer"] == 0
+
+
+def test_new_weights_arrive_although_a_request_waits_for_a_silent_source(world: World) -> None:
+    _, two = world.servers
+    prompt = [55] * 150
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        pull = {PULL: {"key": "k", "host": "127.0.0.1", "ports": [silent.getsockname()[1]], "weights": world.version}}
+        body = {"model": "actor", "token_ids": prompt, "kv_transfer_params": pull}
+        body["sampling_params"] = params_of("sampled", 1, 20)
+        asking = pool.submit(two.call, "/inference/v1/generate", body)
+        silent.settimeout(60)
+        connection, _ = silent.accept()
+        with connection:
+            world.publish(5)
+        status, reply = asking.result(60)
+        assert (status, reply["choices"][0]["finish_reason"]) == (200, "abort")
+    expected = world.servers[0].generate(prompt, **params_of("sampled", 1, 20))
+    assert two.generate(prompt, **params_of("sampled", 1, 20))[0] == expected[0]
 
 
 # ---------------------------------------------------------------- the coordinator's part

@@ -23,8 +23,8 @@ import torch
 
 from dovetail.api.messages import Offer, Publish
 from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation, RLHFJob
-from helpers.vllm_servers import GREEDY, TOKEN, Server, tiny_llama, wait_for
+from dovetail.api.types import Generation
+from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, publish_command, push
 
 pytest.importorskip("vllm")
@@ -66,19 +66,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     run_dir = tmp_path_factory.mktemp("run")
     config = tiny_llama()
-    config.save_pretrained(run_dir / "models" / "actor-config")
-    job = {
-        "apiVersion": "dovetail.dev/v1alpha1",
-        "kind": "RLHFJob",
-        "metadata": {"name": "test"},
-        "spec": {
-            "models": {"actor": {"source": {"scratch": {}}}},
-            "data": {"maxPromptTokens": 128},
-            "generation": {"maxTokens": 128, "maxConcurrent": 16},
-            "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
-        },
-    }
-    (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
+    make_run(run_dir, config, prompt_tokens=128, tokens=128)
     coordinator = Coordinator()
     servers = [Server.start(f"rollout-{i}", run_dir, coordinator.url) for i in range(2)]
     try:

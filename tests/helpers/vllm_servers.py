@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.env import ProcessEnv
+from dovetail.api.types import RLHFJob
 
 TOKEN = "a-secret"
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": True, "detokenize": False}
@@ -43,6 +44,24 @@ def tiny_llama(**changes: Any) -> Any:
         "dtype": "float32",
     }
     return LlamaConfig(**(fields | changes))
+
+
+def make_run(run_dir: Path, config: Any, prompt_tokens: int, tokens: int) -> None:
+    """What servers read of a run directory: job.json, for prompts and responses of at most so many tokens, and the
+    actor's config."""
+    config.save_pretrained(run_dir / "models" / "actor-config")
+    job = {
+        "apiVersion": "dovetail.dev/v1alpha1",
+        "kind": "RLHFJob",
+        "metadata": {"name": "test"},
+        "spec": {
+            "models": {"actor": {"source": {"scratch": {}}}},
+            "data": {"maxPromptTokens": prompt_tokens},
+            "generation": {"maxTokens": tokens, "maxConcurrent": 16},
+            "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
+        },
+    }
+    (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
 
 
 def free_port() -> int:
