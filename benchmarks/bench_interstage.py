@@ -99,7 +99,7 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
             found = []
             for lengths, prediction, where in zip(draws, predicted, ports, strict=True):
                 decision = decided(threshold, prediction[index])
-                found.append(asyncio.run(measure(where, lengths, PROMPT, one, decision, MAX_TOKENS)))
+                found.append(asyncio.run(measure(where, lengths, PROMPT, known, decision, MAX_TOKENS)))
             seconds = statistics.fmean(f.seconds for f in found)
             serial = serial or seconds
             expected = statistics.fmean(p[index].fused_seconds for p in predicted)

@@ -93,6 +93,14 @@ def test_a_migration_by_hand() -> None:
     assert simulate([5, 20, 5, 20], [1] * 4, [moved] * 4, 2).migration_cost == 1.5
 
 
+def test_a_tail_that_does_not_fit_yet_gathers_once_it_does() -> None:
+    # Room for one sample each: six samples on three instances fit on two once two are left.
+    one = profile(saturation=1)
+    result = simulate([3, 5, 9, 4, 20, 30], [1] * 6, [one] * 3, 6)
+    assert result.migrated_at == 8.0, "when the sample of nine tokens has ended"
+    assert len(result.destinations) == 2
+
+
 def test_freed_instances_score_while_the_tail_is_generated() -> None:
     slow = profile(inference_seconds_per_token=1.0)
     lengths = [4, 4, 4, 4, 4, 40]

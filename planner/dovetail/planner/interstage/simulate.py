@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dovetail.planner.interstage.chunks import chunk_rows
 from dovetail.planner.interstage.decode import Decode
-from dovetail.planner.interstage.migration import plan_migration
+from dovetail.planner.interstage.migration import MigrationPlan, plan_migration
 from dovetail.planner.interstage.profile import ProfileError, StageProfile
 
 
@@ -95,16 +95,31 @@ def scan(
 
 
 def _fused(decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool) -> Prediction:
-    unfinished = decode.unfinished()
-    plan = plan_migration(unfinished, dict(enumerate(decode.profiles)), longest) if unfinished else None
     begun, cost = decode.now, 0.0
+    plan = _gathered(decode, longest)
+    at = None if plan is None else decode.now
     if plan is not None:
         cost = decode.migrate(plan.moves)
     decode.run(0)
     scored = _inference(decode, begun, early)
-    at, destinations = (begun, plan.destinations) if plan else (None, ())
-    moves = plan.moves if plan else {}
+    destinations, moves = (plan.destinations, plan.moves) if plan else ((), {})
     return _prediction(decode, scored, serial, threshold, destinations, moves, at, cost, base)
+
+
+def _gathered(decode: Decode, longest: int) -> MigrationPlan[int, int] | None:
+    """Go on until what is left fits on fewer instances than there are, as the coordinator does; None: it never did."""
+    if len(decode.profiles) == 1:
+        return None
+    profiles = dict(enumerate(decode.profiles))
+    slots = [p.slots(longest) for p in decode.profiles]
+    # Where no instance has more than its room, more than this fits on no fewer.
+    room = sum(slots) - min(slots)
+    while decode.remaining:
+        plan = plan_migration(decode.unfinished(), profiles, longest)
+        if plan is not None:
+            return plan
+        decode.run(min(room, decode.remaining - max(1, decode.remaining // 100)))
+    return None
 
 
 @dataclass(frozen=True)
