@@ -164,11 +164,11 @@ class SampleTable:
         accepted = []
         with self._db.transaction() as db:
             for delta in deltas:
-                state, attempt, kept = self._row(db, delta.key, "state, attempt, kept")
-                if delta.attempt != attempt or state not in (State.GENERATING, State.MIGRATING):
-                    accepted.append(False)
-                    continue
-                if delta.start != kept or len(delta.tokens) != len(delta.logprobs):
+                if len(delta.tokens) != len(delta.logprobs) or not self._extend(db, delta):
+                    state, attempt, kept = self._row(db, delta.key, "state, attempt, kept")
+                    if delta.attempt != attempt or state not in (State.GENERATING, State.MIGRATING):
+                        accepted.append(False)
+                        continue
                     raise StoreError(
                         f"{delta.key}: {len(delta.tokens)} tokens and {len(delta.logprobs)} log-probabilities for"
                         f" position {delta.start}, but {kept} tokens are stored"
@@ -178,8 +178,6 @@ class SampleTable:
                         "INSERT INTO chunks VALUES (?,?,?,?,?,?)",
                         (*delta.key, delta.start, _int32(delta.tokens), _float32(delta.logprobs)),
                     )
-                    kept += len(delta.tokens)
-                    db.execute(f"UPDATE samples SET kept=? WHERE {_WHERE}", (kept, *delta.key))
                 if delta.finish_reason is not None:
                     self._finish(db, delta.key, delta.finish_reason)
                 accepted.append(True)
@@ -283,6 +281,22 @@ class SampleTable:
     def _chunks(db: sqlite3.Connection, key: Key) -> tuple[bytes, bytes]:
         rows = db.execute(f"SELECT tokens, logprobs FROM chunks WHERE {_WHERE} ORDER BY start", key).fetchall()
         return b"".join(r[0] for r in rows), b"".join(r[1] for r in rows)
+
+    @staticmethod
+    def _extend(db: sqlite3.Connection, delta: Delta) -> bool:
+        """Count a delta's tokens; False unless they follow those stored for the current assignment."""
+        cursor = db.execute(
+            f"UPDATE samples SET kept=? WHERE {_WHERE} AND attempt=? AND kept=? AND state IN (?,?)",
+            (
+                delta.start + len(delta.tokens),
+                *delta.key,
+                delta.attempt,
+                delta.start,
+                State.GENERATING,
+                State.MIGRATING,
+            ),
+        )
+        return cursor.rowcount == 1
 
     def _truncate(self, db: sqlite3.Connection, key: Key, keep: int) -> None:
         tokens, logprobs = self._chunks(db, key)
