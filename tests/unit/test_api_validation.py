@@ -66,8 +66,6 @@ USED = {
     "spec.groups[].maxReplicas": {
         "groups": [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "maxReplicas": 4}]
     },
-    "spec.groups[].roles": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100}]},
-    "spec.plan.placement": {"plan": {"placement": "Interleaving"}},
     "spec.plan.parallelism.*.tp": {
         "plan": {"parallelism": {"actor": {"tp": 2}}},
         "groups": [{"name": "t", "roles": ["trainer"], "replicas": 2}, {"name": "r", "roles": ["rollout"]}],
@@ -99,6 +97,19 @@ def test_defaults_bring_no_warning():
             "spec.models.critic has no effect: grpo uses no critic.",
         ),
         ({"data": {**DATA, "heldOut": 0}}, "spec.data.heldOut is 0"),
+        (
+            {"plan": {"placement": "Interleaving"}, "groups": [{"name": "a", "roles": ["trainer", "rollout"]}]},
+            "Interleaving has no effect: it takes two rollouts",
+        ),
+        (
+            {
+                "plan": {"placement": "Interleaving"},
+                "groups": [{"name": "a", "roles": ["trainer", "rollout"], "replicas": 2}],
+                "models": {"reward": {"function": "a:b"}},
+                "ppo": {"advantage": "grpo", "samplesPerPrompt": 4},
+            },
+            "Interleaving has no effect: scorers run no model but the reference",
+        ),
         (
             {
                 "groups": [

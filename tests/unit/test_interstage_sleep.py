@@ -81,6 +81,20 @@ def test_a_freed_server_sleeps_gets_nothing_and_wakes_for_its_weights() -> None:
     play(scenario)
 
 
+def test_a_server_beside_trainers_is_asleep_before_they_begin() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        await sleepers.rest(["r0", "unknown"])
+        assert server.calls == ["/sleep?level=1"]
+        assert sleepers.out_of_the_way("r0")
+        assert not fleet.has_current("rollout")
+        await sleepers.rest(["r0"])
+        await sleepers.wake("r0")
+        assert server.calls == ["/sleep?level=1", "/wake_up"]
+        assert fleet.has_current("rollout")
+
+    play(scenario)
+
+
 def test_a_server_that_cannot_sleep_is_left_alone() -> None:
     async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
         sleepers.free(["r0", "unknown"])

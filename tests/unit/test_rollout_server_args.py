@@ -83,6 +83,13 @@ def test_cpu_servers_sample_by_counter_in_float32_and_gpu_servers_natively_in_bf
     assert value(cpu, "--load-format") == "dummy"
 
 
+def test_a_server_sleeps_where_it_shares_gpus_with_trainers(tmp_path: Path) -> None:
+    both = {"roles": ["trainer", "rollout"], "gpu": {"product": "A", "perPod": 1}}
+    assert "--enable-sleep-mode" in arguments(tmp_path, on_cpu=False, **both)
+    assert "--enable-sleep-mode" not in arguments(tmp_path, on_cpu=False, gpu={"product": "A", "perPod": 1})
+    assert "--enable-sleep-mode" not in arguments(tmp_path, roles=["trainer", "rollout"])
+
+
 def test_the_tokenizer_is_used_if_the_job_has_one(tmp_path: Path) -> None:
     assert "--skip-tokenizer-init" in arguments(tmp_path)
     (tmp_path / "tokenizer").mkdir()

@@ -30,11 +30,6 @@ def _spec_field(name: str, path: str, default: object) -> Callable[[RLHFJobSpec]
     return used
 
 
-def _placement(spec: RLHFJobSpec) -> Iterator[str]:
-    if spec.plan.placement not in ("Auto", "Separation"):
-        yield "spec.plan.placement"
-
-
 def _tp(spec: RLHFJobSpec) -> Iterator[str]:
     layouts = pinned_layouts(spec) or {}
     yield from sorted({f"{field}.tp" for field, layout in layouts.values() if layout.tp > 1})
@@ -66,12 +61,6 @@ def _elastic(spec: RLHFJobSpec) -> Iterator[str]:
     for index, group in enumerate(spec.groups):
         if group.max_replicas is not None and group.max_replicas > pod_count(group):
             yield f"spec.groups[{index}].maxReplicas"
-
-
-def _turns(spec: RLHFJobSpec) -> Iterator[str]:
-    for index, group in enumerate(spec.groups):
-        if not group.on_cpu and {Role.TRAINER, Role.ROLLOUT} <= set(group.roles) and Stage.PPO in spec.stages:
-            yield f"spec.groups[{index}].roles"
 
 
 def _group_field(name: str, alias: str) -> Callable[[RLHFJobSpec], Iterator[str]]:
@@ -112,8 +101,6 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
         "spec.models.reference.dtype", _reference_dtype, "scorers compute in float32 on CPUs and bfloat16 on GPUs"
     ),
     Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
-    Unexecuted("spec.groups[].roles", _turns, "trainer and rollouts share the GPUs without taking turns"),
-    Unexecuted("spec.plan.placement", _placement, "models are placed apart (Separation)"),
     Unexecuted("spec.plan.parallelism.*.tp", _tp, "training is not split within layers; use pp and dp instead"),
 )
 
@@ -136,6 +123,11 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.stages: the reward stage is dropped, for spec.models.reward.function replaces the reward model."
     if ppo and spec.ppo.advantage != "gae" and (spec.models.critic.source or spec.models.critic.lora):
         yield f"spec.models.critic has no effect: {spec.ppo.advantage} uses no critic."
+    if ppo and spec.plan.placement == "Interleaving":
+        if sum(pod_count(group) for group in spec.groups if Role.ROLLOUT in group.roles) < 2:
+            yield "spec.plan.placement Interleaving has no effect: it takes two rollouts to place models apart."
+        elif spec.models.reward.function is not None and spec.ppo.advantage != "gae":
+            yield "spec.plan.placement Interleaving has no effect: scorers run no model but the reference."
     trainers = [group for group in spec.groups if Role.TRAINER in group.roles]
     if trainers and all(group.on_cpu for group in trainers):
         optimizers = {

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 
 from dovetail.api.messages import Span
-from dovetail.api.types import RLHFJobSpec
+from dovetail.api.types import RLHFJobSpec, Role
 from dovetail.coordinator.experience import Experience, experience_arrays
 from dovetail.coordinator.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation import Generator
@@ -47,6 +47,7 @@ class ExperienceMaker:
         self._samples = engines.store.samples
         self._reward_function = reward_function
         self._loaded: dict[str, str] = {}
+        self._colocated = {g.name for g in self._spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)}
         self._want = ["reference"]
         if reward_function is None:
             self._want.append("reward")
@@ -70,6 +71,12 @@ class ExperienceMaker:
     async def close(self) -> None:
         self._sleepers.close()
         await self._generator.close()
+
+    async def rest(self) -> None:
+        """Before training: the rollouts of groups that also train leave their GPUs to the trainers, until they take
+        the new weights."""
+        rollouts = self._engines.fleet.instances(ROLLOUT)
+        await self._sleepers.rest([i.name for i in rollouts if i.ready and i.group in self._colocated])
 
     def in_batch(self, iteration: int) -> None:
         """The iteration's samples are what the next step trains on."""
@@ -102,9 +109,12 @@ class ExperienceMaker:
         self._loaded[target.name] = target.incarnation
 
     async def hold(self) -> None:
-        """Background: scorers that need no weight version still need their models, once PPO has begun."""
+        """Background: scorers that need no weight version still need their models, once PPO has begun. Until then the
+        rollouts beside trainers rest."""
         fleet = self._engines.fleet
         while True:
+            if self._engines.sync.version is None:
+                await self.rest()
             for instance in fleet.eligible("scorer") if self._engines.sync.version is not None else []:
                 if self._loaded.get(instance.name) != instance.incarnation:
                     target = Target(instance.name, "scorer", instance.url, instance.incarnation)

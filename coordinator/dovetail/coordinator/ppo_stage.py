@@ -105,6 +105,7 @@ class PPOStage:
         with self._engines.timeline.phase("training"):
             self._engines.progress.update(phase="training")
             await self._saved()
+            await self._maker.rest()
             result = await self._engines.session.run_step()
             self._engines.timeline.add(result.spans)
             if self._scheduling is not None:

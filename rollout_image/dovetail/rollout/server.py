@@ -19,7 +19,7 @@ from typing import Any
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.scratch import cpu_head_error, head_size
-from dovetail.api.types import Dtype, Group, RLHFJob
+from dovetail.api.types import Dtype, Group, RLHFJob, Role
 from dovetail.rollout.kv.config import KVSetup, prepare
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
@@ -134,8 +134,12 @@ def vllm_arguments(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[
             *("--logits-processors", "dovetail.rollout.sampler:CounterSampler"),
             *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent))),
         ]
-    elif group.gpu.per_pod > 1:
-        arguments += ["--tensor-parallel-size", str(group.gpu.per_pod)]
+    else:
+        if group.gpu.per_pod > 1:
+            arguments += ["--tensor-parallel-size", str(group.gpu.per_pod)]
+        if Role.TRAINER in group.roles:
+            # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
+            arguments += ["--enable-sleep-mode"]
     if spec.models.actor.trust_remote_code:
         arguments += ["--trust-remote-code"]
     return [*arguments, *group.vllm_args]

@@ -166,6 +166,9 @@ class CommandRunner:
 
         def step() -> Metrics:
             metrics = run()
+            if self._groups.device.type == "cuda":
+                # What activations took is free for a vLLM server that wakes up on this GPU.
+                torch.cuda.empty_cache()
             self.engine.step = command.step
             return metrics
 

@@ -1,7 +1,9 @@
-"""Servers that leave their GPU to the scorer beside them: vLLM's sleep, level 1 (weights to host memory, no cache).
+"""Servers that leave their GPU to the scorer or the trainers beside them: vLLM's sleep, level 1 (weights to host
+memory, no cache).
 
-Only where a rollout announces it (`abilities.sleep`: its group's vllmArgs hold `--enable-sleep-mode`). The scorer's own
-weights come from host memory meanwhile (`abilities.host_weights`), and go before the server wakes."""
+Only where a rollout announces it (`abilities.sleep`: it runs with `--enable-sleep-mode`, as servers of groups that also
+train do on GPUs). The scorer's own weights come from host memory meanwhile (`abilities.host_weights`), and go before
+the server wakes or trainers begin."""
 
 from __future__ import annotations
 
@@ -34,6 +36,8 @@ class Sleepers:
         # By scorer: the incarnation that was told of its turn.
         self._expecting: dict[str, str] = {}
         self._told: set[asyncio.Task[bool]] = set()
+        # By rollout: the incarnation of the scorer that has left the device to trainers.
+        self._resting: dict[str, str] = {}
 
     def expect(self, names: Iterable[str]) -> None:
         """These make their last steps, until their samples go elsewhere: their scorers bring in what has room beside
@@ -56,6 +60,24 @@ class Sleepers:
             way = asyncio.create_task(self._give_way(instance))
             self._asleep[name] = (instance.incarnation, way)
 
+    async def rest(self, names: Iterable[str]) -> None:
+        """Leave their devices to the trainers: those that can sleep are asleep when this returns (or failed to be), and their scorers' weights in host memory."""
+        ways = []
+        for name in names:
+            instance = self._fleet.get(name)
+            if instance is None or not instance.abilities.get("sleep"):
+                continue
+            if not self._known(instance):
+                self._fleet.drain(name)
+                way = asyncio.create_task(self._post(instance, "/sleep?level=1", "in"))
+                self._asleep[name] = (instance.incarnation, way)
+            ways.append(self._asleep[name][1])
+            if (scorer := self._scorer(name)) is not None and self._resting.get(name) != scorer.incarnation:
+                self._resting[name] = scorer.incarnation
+                ways.append(asyncio.create_task(self._post(scorer, "/v1/leave", None)))
+        if ways:
+            await asyncio.wait(ways)
+
     def out_of_the_way(self, name: str) -> bool:
         """Whether the scorer beside a freed server may use the device: the server sleeps, or cannot."""
         instance = self._fleet.get(name)
@@ -69,6 +91,7 @@ class Sleepers:
         if name not in self._asleep:
             return
         incarnation, way = self._asleep.pop(name)
+        self._resting.pop(name, None)
         await asyncio.wait([way])
         instance = self._fleet.get(name)
         awake = True
