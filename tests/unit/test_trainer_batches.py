@@ -38,6 +38,12 @@ def test_ranks_get_nearly_as_many_tokens() -> None:
     assert max(loads) - min(loads) <= 2
 
 
+def test_rows_of_like_length_share_a_micro_batch_wherever_they_are() -> None:
+    lengths = [90, 50, 10, 10, 90, 50, 20, 20]
+    parts = split(lengths, 2, 2)
+    assert all(len({lengths[row] for row in rows}) == 1 for rank in parts for rows in rank), "no token is padding"
+
+
 def test_rows_that_do_not_divide_are_refused_with_the_reason() -> None:
     with pytest.raises(BadCommand, match="7 sequences cannot be split into micro-batches of 2 on 2"):
         split([3] * 7, 2, 2)

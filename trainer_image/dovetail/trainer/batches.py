@@ -5,7 +5,7 @@ Everything here is a pure function of the batch, so every rank comes to the same
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,18 +69,31 @@ class Sequences:
 def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
     """Rows of each micro-batch of each data-parallel rank: `result[dp_rank][i]` has exactly `micro` rows.
 
-    Every rank gets as many rows, and nearly as many tokens; within a rank, rows of like length share a micro-batch
-    (longest first), so that little is padding. Raises BadCommand when the rows cannot be dealt out evenly."""
+    Every rank gets as many rows, and nearly as many tokens; rows of like length share a micro-batch (longest first),
+    so that little is padding. Rows are either dealt out to ranks and then to micro-batches, or the other way round:
+    whichever leaves the busiest rank fewer tokens. Raises BadCommand when the rows cannot be dealt out evenly."""
     if len(lengths) % (dp * micro):
         raise BadCommand(
             f"{len(lengths)} sequences cannot be split into micro-batches of {micro} on {dp} data-parallel ranks; "
             "the (mini-)batch size must be a multiple of microBatchSize times dp"
         )
-    result = []
-    for rows in partition(lengths, dp, equal_counts=True):
-        ordered = sorted(rows, key=lambda row: (-lengths[row], row))
-        result.append([ordered[i : i + micro] for i in range(0, len(ordered), micro)])
-    return result
+
+    def padded(rows: list[int]) -> int:
+        return len(rows) * lengths[rows[0]]
+
+    def busiest(ranks: list[list[list[int]]]) -> int:
+        return max(sum(map(padded, parts)) for parts in ranks)
+
+    ranks_first = [_alike(rows, lengths, micro) for rows in partition(lengths, dp, equal_counts=True)]
+    batches = _alike(range(len(lengths)), lengths, micro)
+    owners = partition([padded(rows) for rows in batches], dp, equal_counts=True)
+    return min(ranks_first, [[batches[i] for i in mine] for mine in owners], key=busiest)
+
+
+def _alike(rows: Iterable[int], lengths: Sequence[int], micro: int) -> list[list[int]]:
+    """Micro-batches of `rows`, the longest first."""
+    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
+    return [ordered[i : i + micro] for i in range(0, len(ordered), micro)]
 
 
 @dataclass(frozen=True)
