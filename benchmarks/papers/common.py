@@ -28,7 +28,7 @@ def llama(name: str) -> ModelShape:
 @dataclass(frozen=True)
 class Figure:
     """A published number beside ours; None: it does not fit in memory (OOM). `group`: figures of one setting, whose
-    order is compared. `most`: the published number is the largest of several, or a bound, and has no error."""
+    order is compared."""
 
     name: str
     group: str
@@ -76,7 +76,8 @@ class Section:
             yield f"  {'':44}{'published':>10}{'ours':>10}{'error':>8}"
         for f in self.figures:
             error = f"{f.error:+.0%}" if f.error is not None else ("" if f.published != f.ours else "same")
-            yield f"  {f.group + ' ' + f.name:44}{_cell(f.published):>10}{_cell(f.ours):>10}{error:>8}  {f.note}".rstrip()
+            name = f"{f.group} {f.name}"
+            yield f"  {name:44}{_cell(f.published):>10}{_cell(f.ours):>10}{error:>8}  {f.note}".rstrip()
         for note in self.notes:
             yield f"  {note}"
         wrong = [f"{better} over {worse}" for better, worse, agrees in self.pairs() if not agrees]

@@ -58,8 +58,8 @@ def largest(
     spread: int = 1,
 ) -> Measured | None:
     """At the largest batch that fits (APP: "the maximum batch size available before Out-of-Memory"), of the
-    configurations the one that is fastest at its largest. `change`: of the placement, by which a task has one of `spread`
-    parts of the GPUs."""
+    configurations the one that is fastest at its largest. `change`: of the placement, by which a task has one of
+    `spread` parts of the GPUs."""
     pool = inventory.pools[0].name
 
     def at(config: Config, per_gpu: int) -> Measured | None:

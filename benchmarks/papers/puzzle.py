@@ -1,4 +1,4 @@
-"""PUZZLE (USENIX ATC 2024), section 7: two clusters of four nodes of 8 A100-80GB, by PCIe and by NVLink, 100 Gbit/s a node.
+"""PUZZLE (USENIX ATC 2024), section 7: two clusters of four nodes of 8 A100-80GB, PCIe and NVLink, 100 Gbit/s a node.
 
 The bars of figures 8 to 12 are drawings: what the text says of them (averages, largest values, orders) is compared."""
 
@@ -46,8 +46,8 @@ TABLE_3 = {
 }
 # Generation layouts that the text names for 33B/7B, from (32, 1, 1).
 NAMED = {"orion": (16, 1, 2), "phoenix": (8, 1, 4)}
-# Megatron-LM: samples decode as one batch (all lengths are 256). Its shadow model for generation gets its weights by the
-# switch, not from the host.
+# Megatron-LM: samples decode as one batch (all lengths are 256). Its shadow model for generation gets its weights by
+# the switch, not from the host.
 SYSTEM = System(continuous=False, hidden_swaps=True, max_samples=1024)
 # "DeepSpeed-Chat employs only tensor parallelism", and "opts for increased tensor parallelism".
 DEEPSPEED_TP = (2, 4, 8)
@@ -136,8 +136,8 @@ def compared(setting: str, cluster: str) -> Compared | None:
 
 
 def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float]:
-    """Seconds to bring the actor from its training to its generation layout: PUZZLE by its routing table, DeepSpeed-Chat
-    by gathering."""
+    """Seconds to bring the actor from its training to its generation layout: PUZZLE by its routing table,
+    DeepSpeed-Chat by gathering."""
     actor, (_, gpus) = llama(setting.split("/")[0]), SETTINGS[setting]
     training, generation = found.puzzle.candidate.actor_training[0].layout, found.puzzle.candidate.generation[0].layout
     if setting == "33B/7B":
@@ -257,7 +257,6 @@ def _figure_11(found: Found) -> Section:
     for name, published in FIGURE_11.items():
         section.figures.append(Figure(name, "average", published, mean(gains[name])))
     section.orders.append(("phoenix", "orion", mean(by_cluster["phoenix"]) > mean(by_cluster["orion"])))
-    section.higher = True
     return section
 
 
@@ -267,8 +266,10 @@ def _figure_12(found: Found) -> Section:
         each = found["7B/7B", cluster]
         if each.deepspeed is None:
             continue
-        for phase in ("generation", "inference", "training"):
-            mine, theirs = each.puzzle.estimate.phases[phase], each.deepspeed.estimate.phases[phase]
+        # The first stage begins with the switch to it.
+        for phase, parts in (("generation", ("transfer", "generation")), ("inference", ()), ("training", ())):
+            measured = (each.puzzle, each.deepspeed)
+            mine, theirs = (sum(m.estimate.phases[p] for p in parts or (phase,)) for m in measured)
             section.notes.append(f"{cluster:8} {phase:11} PUZZLE {mine:6.2f}, DeepSpeed-Chat {theirs:6.2f}")
             section.orders.append((f"PUZZLE's {phase} on {cluster}", "DeepSpeed-Chat's", mine < theirs))
     return section

@@ -63,7 +63,6 @@ def tailored(
     work: Workload, system: System, schedules: Sequence[str], migrations: Sequence[float | None]
 ) -> Measured | None:
     """The best layout of each task on all GPUs (the paper searches by brute force), training's two together."""
-    generation: Measured | None = None
     pairs = [(a, k) for a in trainings() for k in trainings() if _sensible(a, k)]
     scorer = Share("h100", tp=8, dp=GPUS // 8, micro_batch=2, offload=True)
 
@@ -88,13 +87,12 @@ def tailored(
     if trained is None:
         return None
     c = trained.candidate
-    generation = best(
+    return best(
         (candidate(s, c.actor_training[0], c.critic_training[0], c.schedule, m) for s in servers for m in migrations),
         work,
         INVENTORY,
         system,
     )
-    return generation
 
 
 def deepspeed(work: Workload) -> Measured | None:

@@ -1,7 +1,7 @@
 """One iteration of PPO on a candidate placement: estimated in closed form, or played event by event."""
 
-from dovetail.planner.iteration.estimate import PHASES, Estimate, estimate, task_seconds
-from dovetail.planner.iteration.memory import GPUMemory, task_memory
+from dovetail.planner.iteration.estimate import PHASES, Estimate, estimate
+from dovetail.planner.iteration.memory import GPUMemory
 from dovetail.planner.iteration.simulate import Simulated, simulate, simulate_many
 from dovetail.planner.iteration.system import DOVETAIL, System
 
@@ -15,6 +15,4 @@ __all__ = [
     "estimate",
     "simulate",
     "simulate_many",
-    "task_memory",
-    "task_seconds",
 ]

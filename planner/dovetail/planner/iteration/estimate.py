@@ -11,7 +11,7 @@ from functools import lru_cache
 from dovetail.api.types import Dtype, LoRA, Parallelism
 from dovetail.planner.iteration.costs import Step, inference_seconds, servers, together, training_step
 from dovetail.planner.iteration.generation import Generated, generate, mean
-from dovetail.planner.iteration.memory import GPUMemory, memory, room_alone
+from dovetail.planner.iteration.memory import GPUMemory, memory
 from dovetail.planner.iteration.system import DOVETAIL, System
 from dovetail.planner.iteration.transfer import swap_seconds, transfer_seconds
 from dovetail.planner.memory.training import Training, stage_parameters
@@ -189,27 +189,3 @@ def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...])
     lora = LoRA(rank=rank, target_modules=list(modules))
     total, trained = stage_parameters(Training(shape, head, Parallelism(), Dtype.BFLOAT16, 1, lora=lora), 0)
     return trained / total
-
-
-def task_seconds(
-    task: Task,
-    share: Share,
-    work: Workload,
-    inventory: Inventory,
-    system: System = DOVETAIL,
-    constants: Constants = DEFAULT,
-) -> float:
-    """Of a task that has all samples on this one share and the GPUs to itself: no candidate with it takes less. Raises
-    TimingError, KeyError as `estimate` does, and ValueError for a task that the job has not."""
-    pool, model = inventory[share.pool], work.model(task)
-    if model is None:
-        raise ValueError(f"the job has no {task}")
-    if task == "generation":
-        room = room_alone(share, work, pool)
-        each = servers(share, pool.cluster, work, max(room, work.longest), system, constants)
-        return generate([each], work.batch, work.prompt, work.response, None, system.continuous).seconds
-    if task in INFERENCE:
-        tokens = mean(work.prompt) + mean(work.response)
-        return inference_seconds(*model, share, pool.cluster, tokens, work.batch, constants)
-    step = _step(task, share, work, inventory, system, constants)
-    return work.steps * step.alone

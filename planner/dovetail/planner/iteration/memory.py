@@ -99,23 +99,6 @@ def memory(
     return tuple(found), rooms
 
 
-def room_alone(share: Share, work: Workload, pool: Pool) -> int:
-    """Tokens of KV cache of a generation share's servers that have their GPUs to themselves."""
-    load = _serving("generation", share, None, work, pool)
-    left = UTILISATION * pool.gpu.memory - (1 + FRAGMENTS) * load.resident - load.transient - CONTEXT_BYTES
-    return int(left // _kv_bytes(work, pool, share))
-
-
-def task_memory(task: Task, share: Share, work: Workload, pool: Pool) -> tuple[float, float]:
-    """Bytes of one GPU of a task that has it to itself: those that stay while other tasks work, and all at its peak, of
-    generation with the cache of one sample."""
-    load = _training(task, share, work, pool, False, False) if task in TRAINING else _serving(task, share, None, work, pool)
-    peak = (1 + FRAGMENTS) * load.resident + load.transient + CONTEXT_BYTES
-    if task == "generation":
-        peak += work.longest * _kv_bytes(work, pool, share)
-    return load.resident, peak
-
-
 def _kv_bytes(work: Workload, pool: Pool, share: Share) -> float:
     """Of one token on one GPU."""
     return work.actor.kv_bytes(ITEMSIZE[pool.gpu.dtype], share.tp) / share.pp

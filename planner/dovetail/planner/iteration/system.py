@@ -9,13 +9,14 @@ from dataclasses import dataclass
 class System:
     """Ours by default; `make bench-papers` describes each paper's baselines by these.
 
-    `continuous`: a sample that is done leaves the batch and a waiting one joins; else a batch is decoded until its
-    longest sample is done, and all of a server's samples are decoded at once. `balanced`: data-parallel ranks get mini-batches of about equal tokens; else the rank with
-    the longest samples is waited for. `shared_weights`: tasks of the same model on the same GPUs hold its weights once,
-    in one process that frees the cache after generation; else trainer, vLLM and scorer are processes with weights of
-    their own. `host_step`: a training that offloads keeps masters and gradients on the host too, and steps there, at the
-    pace of PCIe; else only the moments, which come back for the step. `hidden_swaps`: weights come
-    from host memory while the task before still runs. `gradient_bytes`: of a gradient that crosses the network. `max_samples`: most requests of a server at once."""
+    `continuous`: a sample that is done leaves the batch and a waiting one joins; else all of a server's samples are
+    decoded at once, until the longest is done. `balanced`: data-parallel ranks get mini-batches of about equal tokens;
+    else the rank with the longest samples is waited for. `shared_weights`: tasks of one model on the same GPUs hold its
+    weights once, in one process that frees the cache after generation; else trainer, vLLM and scorer are processes with
+    weights of their own. `host_step`: a training that offloads keeps masters and gradients on the host too, and steps
+    there, at the pace of PCIe; else only the moments, which come back for the step. `hidden_swaps`: weights come from
+    host memory while the task before still runs. `gradient_bytes`: of a gradient that crosses the network.
+    `max_samples`: most requests of a server at once."""
 
     continuous: bool = True
     balanced: bool = True
