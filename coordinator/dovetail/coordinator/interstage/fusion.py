@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.api.messages import Span
 from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.fleet import Instance
+from dovetail.coordinator.interstage.migrations import Migration
 from dovetail.coordinator.samples import Key
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.work import Generated
@@ -134,16 +135,24 @@ class Fusion:
         for span in scoring:
             known = self.measured(groups.get(span.process, span.process))
             known.scored(int(span.args["tokens"]), span.end - span.start)
-        for move in generated.migrations:
-            known = self.measured(groups.get(move.destination, move.destination))
-            prefill = known.profile().prefill_seconds_per_token * move.tokens
-            if move.mechanism == "tokens" and move.reason != "failure":
-                known.migrated(max(1e-6, move.seconds - prefill))
+        for destination, moves in arrivals(generated.migrations).items():
+            known = self.measured(groups.get(destination, destination))
+            prefill = known.profile().prefill_seconds_per_token * sum(m.tokens for m in moves)
+            known.migrated(max(1e-6, max(m.seconds for m in moves) - prefill))
 
     def end(self, response_lengths: Sequence[int]) -> None:
         """Learn an iteration's lengths."""
         self._controller.observe(response_lengths)
         self._store.put(STORED, self._controller.as_json())
+
+
+def arrivals(migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
+    """By destination, the samples of the tail that were prefilled there: the last one waited for all of them."""
+    found: dict[str, list[Migration]] = {}
+    for move in migrations:
+        if (move.mechanism, move.reason) == ("tokens", "tail"):
+            found.setdefault(move.destination, []).append(move)
+    return found
 
 
 def describe(decision: Decision) -> dict[str, Any]:

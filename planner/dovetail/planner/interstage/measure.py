@@ -66,7 +66,7 @@ class Measurements:
     def __init__(self, assumed: StageProfile) -> None:
         self._assumed = assumed
         self._decode: dict[int, Mean] = {}
-        self._prefill, self._inference = Mean(), Line()
+        self._prefill, self._inference = Line(), Line()
         self._swap_in, self._swap_out, self._migration = Mean(), Mean(), Mean()
 
     def decoded(self, batch: int, steps: float, seconds: float) -> None:
@@ -75,6 +75,8 @@ class Measurements:
             self._decode.setdefault(_bin(batch), Mean()).add(steps, seconds)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
+        """Tokens sent at once, until the last of them had been prefilled; what that takes besides them (the request, a
+        step under way) is part of every migration."""
         self._prefill.add(tokens, seconds)
 
     def scored(self, tokens: int, seconds: float) -> None:
@@ -102,7 +104,7 @@ class Measurements:
 
     def profile(self) -> StageProfile:
         found: dict[str, Any] = {
-            "prefill_seconds_per_token": self._prefill.seconds_each,
+            "prefill_seconds_per_token": None if self._prefill.fit is None else self._prefill.fit[1],
             "swap_in_seconds": self._swap_in.seconds_each,
             "swap_out_seconds": self._swap_out.seconds_each,
             "migration_seconds": self._migration.seconds_each,
