@@ -61,7 +61,8 @@ class Sleepers:
             self._asleep[name] = (instance.incarnation, way)
 
     async def rest(self, names: Iterable[str]) -> None:
-        """Leave their devices to the trainers: those that can sleep are asleep when this returns (or failed to be), and their scorers' weights in host memory."""
+        """Leave their devices to the trainers: those that can sleep are asleep when this returns (or failed to be), and
+        their scorers' weights in host memory."""
         ways = []
         for name in names:
             instance = self._fleet.get(name)
