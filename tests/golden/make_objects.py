@@ -67,7 +67,9 @@ def _job(document: dict[str, object]) -> RLHFJob:
 
 
 def rendered(job: RLHFJob, settings: Settings) -> str:
-    context = Context(job, UID, make_plan(job.spec), settings)
+    # Figures of a model of time are no part of what is rendered.
+    plan = make_plan(job.spec).model_copy(update={"prediction": None})
+    context = Context(job, UID, plan, settings)
     objects = [secret(context, "0" * 64), *furniture(context), jobset(context), *surplus_jobs(context)]
     return yaml.dump_all(objects, Dumper=_NoAliases, sort_keys=False, width=110)
 

@@ -73,8 +73,8 @@ def test_more_stages_than_layers_are_refused():
 
 def test_ranks_are_counted_over_groups_and_gpus():
     groups = [
-        {"name": "a", "roles": ["trainer"], "gpu": {"product": "A", "perPod": 2}, "replicas": 1},
-        {"name": "b", "roles": ["trainer", "rollout"], "gpu": {"product": "B", "perPod": 1}, "replicas": 2},
+        {"name": "a", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}, "replicas": 1},
+        {"name": "b", "roles": ["trainer", "rollout"], "gpu": {"product": "NVIDIA-A10", "perPod": 1}, "replicas": 2},
         {"name": "c", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 5},
     ]
     plan = make_plan(spec(groups=groups))

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
+from dovetail.api.prediction import Prediction
 from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 
 PLAN_VERSION = 1
@@ -153,3 +154,6 @@ class Plan(Model):
     trainers: list[TrainerRank]
     rollouts: list[Rollout]
     warnings: list[str] = Field(default_factory=list, description="Sentences for the user.")
+    prediction: Prediction | None = Field(
+        default=None, description="Of a PPO iteration, where the job's models and GPUs are known."
+    )

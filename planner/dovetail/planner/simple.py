@@ -1,8 +1,10 @@
-"""The simplest valid plan: all trainer ranks form one world, as data-parallel as the batch sizes allow."""
+"""A job's plan: all trainer ranks form one world. Where the models and GPUs are known, the search of a placement lays
+it out; else it is as data-parallel as the batch sizes allow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from dovetail.api.batching import BatchRule, batch_rules, pinned_layouts
 from dovetail.api.plan import (
@@ -18,6 +20,10 @@ from dovetail.api.plan import (
     world_size,
 )
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.hardware import GPU
+from dovetail.planner.placement.configs import ConfigError
+from dovetail.planner.placement.job import Infeasible, Placed, place
+from dovetail.planner.placement.manifest import pin_errors, product_errors
 from dovetail.planner.scorers import scorer_models
 
 
@@ -25,17 +31,32 @@ class PlanError(ValueError):
     """No plan fits the manifest; the message is one sentence naming the field."""
 
 
-def make_plan(spec: RLHFJobSpec, layers: Mapping[str, int] | None = None) -> Plan:
+def make_plan(
+    spec: RLHFJobSpec,
+    layers: Mapping[str, int] | None = None,
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
+    measured: Mapping[str, GPU] | None = None,
+) -> Plan:
     """The plan of a manifest that `dovetail.api.validation.check` accepts. Deterministic.
 
-    `layers[model]` bounds that model's pipeline stages, where known. Auto parallelism takes the most data-parallel
-    ranks that every batch of the model can be shared by, and pipeline stages for the rest. Raises PlanError."""
+    `configs`: the models' config.json, by the model that names the source (models from scratch need none); `measured`:
+    hardware figures that go before the data sheets'. Where these tell all models and GPUs, the fastest layout that
+    fits is taken (`dovetail.planner.placement`). Else Auto parallelism takes the most data-parallel ranks that every
+    batch of the model can be shared by, and pipeline stages for the rest; `layers[model]` bounds these. Raises
+    PlanError."""
     world = trainer_world(spec)
     models = trained_models(spec)
     if models and world == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
-    parallelism = _layouts(spec, models, world, layers or {}) if models else {}
-    rollouts = _rollouts(spec) if Stage.PPO in spec.stages else []
+    if errors := product_errors(spec, measured) + pin_errors(spec):
+        raise PlanError(errors[0])
+    placed = _placed(spec, configs or {}, measured) if models else None
+    if placed is not None:
+        parallelism = {model: placed.layouts[model] for model in models}
+    else:
+        parallelism = _layouts(spec, models, world, layers or {}) if models else {}
+    rollouts = _rollouts(_interleaved(spec) if placed and placed.interleaved else spec)
+    rollouts = rollouts if Stage.PPO in spec.stages else []
     if Stage.PPO in spec.stages and not rollouts:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
     return Plan(
@@ -46,8 +67,22 @@ def make_plan(spec: RLHFJobSpec, layers: Mapping[str, int] | None = None) -> Pla
         trainers=_trainers(spec),
         rollouts=rollouts,
         schedule=spec.plan.intra_stage_fusion if _pipelined(spec, parallelism) else "Serial",
-        warnings=_warnings(spec, parallelism),
+        warnings=_warnings(spec, parallelism, chosen=placed is not None),
+        prediction=placed.prediction if placed is not None else None,
     )
+
+
+def _placed(
+    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None
+) -> Placed | None:
+    try:
+        return place(spec, configs, measured)
+    except (Infeasible, ConfigError) as error:
+        raise PlanError(str(error)) from error
+
+
+def _interleaved(spec: RLHFJobSpec) -> RLHFJobSpec:
+    return spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": "Interleaving"})})
 
 
 def _layouts(spec: RLHFJobSpec, models: list[str], world: int, layers: Mapping[str, int]) -> dict[str, Parallelism]:
@@ -145,10 +180,10 @@ def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> boo
     return Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
 
 
-def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> list[str]:
-    """Auto prefers data parallelism: pipeline stages mean that a batch size forced them."""
+def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism], chosen: bool) -> list[str]:
+    """Unless `chosen` by time and memory, Auto prefers data parallelism: a batch size forced pipeline stages."""
     found = []
-    if spec.plan.parallelism == "Auto":
+    if spec.plan.parallelism == "Auto" and not chosen:
         found = [
             f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by "
             f"more than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"

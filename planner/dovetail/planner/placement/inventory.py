@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.timing import Cluster
 
@@ -82,15 +80,10 @@ class Inventory:
         return all(pool.gpu.measured for pool in self.pools)
 
 
-def read(text: str, measured: Mapping[str, GPU] | None = None) -> Inventory:
-    """An inventory file, YAML or JSON: `{pools: [{name, product, nodes, gpusPerNode, pricePerGPUHour, networkGbps}]}`,
-    or what `kubectl get nodes -o json` prints. `networkGbps`: Gbit/s of one GPU. Raises InventoryError."""
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        raise InventoryError(f"the inventory is neither YAML nor JSON{line}") from error
+def read(document: Any, measured: Mapping[str, GPU] | None = None) -> Inventory:
+    """The value of an inventory file, YAML or JSON: `{pools: [{name, product, nodes, gpusPerNode, pricePerGPUHour,
+    networkGbps}]}`, or of what `kubectl get nodes -o json` prints. `networkGbps`: Gbit/s of one GPU. Raises
+    InventoryError."""
     if isinstance(document, dict) and isinstance(document.get("items"), list):
         return from_nodes(document["items"], measured)
     if not isinstance(document, dict) or not isinstance(document.get("pools"), list):

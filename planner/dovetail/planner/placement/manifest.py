@@ -24,10 +24,6 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
 _TRAINING: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
 
 
-class PinError(ValueError):
-    """Pins that contradict each other or the groups; one sentence that names the fields."""
-
-
 def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
     """One PPO iteration. Prompts are taken to be half as long as they may be, responses to have a long tail, until
     some are measured."""
@@ -67,7 +63,7 @@ def pin_errors(spec: RLHFJobSpec) -> list[str]:
     pin = spec.plan.placement
     both = [g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
     generates = any(Role.ROLLOUT in g.roles for g in spec.groups)
-    if generates and pin in ("Flattening", "Interleaving") and not both:
+    if generates and pin == "Flattening" and not both:
         return [
             f"spec.plan.placement is {pin}, but no group both trains and generates; give one roles [trainer, rollout]"
         ]

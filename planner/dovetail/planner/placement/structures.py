@@ -14,6 +14,7 @@ from dovetail.planner.placement.workload import Workload
 
 # More sizes than this many nodes are not all tried; the search refines the best ones node by node.
 EVERY_NODE = 16
+HALVES = "reference and reward on halves"
 
 
 @dataclass(frozen=True, order=True)
@@ -145,11 +146,11 @@ def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, S
 def _together(slot: Slot, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Structure]:
     everywhere = (slot, *rest)
     yield Structure(Placement.FLATTENING, everywhere, (slot,), (slot,), everywhere, everywhere, everywhere)
-    first, second = _halves(everywhere, pool)
+    first, second = _in_order(everywhere, limits) if limits.whole else _halves(everywhere, pool)
     if not (first and second):
         return
     for actor, critic, note in _training(slot, pool, limits):
-        note = "; ".join(["reference and reward on halves", *([note] if note else [])])
+        note = "; ".join([HALVES, *([note] if note else [])])
         yield Structure(Placement.INTERLEAVING, everywhere, actor, critic, first, second, second, note)
 
 
@@ -167,23 +168,36 @@ def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
     return tuple(parts[0]), tuple(parts[1])
 
 
+def _in_order(slots: Slots, limits: Limits) -> tuple[Slots, Slots]:
+    """The first half of all servers, in the groups' order, and the rest (`dovetail.planner.scorers`)."""
+    parts: tuple[list[Slot], list[Slot]] = [], []
+    left = sum(slot.count // limits.servers.get(slot.pool, 1) for slot in slots) // 2
+    for slot in slots:
+        size = limits.servers.get(slot.pool, 1)
+        mine = min(left, slot.count // size)
+        left -= mine
+        for part, piece in zip(parts, slot.cut(mine * size), strict=True):
+            if piece.count:
+                part.append(piece)
+    return tuple(parts[0]), tuple(parts[1])
+
+
 def _separate(
     training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
 ) -> Iterator[Structure]:
     pool = inventory[training.pool]
     for actor, critic, apart in _training(training, pool, limits):
         for generation, inference, divided in _served(training, segments, inventory, limits, grid):
-            notes = [n for n in (apart, divided) if n]
-
-            def made(
-                first: Slots, second: Slots, *more: str, g: Slots = generation, a: Slots = actor, c: Slots = critic
-            ) -> Structure:
-                return Structure(Placement.SEPARATION, g, a, c, first, second, second, "; ".join([*notes, *more]))  # noqa: B023
-
-            yield made(inference, inference)
-            first, second = _halves(inference, inventory[inference[0].pool])
-            if first and second and not limits.whole:
-                yield made(first, second, "reference and reward on halves")
+            note = "; ".join(n for n in (apart, divided) if n)
+            whole = Structure(Placement.SEPARATION, generation, actor, critic, inference, inference, inference, note)
+            yield whole
+            # A manifest has a name for it: its groups are apart anyway.
+            kind = Placement.INTERLEAVING if limits.whole else Placement.SEPARATION
+            own = inventory[inference[0].pool]
+            first, second = _in_order(inference, limits) if limits.whole else _halves(inference, own)
+            if first and second:
+                note = "; ".join(n for n in (note, HALVES) if n)
+                yield replace(whole, placement=kind, reference=first, reward=second, critic=second, note=note)
 
 
 def _served(
