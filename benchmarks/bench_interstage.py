@@ -6,9 +6,10 @@
 Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
 LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
 log-normal with the median an eighth of the longest, means over several draws of them. The simulator predicts from what
-the coordinator has measured in two iterations of other lengths. Reference, reward and critic
-take a given share of the serial stage. Everything takes --slow times as long as there, against the noise of a busy
-machine. With --real: whole jobs, two vLLM servers and scorers on this machine's cores, the model of bench_e2e.py.
+the coordinator has measured until then, as in a job that has begun with two iterations of other lengths. Reference,
+reward and critic take a given share of the serial stage. Everything takes --slow times as long as there, against the
+noise of a busy machine. With --real: whole jobs, two vLLM servers and scorers on this machine's cores, the model of
+bench_e2e.py.
 
 A JSON line a measurement: `threshold` (samples; null: serial), `fraction`, `serial_seconds` (of the same run), and
 `fused_seconds`, their ratio `speedup`, the simulator's `predicted_speedup`, and `gap_share`: how long a migrated sample
@@ -18,21 +19,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench_interstage_paper import MODELS, profile
-from interstage.stage import decided, instances, learn, lengths_of, measure, memory
+from interstage.stage import Measured, decided, instances, learn, lengths_of, measure, memory
 
-from dovetail.planner.interstage import Decision, StageProfile, ThresholdController, scan
+from dovetail.planner.interstage import Decision, Prediction, StageProfile, ThresholdController, scan
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -64,65 +64,71 @@ def choice(count: int, size: int, device: StageProfile, seeds: int) -> Decision:
     return controller.decide([PROMPT] * size, [device] * count)
 
 
-def learnt(count: int, one: StageProfile, lengths: Sequence[int]) -> StageProfile:
-    """What a job knows of its instances after two iterations, without migrations and with some."""
-    size = len(lengths)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        instances(one, count, lengths, PROMPT) as ports,
-        memory(Path(folder), MAX_TOKENS, one.max_samples) as fusion,
-    ):
-        for threshold in (None, size // 5):
-            decision = decided(threshold, scan(lengths, [PROMPT] * size, [one] * count, [threshold], MAX_TOKENS)[0])
-            found = asyncio.run(measure(ports, lengths, PROMPT, one, decision, MAX_TOKENS))
-            known = learn(fusion, found)
-    return known
+@dataclass(frozen=True)
+class Stage:
+    """One that was run, and what was predicted of it."""
+
+    found: Measured
+    predicted: Prediction
 
 
 def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seeds: int) -> list[dict[str, Any]]:
-    """Means over `seeds` draws of the lengths."""
+    """Means over `seeds` draws of the lengths; all thresholds in turn on each, so that none has a quieter machine."""
     size = SAMPLES * count
-    draws = [lengths_of(size, MAX_TOKENS, seed) for seed in range(seeds)]
+    draws = [lengths_of(size, MAX_TOKENS, seed) for seed in range(seeds + 1)]
     one = device(share, slow, draws[0], count)
-    known = learnt(count, one, lengths_of(size, MAX_TOKENS, seeds))
-    chosen = choice(count, size, known, seeds).threshold
-    thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
-    if chosen not in thresholds:
-        thresholds.append(chosen)
-    predicted = [scan(lengths, [PROMPT] * size, [known] * count, thresholds, MAX_TOKENS) for lengths in draws]
-    predicted_serial = statistics.fmean(p[0].serial_seconds for p in predicted)
-    lines: list[dict[str, Any]] = []
-    serial = 0.0
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(instances(one, count, lengths, PROMPT)) for lengths in draws]
-        for index, threshold in enumerate(thresholds):
-            found = []
-            for lengths, prediction, where in zip(draws, predicted, ports, strict=True):
-                decision = decided(threshold, prediction[index])
-                found.append(asyncio.run(measure(where, lengths, PROMPT, known, decision, MAX_TOKENS)))
-            seconds = statistics.fmean(f.seconds for f in found)
-            serial = serial or seconds
-            expected = statistics.fmean(p[index].fused_seconds for p in predicted)
-            lines.append(
-                {
-                    "measurement": "interstage emulated",
-                    "instances": count,
-                    "threshold": threshold,
-                    "fraction": None if threshold is None else round(threshold / size, 3),
-                    "serial_seconds": round(serial, 3),
-                    "fused_seconds": round(seconds, 3),
-                    "generation_seconds": round(statistics.fmean(f.generation for f in found), 3),
-                    "migrated": round(statistics.fmean(f.migrated for f in found), 1),
-                    "gap_share": round(statistics.fmean(f.gap / f.seconds for f in found), 4),
-                    "speedup": round(serial / seconds, 3),
-                    "predicted_seconds": round(expected, 3),
-                    "predicted_speedup": round(predicted_serial / expected, 3),
-                }
-            )
-            print(json.dumps(lines[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder, memory(Path(folder), MAX_TOKENS, one.max_samples) as fusion:
+        known = one
+
+        def stage(ports: Sequence[int], lengths: Sequence[int], threshold: int | None) -> Stage:
+            nonlocal known
+            predicted = scan(lengths, [PROMPT] * size, [known] * count, [threshold], MAX_TOKENS)[0]
+            decision = decided(threshold, predicted)
+            found = asyncio.run(measure(ports, lengths, PROMPT, known, decision, MAX_TOKENS))
+            known = learn(fusion, found)
+            return Stage(found, predicted)
+
+        # A job's first two iterations.
+        with instances(one, count, draws[-1], PROMPT) as ports:
+            stage(ports, draws[-1], None)
+            stage(ports, draws[-1], size // 5)
+        chosen = choice(count, size, known, seeds).threshold
+        thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
+        if chosen not in thresholds:
+            thresholds.append(chosen)
+        stages: list[list[Stage]] = []
+        for lengths in draws[:-1]:
+            with instances(one, count, lengths, PROMPT) as ports:
+                stages.append([stage(ports, lengths, threshold) for threshold in thresholds])
+    lines = []
+    serial = [row[0] for row in stages]
+    for threshold, *column in zip(thresholds, *stages, strict=True):
+        lines.append(
+            {"measurement": "interstage emulated", "instances": count} | means(threshold, size, column, serial)
+        )
+        print(json.dumps(lines[-1]), flush=True)
     lines.append(conclusion("emulated", lines, chosen) | {"instances": count, "draws": seeds})
     print(json.dumps(lines[-1]), flush=True)
     return lines
+
+
+def means(threshold: int | None, size: int, stages: Sequence[Stage], serial: Sequence[Stage]) -> dict[str, Any]:
+    """A line's figures."""
+    mean = statistics.fmean
+    alone, seconds = mean(s.found.seconds for s in serial), mean(s.found.seconds for s in stages)
+    expected = mean(s.predicted.fused_seconds for s in stages)
+    return {
+        "threshold": threshold,
+        "fraction": None if threshold is None else round(threshold / size, 3),
+        "serial_seconds": round(alone, 3),
+        "fused_seconds": round(seconds, 3),
+        "generation_seconds": round(mean(s.found.generation for s in stages), 3),
+        "migrated": round(mean(s.found.migrated for s in stages), 1),
+        "gap_share": round(mean(s.found.gap / s.found.seconds for s in stages), 4),
+        "speedup": round(alone / seconds, 3),
+        "predicted_seconds": round(expected, 3),
+        "predicted_speedup": round(mean(s.predicted.serial_seconds for s in stages) / expected, 3),
+    }
 
 
 def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: int | None) -> dict[str, Any]:

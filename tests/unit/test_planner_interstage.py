@@ -22,6 +22,7 @@ from dovetail.planner.interstage import (
 )
 from dovetail.planner.interstage.decode import Decode
 from dovetail.planner.interstage.lengths import prior
+from dovetail.planner.interstage.measure import rising
 
 # One second a step whatever the batch, prompts for free.
 PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)
@@ -324,6 +325,23 @@ def test_measurements_replace_what_was_assumed() -> None:
     assert measured.max_samples == PLAIN.max_samples
     found.scored(2000, 3.0)
     assert 0.0005 < found.profile().inference_seconds_per_token < 0.0015
+
+
+def test_a_noisy_step_time_does_not_make_larger_batches_seem_slow() -> None:
+    found = Measurements(PLAIN)
+    for batch, seconds, steps in ((1, 0.0100, 100), (2, 0.0140, 5), (4, 0.0101, 100), (8, 0.0102, 100)):
+        found.decoded(batch, steps, steps * seconds)
+    assert replace(found.profile(), saturation=None).bs_max == 8
+    assert [s for _, s in found.profile().decode] == pytest.approx([0.0100, 0.0102, 0.0102, 0.0102], abs=2e-4)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 5)), min_size=1, max_size=9))
+def test_step_times_are_made_to_rise_by_pooling(points: list[tuple[float, float]]) -> None:
+    made = rising([(b, s, w) for b, (s, w) in enumerate(points, 1)])
+    assert [b for b, _ in made] == list(range(1, len(points) + 1))
+    assert all(a <= b + 1e-9 for (_, a), (_, b) in pairwise(made))
+    total = sum(s * w for s, w in points)
+    assert sum(s * w for (_, s), (_, w) in zip(made, points, strict=True)) == pytest.approx(total)
 
 
 def test_a_chunks_fixed_cost_is_told_from_that_of_its_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,11 @@ class Mean:
     @property
     def seconds_each(self) -> float | None:
         return self._seconds / self._amount if self._amount else None
+
+    @property
+    def weight(self) -> float:
+        """How much was measured, lately."""
+        return self._amount
 
 
 class Line:
@@ -99,8 +105,8 @@ class Measurements:
         return bool(self._points()) and self._inference.fit is not None
 
     def _points(self) -> tuple[tuple[int, float], ...]:
-        points = ((batch, mean.seconds_each) for batch, mean in sorted(self._decode.items()))
-        return tuple((b, s) for b, s in points if s is not None)
+        points = ((batch, mean.seconds_each, mean.weight) for batch, mean in sorted(self._decode.items()))
+        return rising([(b, s, w) for b, s, w in points if s is not None])
 
     def profile(self) -> StageProfile:
         found: dict[str, Any] = {
@@ -113,6 +119,21 @@ class Measurements:
         if self._inference.fit is not None:
             found["inference_seconds_per_chunk"], found["inference_seconds_per_token"] = self._inference.fit
         return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})
+
+
+def rising(points: Sequence[tuple[int, float, float]]) -> tuple[tuple[int, float], ...]:
+    """(batch, seconds, weight) -> (batch, seconds) that never fall: the closest such ones (isotonic regression).
+
+    A step does not get shorter with more samples, and one noisy point must not make all larger batches seem slow."""
+    pools: list[tuple[float, float, list[int]]] = []
+    for batch, seconds, weight in points:
+        batches = [batch]
+        while pools and pools[-1][0] > seconds:
+            before, other, earlier = pools.pop()
+            seconds = (before * other + seconds * weight) / (other + weight)
+            weight, batches = weight + other, earlier + batches
+        pools.append((seconds, weight, batches))
+    return tuple((batch, seconds) for seconds, _, batches in pools for batch in batches)
 
 
 def _bin(batch: int) -> int:
