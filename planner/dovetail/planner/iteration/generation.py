@@ -67,15 +67,15 @@ def generate(
     if not continuous:
         end = max(_static(s, n, prompt, response) for s, n in zip(servers, dealt, strict=True))
         return Generated(end, end, instances, instances)
-    ends = [_curve(s, n, batch, prompt, response) for s, n in zip(servers, dealt, strict=True)]
-    end = max(float(curve[-1]) for curve in ends)
+    end = max(float(_curve(s, n, batch, prompt, response)[1][-1]) for s, n in zip(servers, dealt, strict=True))
     left = 0 if migration is None else int(migration * batch)
     fastest = servers[max(range(len(servers)), key=lambda i: dealt[i])]
     destinations = _destinations(fastest, instances, left, prompt.longest + response.longest)
     if not left or destinations is None:
         return Generated(end, end, instances, instances)
-    # Every server has its share of the unfinished; the tail gathers when the last has come down to it.
-    begun = max(float(curve[max(0, len(curve) - 1 - round(migration * len(curve)))]) for curve in ends)  # type: ignore[operator]
+    # The samples that are left are the longest of the batch: it is gathered when the next shorter one is done.
+    done = float(quantiles(response, batch)[-left])
+    begun = max(_reached(s, n, batch, prompt, response, done) for s, n in zip(servers, dealt, strict=True))
     tail = _tail(fastest, batch, left, destinations, prompt, response)
     return Generated(begun + tail, begun, destinations, instances)
 
@@ -95,15 +95,22 @@ def _static(server: Servers, samples: int, prompt: Lengths, response: Lengths) -
     return sum(n * mean(prompt) * server.prefill + response.longest * float(server.steps[n]) for n in sizes)
 
 
-def _curve(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths) -> Floats:
-    """(n,) when each of the last n samples of a server is done, n being what it can hold at once."""
+def _curve(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths) -> tuple[Floats, Floats]:
+    """(n,) lengths of the last n samples of a server, n being what it can hold at once, and when each is done."""
     slots = min(samples, server.slots(mean(prompt) + mean(response)))
     lengths = _of_server(response, slots, batch)
     gaps = np.diff(lengths, prepend=1.0)  # the prefill makes the first token
     ends: Floats = np.cumsum(gaps * server.steps[slots:0:-1])
     waiting = samples - slots
     bulk = waiting * mean(response) / slots * float(server.steps[slots])
-    return ends + bulk + samples * mean(prompt) * server.prefill
+    return lengths, ends + bulk + samples * mean(prompt) * server.prefill
+
+
+def _reached(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths, tokens: float) -> float:
+    """When a server has `tokens` of each sample that is that long."""
+    lengths, ends = _curve(server, samples, batch, prompt, response)
+    first = float(ends[0]) - (float(lengths[0]) - 1.0) * float(server.steps[len(lengths)])
+    return float(np.interp(tokens, np.concatenate(([1.0], lengths)), np.concatenate(([first], ends))))
 
 
 def _tail(server: Servers, batch: int, left: int, destinations: int, prompt: Lengths, response: Lengths) -> float:
