@@ -288,6 +288,8 @@ class Fleet:
             return replace(i, health=Health.SUSPECT, reason=f"silent for {silence:.0f} s")
         if now < i.until:
             return replace(i, health=Health.SUSPECT)
+        if i.health is Health.HEALTHY and not i.reason:
+            return i
         return replace(i, health=Health.HEALTHY, reason="")
 
     def _set(self, instance: Instance) -> None:
