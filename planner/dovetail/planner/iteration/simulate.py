@@ -89,8 +89,10 @@ def simulate(
     end = begun + trained.seconds
     bars = [b._replace(start=b.start + swapped, end=b.end + swapped) for b in rolled.bars]
     bars += trained.bars
-    for share in (*candidate.actor_training[:1], *candidate.generation):
-        bars += [Bar(share.pool, gpu, "weights", "weights", end, end + moved) for gpu in share.range if moved]
+    if moved:
+        holders = (*candidate.actor_training, *candidate.generation)
+        gpus = sorted({(share.pool, gpu) for share in holders for gpu in share.range})
+        bars += [Bar(pool, gpu, "weights", "weights", end, end + moved) for pool, gpu in gpus]
     for share in candidate.generation:
         bars += [Bar(share.pool, gpu, "swap", "swap in", 0.0, swapped) for gpu in share.range if swapped]
     return Simulated(phases, tuple(bars), rolled.migrated, int(lengths.sum()))

@@ -1,0 +1,158 @@
+"""An iteration played event by event: as the closed form says on average, one task a GPU at a time, traced as runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dovetail.planner.hardware import gpu
+from dovetail.planner.iteration import DOVETAIL, PHASES, estimate, simulate, simulate_many
+from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Schedule, Share, Workload
+from dovetail.planner.shape import ModelShape
+
+MODEL = ModelShape("llama", 24, 2048, 5504, 16, 16, 128, 32000)
+INVENTORY = Inventory((Pool("a", gpu("NVIDIA-H100-80GB-HBM3"), 4, 8, 25e9), Pool("b", gpu("NVIDIA-A10"), 1, 8)))
+
+
+def workload(batch: int = 256, tokens: int = 1024, fixed: bool = False) -> Workload:
+    response = Lengths.fixed(tokens) if fixed else Lengths.long_tailed(tokens)
+    return Workload(MODEL, MODEL, MODEL, MODEL, batch, 64, 1, Lengths.fixed(128), response)
+
+
+def flattened(
+    pp: int = 2, dp: int = 4, schedule: Schedule = "Serial", migration: float | None = None, micro: int = 2
+) -> Candidate:
+    trained = (Share("a", pp=pp, dp=dp, micro_batch=micro, fsdp=2),)
+    scored = (Share("a", dp=pp * dp, micro_batch=4),)
+    servers = (Share("a", dp=pp * dp, offload=True),)
+    return Candidate(
+        Placement.FLATTENING, servers, trained, trained, scored, scored, scored, schedule=schedule, migration=migration
+    )
+
+
+def separated(migration: float | None = None) -> Candidate:
+    return Candidate(
+        Placement.SEPARATION,
+        (Share("a", 16, dp=16),),
+        (Share("a", dp=8, fsdp=2, micro_batch=2),),
+        (Share("a", 8, pp=2, dp=4, fsdp=2, micro_batch=2),),
+        (Share("b", dp=4),),
+        (Share("b", 4, dp=4),),
+        (Share("a", 16, dp=8, micro_batch=4),),
+        migration=migration,
+    )
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    st.sampled_from([(1, 8), (2, 4), (4, 4), (2, 8)]),
+    st.sampled_from(["Serial", "TimeSharing"]),
+    st.sampled_from([None, 0.2]),
+    st.sampled_from([256, 1024]),
+)
+def test_agrees_with_the_closed_form(
+    layout: tuple[int, int], schedule: Schedule, migration: float | None, tokens: int
+) -> None:
+    candidate, work = flattened(*layout, schedule, migration), workload(tokens=tokens)
+    _agree(candidate, work)
+
+
+@pytest.mark.parametrize("migration", [None, 0.2])
+def test_agrees_where_tasks_are_apart(migration: float | None) -> None:
+    _agree(separated(migration), workload())
+
+
+def test_agrees_for_a_searched_schedule() -> None:
+    _agree(flattened(4, 4, "Fused"), workload())
+
+
+def _agree(candidate: Candidate, work: Workload) -> None:
+    played = simulate_many(candidate, work, INVENTORY, iterations=40, seed=1)  # the longest of a batch differs much
+    expected = estimate(candidate, work, INVENTORY)
+    measured = {name: statistics.mean(each.phases[name] for each in played) for name in PHASES}
+    total = sum(measured.values())
+    assert expected.seconds == pytest.approx(total, rel=0.12)
+    for name in ("generation", "training"):
+        assert expected.phases[name] == pytest.approx(measured[name], rel=0.15), name
+    assert expected.phases["inference"] == pytest.approx(measured["inference"], rel=0.2, abs=0.05 * total)
+
+
+@pytest.mark.parametrize("schedule", ["Serial", "TimeSharing"])
+def test_is_exact_where_all_samples_are_alike(schedule: Schedule) -> None:
+    candidate, work = flattened(4, 2, schedule), workload(fixed=True, tokens=64)
+    lengths = np.full(work.batch, 64)
+    played = simulate(candidate, work, INVENTORY, np.full(work.batch, 128), lengths)
+    expected = estimate(candidate, work, INVENTORY)
+    for name in PHASES:
+        assert played.phases[name] == pytest.approx(expected.phases[name], rel=0.02), name
+
+
+def test_a_gpu_does_one_thing_at_a_time() -> None:
+    rng = np.random.default_rng(0)
+    for candidate in (flattened(migration=0.2), flattened(schedule="TimeSharing"), separated(0.2)):
+        work = workload(64)
+        played = simulate(candidate, work, INVENTORY, work.prompt.draw(64, rng), work.response.draw(64, rng))
+        by_gpu = defaultdict(list)
+        for bar in played.bars:
+            by_gpu[bar.pool, bar.gpu].append((bar.start, bar.end, bar.name))
+        used = {(s.pool, i) for _, s in candidate.placed for i in s.range}
+        assert set(by_gpu) == used
+        for bars in by_gpu.values():
+            bars.sort()
+            for (_, end, first), (start, _, second) in pairwise(bars):
+                assert start >= end - 1e-9, (first, second)
+        assert max(bar.end for bar in played.bars) <= played.seconds + 1e-9
+        assert 0 < played.busy("a", 0) <= played.seconds
+
+
+def test_trains_every_micro_batch_once() -> None:
+    work = workload(64)
+    candidate = flattened(2, 2, "TimeSharing")
+    played = simulate(candidate, work, INVENTORY, np.full(64, 128), np.full(64, 100))
+    first = [bar.name for bar in played.bars if (bar.pool, bar.gpu, bar.lane) == ("a", 0, "trainer")]
+    count = 64 // (2 * 2)
+    wanted = {f"{model} {kind}{m}" for model in ("actor", "critic") for kind in "FB" for m in range(count)}
+    assert sorted(n for n in first if n != "optimizer") == sorted(wanted)
+
+
+def test_traces_are_those_of_real_runs() -> None:
+    work = workload(64)
+    played = simulate(flattened(), work, INVENTORY, np.full(64, 128), np.full(64, 100))
+    trace = played.trace(iteration=3)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {"coordinator", *(f"a-{i}" for i in range(8))}
+    phases = [e for e in trace["traceEvents"] if e.get("cat") == "phases"]
+    assert [e["name"] for e in phases] == ["swap", "generation", "inference", "training", "weights"]
+    ends = [e["ts"] + e["dur"] for e in phases]
+    assert ends[-1] / 1e6 == pytest.approx(played.seconds, rel=1e-6)
+    assert all(e["args"]["iteration"] == 3 for e in phases)
+    assert trace["otherData"]["predicted"] is True
+
+
+def test_a_seed_gives_the_same_iterations() -> None:
+    once, again, other = (
+        [each.seconds for each in simulate_many(separated(), workload(64), INVENTORY, 3, seed)] for seed in (4, 4, 5)
+    )
+    assert once == again != other
+
+
+def test_static_batches_and_passes_before_training() -> None:
+    rng = np.random.default_rng(1)
+    work = workload(128)
+    prompts, lengths = work.prompt.draw(128, rng), work.response.draw(128, rng)
+    candidate = flattened()
+    ours = simulate(candidate, work, INVENTORY, prompts, lengths)
+    static = simulate(candidate, work, INVENTORY, prompts, lengths, replace(DOVETAIL, continuous=False))
+    assert static.phases["generation"] > ours.phases["generation"]
+    passed = simulate(replace(candidate, folded=False), work, INVENTORY, prompts, lengths)
+    assert passed.phases["inference"] > ours.phases["inference"]
+    gathered = simulate(flattened(migration=0.2), work, INVENTORY, prompts, lengths)
+    assert gathered.migrated > 0 == ours.migrated
+    assert ours.tokens == int(lengths.sum())
