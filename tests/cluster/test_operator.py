@@ -112,7 +112,7 @@ def container(**more: Any) -> dict[str, Any]:
 
 CAUSES = {
     "a product that no node has": (
-        with_trainer(gpu={"product": "NVIDIA-H100", "perPod": 1}),
+        with_trainer(gpu={"product": "NVIDIA-H100-PCIe", "perPod": 1}),
         "Scheduled",
         "Unschedulable",
         "nodes are available",
@@ -172,7 +172,7 @@ def test_pods_that_cannot_start_are_explained(
 def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
-    groups = with_trainer(gpu={"product": "NVIDIA-H100", "perPod": 1})
+    groups = with_trainer(gpu={"product": "NVIDIA-H100-PCIe", "perPod": 1})
     document = manifest(namespace, groups, failurePolicy={"startTimeoutSeconds": 15})
     cluster.apply(document, namespace=namespace)
     assert wait_end(cluster, namespace, 300).startswith("Unschedulable: pod tiny-a100-0-0-")

@@ -33,6 +33,18 @@ def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
     return found
 
 
+def model_configs(spec: RLHFJobSpec, base_dir: Path) -> dict[str, dict[str, Any]]:
+    """config.json of each model that names a folder, where it can be read."""
+    found = {}
+    for name in ("actor", "critic", "reward", "reference"):
+        source: ModelSource | None = getattr(spec.models, name).source
+        if source is not None and source.path is not None:
+            config = _json(base_dir / source.path / "config.json")
+            if isinstance(config, dict):
+                found[name] = config
+    return found
+
+
 def _layers(source: ModelSource | None, base: Path) -> int | None:
     fields: Any = None
     if source is not None and source.scratch is not None:

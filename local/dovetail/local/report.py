@@ -17,7 +17,7 @@ from dovetail.local.errors import RunError
 from dovetail.local.report_schedule import read_schedule, schedule_section
 from dovetail.local.summary import PHASES, duration, fusion_rows, get, read_summary, rows, stage_seconds
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--fg:#1b1f24;--mute:#667;--line:#8884;--card:#fff;--bg:#f4f5f7}
 @media(prefers-color-scheme:dark){:root{--fg:#e6e8eb;--mute:#9aa3ad;--card:#1d2126;--bg:#14171a}}
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.45 system-ui,sans-serif}
@@ -199,7 +199,7 @@ def render_report(
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(name)}: Dovetail report</title><style>{_STYLE}</style></head><body><main>"
+        f"<title>{escape(name)}: Dovetail report</title><style>{STYLE}</style></head><body><main>"
         f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{"".join(sections)}{when}'
         f"{schedule_section(schedule)}"
         "</main></body></html>\n"

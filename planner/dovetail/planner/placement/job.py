@@ -11,22 +11,23 @@ from dovetail.api.plan import trained_models
 from dovetail.api.prediction import Prediction
 from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.hardware import GPU
-from dovetail.planner.iteration.system import DOVETAIL
+from dovetail.planner.iteration.system import DOVETAIL, System
 from dovetail.planner.memory import Training, problem, worst
-from dovetail.planner.placement.candidate import Task
+from dovetail.planner.placement.candidate import Candidate, Placement, Task
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.manifest import allowed_layouts, groups_inventory, groups_limits, workload
 from dovetail.planner.placement.predict import prediction
 from dovetail.planner.placement.search import Effort, Search
+from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.switching import Layout
 from dovetail.planner.timing import training_step
 
 # Estimates of whole iterations: a manifest's groups leave little open.
 EFFORT = 600
-# Pipeline stages must gain as much over the most data-parallel layout: the models of time are not exact.
+# Pipeline stages or interleaving must gain as much over data parallelism and neither: the models of time are not exact.
 WORTH = 1.05
 # Of an optimizer step, which for a small model are longer than what the models count (launches, Python).
 UNCOUNTED_SECONDS = 0.01
@@ -37,15 +38,30 @@ class Infeasible(ValueError):
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The placement of a PPO iteration, with all that it was estimated from."""
+
+    candidate: Candidate
+    work: Workload
+    inventory: Inventory
+    system: System
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
 class Placed:
-    """`layouts`: of each trained model. `prediction`: of a PPO iteration, None without that stage. `interleaved`:
-    reference and reward on halves of the rollouts."""
+    """`layouts`: of each trained model. `chosen`: of a PPO iteration, None without that stage."""
 
     layouts: Mapping[str, Parallelism]
-    prediction: Prediction | None = None
+    chosen: Chosen | None = None
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return None if self.chosen is None else self.chosen.prediction
 
     @property
     def interleaved(self) -> bool:
+        """Whether reference and reward are on halves of the rollouts."""
         return self.prediction is not None and self.prediction.placement == "Interleaving"
 
 
@@ -66,7 +82,7 @@ def place(
     if Stage.PPO not in spec.stages:
         return Placed({model: fitting[0] for model, fitting in layouts.items()})
     found = _iteration(spec, known, inventory, layouts)
-    by_task = {task.task: task for task in found.tasks}
+    by_task = {task.task: task for task in found.prediction.tasks}
     chosen = {model: fitting[0] for model, fitting in layouts.items()}
     for model in ("actor", "critic"):
         if task := by_task.get(f"{model}_training"):
@@ -81,7 +97,7 @@ def _iteration(
     known: Mapping[str, ModelShape],
     inventory: Inventory,
     layouts: Mapping[str, Sequence[Parallelism]],
-) -> Prediction:
+) -> Chosen:
     work, limits = workload(spec, known), groups_limits(spec, inventory, known)
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
     limits = replace(limits, layouts={tasks[m]: tuple(fit) for m, fit in layouts.items() if m in tasks})
@@ -90,13 +106,18 @@ def _iteration(
     result = Search(inventory, work, limits, costs, Effort(EFFORT)).run()
     if result.best is None:
         raise Infeasible(_reason(spec, result.rejected[0].problem if result.rejected else None))
-    plain = replace(limits, layouts={task: (min(fit, key=lambda y: y.pp),) for task, fit in limits.layouts.items()})
+    plain = replace(
+        limits,
+        layouts={task: (min(fit, key=lambda layout: layout.pp),) for task, fit in limits.layouts.items()},
+        placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
+    )
     simple = Search(inventory, work, plain, costs, Effort(EFFORT)).run()
     least = WORTH * result.best.seconds + UNCOUNTED_SECONDS * work.steps
     if simple.best is not None and simple.best.seconds <= least:
         simple.rejected = result.rejected
         result = simple
-    return prediction(result, work, inventory, costs)
+    assert result.best is not None
+    return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
 
 
 def _reason(spec: RLHFJobSpec, why: str | None) -> str:

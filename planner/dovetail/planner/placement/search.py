@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 from dovetail.planner.iteration.estimate import Estimate
 from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
@@ -30,6 +30,8 @@ PATIENCE = 500
 GLANCES = 3
 # The descent looks at layouts that alone take up to so much longer than the one in use.
 SLACK = 1.25
+# Pairs of layouts of actor and critic that it looks at.
+PAIRS = 24
 # A task that needs less of a GPU than this does nothing to need less.
 ROOMY = 0.4
 # Nodes by which the sizes of the best structure are varied, where not all were tried.
@@ -116,9 +118,9 @@ class Search:
 
     def run(self) -> Result:
         """The best of all structures."""
-        best = self._round(sizes)
+        best = self._round(sizes, 0.6)
         if best is not None and not self._over():
-            best = self._round(partial(_near, self._cuts(best.structure)), best)
+            best = self._round(partial(_near, self._cuts(best.structure)), 0.8, best)
         if best is not None:
             self._descend(best)
         self.result.complete = not self._over()
@@ -128,22 +130,25 @@ class Search:
         self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.placement, r.note))
         return self.result
 
-    def _round(self, grid: Sizes, best: Ranking | None = None) -> Ranking | None:
-        """One estimate of each structure, then a closer look at those that did best. Spends half of what is left."""
-        last = self.result.estimates + (self.effort.estimates - self.result.estimates) // 2
-        glanced = []
+    def _round(self, grid: Sizes, until: float, best: Ranking | None = None) -> Ranking | None:
+        """One estimate of each structure, then a closer look at those that did best, until this share of the effort is
+        spent; longer only where nothing fits yet."""
+        begun, glanced = self.result.estimates, []
         for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
-            if self._over() or (self.result.estimates >= last and self.result.best is not None):
+            if self._over() or self._spent(begun, until / 2):
                 break
             if self.result.best is None or ranking.bound < self.result.best.seconds:
                 seconds, improved = self._glance(ranking)
                 best = ranking if improved else best
                 glanced.append((seconds, order, ranking))
         for _, _, ranking in sorted(glanced, key=lambda g: g[:2]):
-            if self._over():
+            if self._over() or self._spent(0, until):
                 break
             best = self._beam(ranking) or best
         return best
+
+    def _spent(self, begun: int, share: float) -> bool:
+        return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
 
     def _glance(self, ranking: Ranking) -> tuple[float, bool]:
         """Seconds of the structure's first combination that fits, infinite if none of a few does, and whether it is the
@@ -334,24 +339,47 @@ class Search:
         return frozenset(slot.count for task in TASKS for slot in structure.slots(task))
 
     def _descend(self, ranking: Ranking) -> None:
-        """Change one task's layout at a time, among all that fit, while that helps."""
+        """Change one task's layout at a time, or both trainings' at once, among all that fit, while that helps."""
         wide = self.rank(ranking.structure, width=10**9)
-        found = self.result.best
         assert isinstance(wide, Ranking)
         improved = True
         while improved and not self._over():
-            improved = False
-            for at, ranked in enumerate(wide.layouts):
-                assert found is not None
-                chosen = [s for task in TASKS for s in found.candidate.shares(task)]
-                used = next((o.seconds for o in ranked if o.share == chosen[at]), 0.0)
-                for option in ranked:
-                    if self._over() or option.seconds > SLACK * used:
-                        break
-                    varied = [*chosen[:at], option.share, *chosen[at + 1 :]]
-                    if self.agrees(wide, varied) and self._try(wide, varied)[0]:
-                        improved = True
-                found = self.result.best
+            before = self.result.best
+            for at in range(len(wide.layouts)):
+                for option in self._within_slack(wide, at):
+                    self._vary(wide, {at: option.share})
+            for pair in self._pairs(wide):
+                self._vary(wide, pair)
+            improved = self.result.best is not before
+
+    def _chosen(self) -> list[Share]:
+        assert self.result.best is not None
+        return [share for _, share in self.result.best.candidate.placed]
+
+    def _within_slack(self, wide: Ranking, at: int) -> list[Option]:
+        """Layouts of a place that alone take not much longer than the one in use."""
+        used = self._chosen()[at]
+        seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
+        return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
+
+    def _pairs(self, wide: Ranking) -> list[dict[int, Share]]:
+        """Layouts of actor and critic that can share a schedule, the fastest first."""
+        places = [at for at, (task, _) in enumerate(wide.places) if task in TRAINING]
+        if len(places) != 2 or wide.structure.apart:
+            return []
+        actor, critic = places
+        both = [
+            (a.seconds + b.seconds, order, {actor: a.share, critic: b.share})
+            for order, (a, b) in enumerate(product(self._within_slack(wide, actor), self._within_slack(wide, critic)))
+            if a.share.tp == b.share.tp and max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0
+        ]
+        return [pair for _, _, pair in heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])]
+
+    def _vary(self, wide: Ranking, changes: Mapping[int, Share]) -> None:
+        if not self._over():
+            varied = [changes.get(at, share) for at, share in enumerate(self._chosen())]
+            if self.agrees(wide, varied):
+                self._try(wide, varied)
 
 
 def _better(a: Found, b: Found) -> bool:

@@ -207,6 +207,11 @@ def _served(
     yield segments, segments, ""
     if limits.whole:
         return
+    if limits.together:
+        for used in product((True, False), repeat=len(segments)):
+            if some := tuple(s for s, use in zip(segments, used, strict=True) if use):
+                yield some, some, ""
+        return
     for uses in product(("both", "generation", "inference"), repeat=len(segments)):
         generation = tuple(s for s, use in zip(segments, uses, strict=True) if use != "inference")
         inference = tuple(s for s, use in zip(segments, uses, strict=True) if use != "generation")
@@ -217,5 +222,4 @@ def _served(
             if 2 * count <= segments[0].count:
                 first, second = segments[0].cut(segments[0].count - count)
                 yield (first,), (second,), "inference apart from generation"
-    if not limits.together:
-        yield segments, (training,), "inference on the trainers"
+    yield segments, (training,), "inference on the trainers"

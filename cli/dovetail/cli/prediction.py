@@ -1,0 +1,97 @@
+"""What the planner expects, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+
+from dovetail.api.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
+
+GIB = 2**30
+_WORDS = {
+    "actor_training": "actor training",
+    "critic_training": "critic training",
+    "critic": "critic inference",
+}
+
+
+def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
+    """Where each task runs, memory by part, times, and what was decided against."""
+    parts: list[Table | str] = [_tasks(found, title), "", *_facts(found), "", _memory(found)]
+    if found.alternatives:
+        parts += ["", _alternatives(found)]
+    return Group(*parts)
+
+
+def _table(title: str, left: tuple[str, ...], right: tuple[str, ...] = (), last: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for heading in left:
+        table.add_column(heading)
+    for heading in right:
+        table.add_column(heading, justify="right")
+    if last is not None:
+        table.add_column(last, overflow="fold")
+    return table
+
+
+def placement_name(placement: str, note: str) -> str:
+    """Separation (reference and reward on halves)."""
+    return f"{placement} ({note})" if note else placement
+
+
+def _tasks(found: Prediction, title: str) -> Table:
+    table = _table(title, ("task", "group", "GPUs", "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
+    for task in found.tasks:
+        micro = "" if task.task == "generation" else str(task.micro_batch)
+        layout = f"{task.pp},{task.tp},{task.dp}"
+        name = _WORDS.get(task.task, task.task)
+        table.add_row(name, task.group, gpu_range(task), layout, micro, f"{task.seconds:.3g}", ", ".join(task.details))
+    return table
+
+
+def gpu_range(place: PredictedTask | PredictedMemory) -> str:
+    """Numbers of the GPUs in their group, as 0-7."""
+    last = place.first + place.gpus - 1
+    return str(place.first) if last == place.first else f"{place.first}-{last}"
+
+
+def _facts(found: Prediction) -> Iterator[str]:
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.phases.items() if seconds)
+    yield f"Placement: {placement_name(found.placement, found.note)}"
+    yield f"Schedule of actor and critic: {found.schedule}"
+    threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
+    yield f"Migration of generation's tail: {threshold}"
+    speed = f"{found.samples_per_second:.3g} samples/s"
+    price = "" if found.samples_per_dollar is None else f", {found.samples_per_dollar:.3g} samples per unit of price"
+    yield f"Iteration: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
+    yield f"Hardware figures: {found.hardware}; {found.examined} iterations estimated"
+
+
+def _memory(found: Prediction) -> Table:
+    table = _table("Memory of a GPU, GiB", ("group", "GPUs"), ("used", "of"), "by part")
+    for each in found.memory:
+        used = sum(each.parts.values())
+        largest = sorted(((n, s) for n, s in each.parts.items() if s >= 0.005 * used), key=lambda part: -part[1])
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
+        table.add_row(each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", parts)
+    return table
+
+
+def _alternatives(found: Prediction) -> Table:
+    table = _table("Decided against", ("placement",), ("seconds",), "why")
+    for other in found.alternatives:
+        seconds = "" if other.seconds is None else f"{other.seconds:.3g}"
+        why = other.problem or _gap(found, other)
+        table.add_row(placement_name(other.placement, other.note), seconds, why)
+    return table
+
+
+def _gap(found: Prediction, other: Alternative) -> str:
+    """How much slower; faster ones gain less than the models of time are exact."""
+    if other.seconds is None:
+        return ""
+    if other.seconds < found.iteration_seconds:
+        return "gains too little to rely on"
+    return f"{other.seconds / found.iteration_seconds - 1:+.1%}"

@@ -1,0 +1,161 @@
+"""The best that an inventory allows, whatever groups a manifest has, and the groups that would make it so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dovetail.api.batching import pinned_layouts
+from dovetail.api.types import RLHFJobSpec, Stage
+from dovetail.planner.iteration.system import DOVETAIL
+from dovetail.planner.placement.candidate import Candidate, Placement, Share, Task
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.costs import Costs
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.job import Chosen, Infeasible
+from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.manifest import pinned, workload
+from dovetail.planner.placement.predict import prediction
+from dovetail.planner.placement.search import Effort, Result, Search
+from dovetail.planner.placement.structures import HALVES
+from dovetail.planner.shape import ModelShape
+
+# Estimates of whole iterations; enough for 64 GPUs, and more for more.
+LEAST_EFFORT = 1500
+EFFORT_PER_GPU = 12
+
+
+class Unknown(ValueError):
+    """The planner knows too little of the job; one sentence."""
+
+
+def effort(inventory: Inventory, expired: Callable[[], bool] = lambda: False) -> Effort:
+    """For an inventory of this size."""
+    return Effort(max(LEAST_EFFORT, EFFORT_PER_GPU * inventory.gpus), expired)
+
+
+def recommend(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    inventory: Inventory,
+    expired: Callable[[], bool] = lambda: False,
+) -> tuple[Chosen, list[str]]:
+    """The best placement that is executed today; where none fits, the best of all, with sentences that say what of it
+    is not executed yet. Raises Infeasible, ConfigError, Unknown."""
+    if Stage.PPO not in spec.stages:
+        raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
+    known = shapes(spec, configs)
+    if known is None:
+        raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
+    executed = _limits(spec, Limits().executed())
+    found = _search(spec, known, inventory, executed, effort(inventory, expired))
+    if not isinstance(found, str):
+        return found, []
+    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired))
+    if isinstance(everything, str):
+        raise Infeasible(everything)
+    return everything, [f"with what is executed today nothing fits: {found}", *unexecuted(everything.candidate)]
+
+
+def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
+    pins = pinned_layouts(spec)
+    tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
+    layouts = {} if pins is None else {task: (pins[model][1],) for model, task in tasks.items()}
+    return replace(pinned(spec, limits), layouts=layouts)
+
+
+def _search(
+    spec: RLHFJobSpec, known: Mapping[str, ModelShape], inventory: Inventory, limits: Limits, effort: Effort
+) -> Chosen | str:
+    work = workload(spec, known)
+    system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
+    costs = Costs(work, inventory, system)
+    result = Search(inventory, work, limits, costs, effort).run()
+    if result.best is None:
+        return _missing(result)
+    return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
+
+
+def _missing(result: Result) -> str:
+    """What came nearest to fitting."""
+    reasons = [r.problem for r in result.rejected if r.problem]
+    nearest = min(reasons, key=len) if reasons else "no layout divides the batches and layers evenly"
+    return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
+
+
+def unexecuted(candidate: Candidate) -> list[str]:
+    """One sentence for each thing that trainers and scorers do not run yet."""
+    shares = list(candidate.placed)
+    training = [s for task, s in shares if task.endswith("_training")]
+    scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
+    found = []
+    if any(s.tp > 1 for s in training):
+        found.append("training with tp above 1 is not executed yet")
+    if any(s.recompute for s in training):
+        found.append("making activations again in the backward pass is not executed yet")
+    if any(s.fsdp != 2 and s.dp > 1 for s in training):
+        found.append("FSDP stages other than ZeRO-2 are not executed yet")
+    if len({s.range for s in training}) > 1:
+        found.append("training actor and critic on GPUs of their own is not executed yet")
+    if wide := sorted({task for task, s in scored if s.tp > 1}):
+        found.append(f"models split over GPUs in inference ({', '.join(wide)}) are not executed yet")
+    if any(s.offload for _, s in scored):
+        found.append("inference weights that wait in host memory are not executed yet")
+    servers = [s for task, s in shares if task == "generation"]
+    if any(not any(s.overlaps(server) for server in servers) for _, s in scored):
+        found.append("inference away from the rollouts is not executed yet")
+    return found
+
+
+def fragment(chosen: Chosen) -> dict[str, Any]:
+    """The fields of a manifest's spec that say the same: groups, plan pins and batch sizes."""
+    candidate, pools = chosen.candidate, chosen.inventory
+    actor = candidate.actor_training[0]
+    critic = candidate.critic_training[0] if candidate.critic_training else None
+    pool = pools[actor.pool]
+    shared = {s for s in candidate.generation if s.overlaps(actor)}
+    groups = []
+    if shared:
+        server = next(iter(shared))
+        groups.append(_group(chosen, server, ["trainer", "rollout"], server.tp))
+    else:
+        count = actor.gpus if critic is None or critic.range == actor.range else actor.gpus + critic.gpus
+        per_pod = min(count, pool.per_node)
+        groups.append(
+            {
+                "name": "trainers",
+                "roles": ["trainer"],
+                "gpu": {"product": pool.gpu.product, "perPod": per_pod},
+                "replicas": count // per_pod,
+            }
+        )
+    groups += [_group(chosen, s, ["rollout"], s.tp) for s in candidate.generation if s not in shared]
+    layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
+    interleaved = candidate.placement is Placement.INTERLEAVING or HALVES in chosen.prediction.note
+    return {
+        "groups": groups,
+        "ppo": {"microBatchSize": actor.micro_batch, **_optimizers(actor, critic)},
+        "plan": {"placement": "Interleaving" if interleaved else "Auto", "parallelism": layouts},
+    }
+
+
+def _group(chosen: Chosen, share: Share, roles: list[str], per_pod: int) -> dict[str, Any]:
+    pool = chosen.inventory[share.pool]
+    return {
+        "name": share.pool,
+        "roles": roles,
+        "gpu": {"product": pool.gpu.product, "perPod": per_pod},
+        "replicas": share.gpus // per_pod,
+    }
+
+
+def _layout(share: Share) -> dict[str, int]:
+    return {"pp": share.pp, "tp": share.tp, "dp": share.dp}
+
+
+def _optimizers(actor: Share, critic: Share | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"actorOptimizer": {"offload": True}} if actor.offload else {}
+    if critic is not None and critic.offload:
+        found["criticOptimizer"] = {"offload": True}
+    return found
