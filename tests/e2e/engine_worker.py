@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts_check import parts_agree
 from torch.nn import functional as F
 
 from dovetail.api.messages import Action, Load, ModelRef
@@ -189,6 +190,7 @@ def full_training(engine: Engine, folder: Path, key: str) -> dict[str, Any]:
     log += train(engine, range(3, 5))
     end = shards(engine)
     out = {"log": log, "at_two": at_two, "read": [r.clone() for r in read], "end": weights(engine), "shards": end}
+    out["parts_agree"] = parts_agree(engine)
 
     engine.load(load_command(str(path)))
     assert engine.step == 2
@@ -226,6 +228,7 @@ def lora_training(groups: Groups, folder: Path, key: str) -> dict[str, Any]:
         log = train(engine, range(2, 4))
         end = shards(engine)
         out.setdefault("end", weights(engine))
+        out["parts_agree"] = parts_agree(engine)
         out.setdefault("log", log)
         out.setdefault("read", [r.clone() for r in engine.forward("actor", micro_batches("lm", 9, 0, 1), _logits)])
         if dropout == 0.0:

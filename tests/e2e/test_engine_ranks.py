@@ -99,6 +99,14 @@ def test_same_bits_after_restart_and_under_any_schedule(results: Results, world:
         assert rank[layout]["schedule_is_free"]
 
 
+@pytest.mark.parametrize(("world", "layout"), ALL)
+def test_what_a_rank_sends_is_its_part_of_what_it_gathers(results: Results, world: int, layout: str) -> None:
+    for rank in results[world]:
+        assert rank[layout]["parts_agree"]
+        if world < 4:
+            assert rank[layout]["lora"]["parts_agree"]
+
+
 @pytest.mark.parametrize("layout", ["1x2 in 2x1", "2x1 in 1x2", "1x2 whole in 1x2"])
 def test_checkpoint_loads_into_another_layout(results: Results, layout: str) -> None:
     source = layout.split(" in ")[0]

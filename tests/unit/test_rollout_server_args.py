@@ -6,6 +6,7 @@ import asyncio
 import http.server
 import json
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def test_cpu_servers_sample_by_counter_in_float32_and_gpu_servers_natively_in_bf
 
 def test_a_server_sleeps_where_it_shares_gpus_with_trainers(tmp_path: Path) -> None:
     both = {"roles": ["trainer", "rollout"], "gpu": {"product": "A", "perPod": 1}}
-    assert "--enable-sleep-mode" in arguments(tmp_path, on_cpu=False, **both)
+    shared = arguments(tmp_path, on_cpu=False, vllmArgs=["--gpu-memory-utilization", "0.6"], **both)
+    assert "--enable-sleep-mode" in shared
+    assert [b for a, b in pairwise(shared) if a == "--gpu-memory-utilization"] == ["0.4", "0.6"], "the group's own wins"
     assert "--enable-sleep-mode" not in arguments(tmp_path, on_cpu=False, gpu={"product": "A", "perPod": 1})
     assert "--enable-sleep-mode" not in arguments(tmp_path, roles=["trainer", "rollout"])
 

@@ -27,6 +27,7 @@ ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
 KV_BLOCK_TOKENS = 128
+COLOCATED_MEMORY = "0.4"
 MAX_KV_SHARE = 0.25
 
 
@@ -139,7 +140,8 @@ def vllm_arguments(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[
             arguments += ["--tensor-parallel-size", str(group.gpu.per_pod)]
         if Role.TRAINER in group.roles:
             # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
-            arguments += ["--enable-sleep-mode"]
+            # They keep weights and optimizer state there all the time.
+            arguments += ["--enable-sleep-mode", "--gpu-memory-utilization", COLOCATED_MEMORY]
     if spec.models.actor.trust_remote_code:
         arguments += ["--trust-remote-code"]
     return [*arguments, *group.vllm_args]
