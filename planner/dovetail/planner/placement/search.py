@@ -13,16 +13,14 @@ from functools import partial
 from itertools import islice, product
 
 from dovetail.planner.iteration.estimate import Estimate
-from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.placement.candidate import TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
 from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
-from dovetail.planner.placement.options import options
+from dovetail.planner.placement.ranking import Ranker, Ranking, combinations
 from dovetail.planner.placement.structures import Sizes, Slot, Structure, every_size, sizes, structures
 from dovetail.planner.placement.workload import Workload
 
-# Fastest layouts of a task that are kept besides those that need less memory than any faster one.
-WIDTH = 4
 # Combinations of a structure's layouts that are estimated.
 COMBINATIONS = 8
 # Combinations that are looked at for those.
@@ -32,8 +30,6 @@ GLANCES = 3
 SLACK = 1.25
 # Pairs of layouts of actor and critic that it looks at.
 PAIRS = 24
-# A task that needs less of a GPU than this does nothing to need less.
-ROOMY = 0.4
 # Nodes by which the sizes of the best structure are varied, where not all were tried.
 NEAR = 3
 
@@ -81,22 +77,6 @@ class Result:
     complete: bool = True
 
 
-# Fastest first.
-Ranked = list[Option]
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """A structure with each task's layouts on each slot, fastest first. `guess`: seconds of the fastest ones together,
-    `bound`: seconds that no choice of them goes below."""
-
-    structure: Structure
-    places: tuple[tuple[Task, Slot], ...]
-    layouts: tuple[Ranked, ...]
-    guess: float
-    bound: float
-
-
 class Search:
     """One search. Deterministic unless `effort.expired` is."""
 
@@ -110,9 +90,9 @@ class Search:
         lean: bool = True,
     ) -> None:
         self.inventory, self.workload, self.limits = inventory, workload, limits
-        self.costs, self.effort, self.lean = costs, effort, lean
+        self.costs, self.effort = costs, effort
+        self.ranker = Ranker(inventory, workload, limits, costs, lean)
         self.result = Result()
-        self._options: dict[tuple[object, ...], Ranked | str] = {}
         self._known: dict[Candidate, Estimate] = {}
         self._kinds: dict[tuple[Placement, str], Rejected] = {}
 
@@ -174,7 +154,7 @@ class Search:
         found = []
         for structure in structures(self.inventory, self.workload, self.limits, grid):
             self.result.structures += 1
-            ranking = self.rank(structure)
+            ranking = self.ranker.rank(structure)
             if isinstance(ranking, Ranking):
                 found.append(ranking)
             else:
@@ -182,58 +162,6 @@ class Search:
             if self.effort.expired():
                 break
         return found
-
-    def rank(self, structure: Structure, width: int = WIDTH) -> Ranking | str:
-        """Layouts of each task; or the sentence that says which task does not fit."""
-        places = tuple((task, slot) for task in TASKS for slot in structure.slots(task))
-        layouts = []
-        for task, slot in places:
-            ranked = self._task(structure, task, slot, width)
-            if isinstance(ranked, str):
-                return ranked
-            layouts.append(ranked)
-        seconds: dict[Task, float] = {}
-        floors: dict[Task, float] = {}
-        for (task, _), ranked in zip(places, layouts, strict=True):
-            _side_by_side(seconds, task, ranked[0].seconds)
-            _side_by_side(floors, task, min(option.floor for option in ranked))
-        return Ranking(structure, places, tuple(layouts), _sum(structure, seconds), _sum(structure, floors))
-
-    def _task(self, structure: Structure, task: Task, slot: Slot, width: int) -> Ranked | str:
-        """Layouts that fit alone, fastest first, on the slot's GPUs. The same for equal slots elsewhere."""
-        start, shared = replace(slot, first=0), structure.shares_trainers(slot)
-        front = (task, start, shared, width)
-        if front not in self._options:
-            ranked = self._layouts(task, start, shared)
-            self._options[front] = ranked if isinstance(ranked, str) else _front(ranked, width)
-        found = self._options[front]
-        if isinstance(found, str) or slot.first == 0:
-            return found
-        return [replace(option, share=replace(option.share, first=slot.first)) for option in found]
-
-    def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | str:
-        key = (task, slot, shared)
-        if key not in self._options:
-            alike = options(task, slot, shared, self.inventory, self.workload, self.limits)
-            found = [option for shares in alike for option in self._ways(task, shares)]
-            fitting = [option for option in found if option.problem is None]
-            fitting.sort(key=lambda option: (option.seconds, str(option.share)))
-            nothing = f"no layout of {task} on {slot.count} GPUs of {slot.pool} divides its batches and layers evenly"
-            least = min(found, key=lambda option: option.need, default=None)
-            self._options[key] = fitting or (least.problem if least and least.problem else nothing)
-        return self._options[key]
-
-    def _ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
-        """Of shares that differ in what they do for memory, those worth a look: none if doing all does not help, and
-        only the first ones (of each ZeRO stage) if there is plenty of room without."""
-        least = self.costs.option(task, shares[-1])
-        if least.problem is not None or len(shares) == 1:
-            return [least]
-        first = self.costs.option(task, shares[0])
-        if self.lean and first.problem is None and first.need < ROOMY * self.inventory[first.share.pool].gpu.memory:
-            plain = [s for s in shares[1:] if not (s.recompute or s.offload)]
-            return [first, *(self.costs.option(task, s) for s in plain)]
-        return [first, *(self.costs.option(task, s) for s in shares[1:-1]), least]
 
     # ------------------------------------------------------------ combinations
 
@@ -254,7 +182,7 @@ class Search:
         return ranking if improved else None
 
     def _agreeing(self, ranking: Ranking) -> Iterator[tuple[Share, ...]]:
-        return (c for c in islice(_combinations(ranking.layouts), PATIENCE) if self.agrees(ranking, c))
+        return (c for c in islice(combinations(ranking.layouts), PATIENCE) if self.agrees(ranking, c))
 
     def _least(self, ranking: Ranking) -> tuple[Share, ...] | None:
         """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size the same."""
@@ -340,7 +268,7 @@ class Search:
 
     def _descend(self, ranking: Ranking) -> None:
         """Change one task's layout at a time, or both trainings' at once, among all that fit, while that helps."""
-        wide = self.rank(ranking.structure, width=10**9)
+        wide = self.ranker.rank(ranking.structure, width=10**9)
         assert isinstance(wide, Ranking)
         improved = True
         while improved and not self._over():
@@ -386,44 +314,6 @@ def _better(a: Found, b: Found) -> bool:
     return (a.estimate.problem is not None, a.seconds) < (b.estimate.problem is not None, b.seconds)
 
 
-def _side_by_side(seconds: dict[Task, float], task: Task, more: float) -> None:
-    """Add a slot to the task's others: they work at the same time, each by its speed."""
-    rate = 1 / max(more, 1e-12) + (1 / seconds[task] if task in seconds else 0.0)
-    seconds[task] = 1 / rate
-
-
-def _sum(structure: Structure, seconds: Mapping[Task, float]) -> float:
-    """Generation, inference and training one after the other, actor and critic at once where they train apart."""
-    actor, critic = seconds["actor_training"], seconds.get("critic_training", 0.0)
-    training = max(actor, critic) if structure.apart else actor + critic
-    return seconds["generation"] + training + sum(seconds.get(task, 0.0) for task in INFERENCE)
-
-
-def _front(ranked: Ranked, width: int) -> Ranked:
-    """The `width` fastest, and each that needs less memory than every faster one."""
-    kept, least = [], float("inf")
-    for count, option in enumerate(ranked):
-        if count < width or option.need < least:
-            kept.append(option)
-        least = min(least, option.need)
-    return kept
-
-
-def _combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Share, ...]]:
-    """One share of each list, by the sum of their seconds; each combination once."""
-    start = (0,) * len(layouts)
-    heap = [(sum(ranked[0].seconds for ranked in layouts), start)]
-    seen = {start}
-    while heap:
-        seconds, at = heapq.heappop(heap)
-        yield tuple(ranked[i].share for ranked, i in zip(layouts, at, strict=True))
-        for k, (ranked, i) in enumerate(zip(layouts, at, strict=True)):
-            after = (*at[:k], i + 1, *at[k + 1 :])
-            if i + 1 < len(ranked) and after not in seen:
-                seen.add(after)
-                heapq.heappush(heap, (seconds + ranked[i + 1].seconds - ranked[i].seconds, after))
-
-
 def _near(cuts: frozenset[int], pool: Pool, count: int) -> list[int]:
     """Sizes within NEAR nodes of those in `cuts`."""
     unit = pool.per_node
@@ -436,10 +326,10 @@ def exhaustive(inventory: Inventory, workload: Workload, limits: Limits, costs: 
     search = Search(inventory, workload, limits, costs, Effort(estimates=10**12), lean=False)
     for structure in structures(inventory, workload, limits, every_size):
         search.result.structures += 1
-        ranking = search.rank(structure, width=10**9)
+        ranking = search.ranker.rank(structure, width=10**9)
         if isinstance(ranking, str):
             continue
-        for chosen in filter(partial(search.agrees, ranking), _combinations(ranking.layouts)):
+        for chosen in filter(partial(search.agrees, ranking), combinations(ranking.layouts)):
             for schedule in search.schedules(structure, ranking.places, chosen):
                 for migration in limits.migrations:
                     candidate = search.candidate(ranking, chosen, schedule)
