@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.planner.hardware import gpu
-from dovetail.planner.iteration import DOVETAIL, PHASES, estimate, simulate, simulate_many
+from dovetail.planner.iteration import DOVETAIL, PHASES, estimate
+from dovetail.planner.iteration.simulate import simulate, simulate_many
 from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Schedule, Share, Workload
 from dovetail.planner.shape import ModelShape
 

@@ -99,6 +99,25 @@ def test_progress_is_reported():
     assert cluster.document["status"]["iteration"] == 2
 
 
+def test_a_plan_that_is_off_is_told_until_it_holds_again():
+    cluster = running()
+    problem = "an iteration takes 15 s, 50% more than the 10 s predicted"
+    cluster.reported = {"stage": "ppo", "metrics": {"iteration_seconds": 15.0}}
+    cluster.reported["plan"] = {"expected_iteration_seconds": 15.0, "problem": problem}
+    result = cluster.reconcile()
+    planned = cluster.condition("Planned")
+    assert (planned["status"], planned["reason"]) == ("True", "PlanOff")
+    assert planned["message"].startswith(problem)
+    assert [(e.type, e.reason) for e in result.events] == [("Warning", "PlanOff")]
+    assert cluster.document["status"]["predictedIterationSeconds"] == 15.0
+    cluster.reported, away = None, cluster.reported
+    assert cluster.reconcile().events == []
+    assert cluster.condition("Planned")["reason"] == "PlanOff"
+    cluster.reported = {**away, "plan": {"expected_iteration_seconds": 15.0, "problem": None}}
+    cluster.reconcile()
+    assert cluster.condition("Planned")["reason"] == "Planned"
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -18,6 +18,7 @@ from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.schedule_words import applies, scheduled
 from dovetail.coordinator.summary import mean_ci95
 from dovetail.coordinator.trainer_session import StagePlan
+from dovetail.planner.deviation import Expected, PlanCheck
 
 if TYPE_CHECKING:
     from dovetail.api.plan import Layout
@@ -36,6 +37,9 @@ class PPOStage:
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
+        self._check: PlanCheck | None = None
+        if (predicted := engines.plan.prediction) is not None:
+            self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
         if applies(engines.spec, engines.plan):
             from dovetail.coordinator.scheduling import Scheduling
 
@@ -146,10 +150,21 @@ class PPOStage:
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)
         gauges.iteration_seconds.observe(wall)
+        if self._check is not None:
+            self._compare(self._check, wall, phases)
         gauges.rate.set(metrics["samples_per_second"])
         timeline.write(iteration)
         timeline.begin()
         return metrics
+
+    def _compare(self, check: PlanCheck, wall: float, phases: Mapping[str, float]) -> None:
+        """Say so when iterations take other times than the plan says, and what is expected of the next."""
+        before = check.problem
+        check.observe(wall, phases)
+        if check.problem is not None and check.problem != before:
+            self._engines.log("plan.off", problem=check.problem)
+        told = {"expected_iteration_seconds": check.expected.seconds, "problem": check.problem}
+        self._engines.progress.update(plan=told)
 
     def _record(
         self,

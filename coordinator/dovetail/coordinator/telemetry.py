@@ -131,6 +131,7 @@ class Status:
             "samples_total": 0,
             "metrics": {},
             "message": "",
+            "plan": {},
         }
 
     def update(self, **fields: Any) -> None:

@@ -33,6 +33,9 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
             value = metrics.get(theirs)
             if isinstance(value, int | float) and math.isfinite(value):
                 found[ours] = float(f"{value:.6g}")
+    expected = (document.get("plan") or {}).get("expected_iteration_seconds")
+    if isinstance(expected, int | float) and math.isfinite(expected):
+        found["predicted_iteration_seconds"] = float(f"{expected:.6g}")
     version = document.get("weight_version")
     if isinstance(version, int):
         found["weight_version"] = version
@@ -40,6 +43,12 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(checkpoint, dict) and checkpoint.get("path"):
         found["last_checkpoint"] = {key: checkpoint.get(key) for key in ("stage", "step", "path")}
     return found
+
+
+def plan_problem(document: Mapping[str, Any]) -> str | None:
+    """How far the coordinator's measured iterations are from the plan's, if they are far; one sentence."""
+    told = (document.get("plan") or {}).get("problem")
+    return told if isinstance(told, str) and told else None
 
 
 def coordinator_pod(children: Children) -> Object | None:

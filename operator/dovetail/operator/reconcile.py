@@ -99,9 +99,21 @@ def reconcile(seen: Seen, now: datetime) -> Result:
             planned = Refused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, Refused):
         return _refused(planned, conditions, status)
-    conditions.set("Planned", True, reasons.PLANNED, summary(context))
+    _say_planned(seen, context, conditions, old)
     status = status.model_copy(update={"plan": plan_status(context.plan)})
     return _Reconciler(seen, context, conditions, status, now).run()
+
+
+def _say_planned(seen: Seen, context: Context, conditions: Conditions, old: RLHFJobStatus) -> None:
+    """With the reason PlanOff while iterations take other times than the plan says."""
+    told, was = summary(context), any(c.reason == reasons.PLAN_OFF for c in old.conditions)
+    if seen.reported is None and was:
+        return  # the coordinator is away; what it said stays
+    problem = progress.plan_problem(seen.reported or {})
+    if problem is None:
+        conditions.set("Planned", True, reasons.PLANNED, told)
+    else:
+        conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({told})")
 
 
 class _Reconciler:

@@ -1,0 +1,80 @@
+"""Whether iterations take as long as the plan says, and what to expect of the next one if they don't."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+# A plan is off when so many iterations in a row take so much longer or shorter than expected. It holds again when so
+# many in a row are as expected.
+TOLERANCE = 0.25
+ITERATIONS = 3
+# What the coordinator calls the planner's phases.
+_NAMES = {"transfer": "weights"}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Seconds of an iteration, and of its phases by the coordinator's names. `measured`: it was corrected."""
+
+    seconds: float
+    phases: Mapping[str, float]
+    measured: bool = False
+
+    @classmethod
+    def predicted(cls, seconds: float, phases: Mapping[str, float]) -> Expected:
+        """Of a plan's prediction."""
+        return cls(seconds, {_NAMES.get(name, name): value for name, value in phases.items()})
+
+
+def off(expected: float, measured: float, tolerance: float = TOLERANCE) -> bool:
+    """Whether an iteration of `measured` seconds differs by more than `tolerance` from `expected` seconds."""
+    return abs(measured - expected) > tolerance * expected
+
+
+class PlanCheck:
+    """Compares each iteration with what is expected of it. Once ITERATIONS in a row were off, the next one is expected
+    to take their median, and `problem` says what was wrong until as many in a row have been as expected."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
+        self.problem: str | None = None
+        self._recent: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=ITERATIONS)
+
+    def observe(self, seconds: float, phases: Mapping[str, float]) -> None:
+        """An iteration ended; `phases`: seconds by name."""
+        wrong = off(self.expected.seconds, seconds)
+        if self._recent and wrong != off(self.expected.seconds, self._recent[-1][0]):
+            self._recent.clear()
+        self._recent.append((seconds, phases))
+        if len(self._recent) < ITERATIONS:
+            return
+        if wrong:
+            found = Expected(
+                median(s for s, _ in self._recent),
+                {name: median(p.get(name, 0.0) for _, p in self._recent) for name in phases},
+                measured=True,
+            )
+            self.problem = sentence(self.expected, found)
+            self.expected = found
+            self._recent.clear()
+        else:
+            self.problem = None
+
+
+def sentence(expected: Expected, found: Expected) -> str:
+    """What differs, and which phase most."""
+    change = found.seconds / expected.seconds - 1 if expected.seconds else float("inf")
+    said = "measured before" if expected.measured else "predicted"
+    text = (
+        f"an iteration takes {found.seconds:.3g} s, {abs(change):.0%} {'more' if change > 0 else 'less'} than the "
+        f"{expected.seconds:.3g} s {said}"
+    )
+    gaps = {name: found.phases.get(name, 0.0) - expected.phases.get(name, 0.0) for name in found.phases}
+    if gaps:
+        most = max(gaps, key=lambda name: abs(gaps[name]))
+        before, now = expected.phases.get(most, 0.0), found.phases.get(most, 0.0)
+        text += f", most of it in {most}: {now:.3g} s instead of {before:.3g} s"
+    return f"{text}; the measured times are expected from now on"
