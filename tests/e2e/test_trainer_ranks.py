@@ -101,6 +101,12 @@ def test_layouts_train_alike(tmp_path: Path, pp: int, dp: int) -> None:
         found = run_curves(ranks)
         result = ranks.coordinator.results[-1]
         assert {span.process for span in result.spans} == {"trainer-0", "trainer-1"}
+        # Messages are measured once, after the first PPO step, from each stage to the next one.
+        steps = [r for r in ranks.coordinator.results if r.id.startswith("ppo/") and r.times]
+        sent = [{(part.model, part.rank): part.transfer for part in r.times if part.transfer} for r in steps]
+        assert sent[0].keys() == ({("actor", 0), ("critic", 0)} if pp == 2 else set())
+        assert all(0 < seconds < 60 for seconds in sent[0].values())
+        assert not any(sent[1:])
         check_publish(ranks, tmp_path)
     stored = json.loads(GOLDEN.read_text())
     for stage, curve in stored.items():

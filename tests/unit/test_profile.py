@@ -1,6 +1,7 @@
 """Measured times: what is measured, and the problem that the schedule chooser makes of it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,14 +9,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.messages import ModelRef
+from dovetail.api.messages import ModelRef, StageTimes
 from dovetail.api.profile import Link, ModelTimes, PassTimes, Profile
-from dovetail.api.types import ScratchModel
+from dovetail.api.types import Parallelism, ScratchModel
 from dovetail.cli.main import cli
+from dovetail.cli.profile import read_profile
+from dovetail.local.rundir import RunDir
 from dovetail.models import ModelError
 from dovetail.planner.schedules.families import FAMILIES, family_instance
 from dovetail.planner.schedules.measured import profiled_problem, stage_layers
 from dovetail.planner.schedules.problem import ProblemError
+from dovetail.planner.training import Times, shared_layouts, training_problem
 from dovetail.trainer.profile import measure_link, measure_model
 
 CONFIG = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "pad_token_id": 0}
@@ -175,3 +179,53 @@ def test_without_a_profile_the_times_must_be_given():
     result = CliRunner().invoke(cli, [*COMMAND, "--actor-forward", "2"])
     assert result.exit_code == 2
     assert "--critic-forward is missing" in result.output
+
+
+def test_a_run_takes_the_file_along(measured, tmp_path):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text((Path(__file__).parents[2] / "examples" / "quickstart.yaml").read_text())
+    read = read_profile(measured)
+    folder = RunDir(tmp_path / "run")
+    folder.open(resume=False, overwrite=False)
+    try:
+        folder.write_profile(read)
+    finally:
+        folder.close()
+    assert read_profile(tmp_path / "run" / "profile.json") == read
+    result = CliRunner().invoke(cli, ["run", str(manifest), "--profile", str(tmp_path / "absent.json")])
+    assert result.exit_code == 2
+    assert "absent.json cannot be read" in result.output
+
+
+def test_a_job_begins_with_the_profile_and_goes_on_with_what_it_measures():
+    plain = {"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}
+    layouts, counts = shared_layouts(plain, reverse=True), {"actor": 2, "critic": 2}
+    times = Times()
+    times.assume(profile(actor=model(), critic=model(scale=0.5)), layouts, 2)
+    assert (times.profiled, times.measured) == (True, False)
+    problem = training_problem(layouts, counts, 1, times)
+    # Three layers a stage of 2 seconds each for a micro-batch of 2; embedding and head beside.
+    assert problem.array(0, "forward")[:, 0].tolist() == pytest.approx([6.2, 7.0])
+    assert problem.array(1, "forward")[:, 0].tolist() == pytest.approx([3.1, 3.5])
+    assert problem.communication == pytest.approx(0.25 + 2 * 16 * 8 * 4 / 1024)
+
+    def part(rank: int, name: str, transfer: float | None) -> StageTimes:
+        return StageTimes(
+            rank=rank, model=name, seconds={"F": [1.0] * 2, "B": [4.0] * 2}, activation=[8.0] * 2, transfer=transfer
+        )
+
+    # The critic's first stage is on rank 1; its messages go the other way over the same edge.
+    seen = [part(0, "actor", 0.5), part(1, "actor", None), part(0, "critic", None), part(1, "critic", 0.75)]
+    times.add(seen, layouts)
+    measured = training_problem(layouts, counts, 1, times)
+    assert measured.array(0, "forward").tolist() == [[1.0, 1.0]] * 2
+    assert measured.latencies[0, 1] == measured.latencies[1, 0] == 0.75
+    # Halves that were never run: the profile's shares of what was measured.
+    halves = training_problem(layouts, counts, 1, times, split=True)
+    assert halves.array(0, "input_gradient")[1] == pytest.approx([4 * 0.5, 4 * 0.5], rel=0.1)
+    assert halves.array(0, "backward")[1, 0] == pytest.approx(4 * 1.1)
+
+
+def test_a_profile_of_other_models_is_refused():
+    with pytest.raises(ProblemError, match="the profile has no critic, only actor"):
+        Times().assume(profile(actor=model()), {m: Parallelism(pp=2) for m in ("actor", "critic")}, 2)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.messages import CommandResult, StageTimes
 from dovetail.api.plan import Layout, Plan, coordinates, rank_at, world_size
+from dovetail.api.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.api.types import Parallelism, RLHFJobSpec
 from dovetail.coordinator.ppo import StepFacts, ppo_step
 from dovetail.coordinator.schedule_words import Chosen, applies, scheduled, write_words
@@ -303,3 +304,29 @@ def test_a_search_that_has_ended_does_not_stand_in_the_next_ones_way(
 
     asyncio.run(go())
     assert len(searches) == 2
+
+
+def test_a_profile_gives_the_first_schedule_its_times(tmp_path: Path) -> None:
+    spec, plan = job()
+    parts = {"forward": 1e-3, "backward": 2e-3, "input_gradient": 1e-3, "weight_gradient": 1e-3, "activation_bytes": 64}
+    row = PassTimes(micro_batch=4, **parts)
+    model = ModelTimes(
+        head="lm",
+        layers=4,
+        hidden_size=8,
+        bytes_per_value=4,
+        embedding_times=[row],
+        layer_times=[row],
+        head_times=[row],
+    )
+    link = Link(latency=1e-4, bytes_per_second=1e9)
+    profile = Profile(device="cpu", threads=1, tokens=16, models={"actor": model, "critic": model}, link=link)
+    (tmp_path / "profile.json").write_text(profile.model_dump_json(by_alias=True))
+    scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+    asyncio.run(scheduling.begin())
+    found = read_schedule(tmp_path)
+    assert found is not None
+    assert (found["measured"], found["profiled"]) == (False, True)
+    assert found["communication"] == pytest.approx(1e-4 + 4 * 16 * 8 * 4 / 1e9)
+    assert found["before"]["models"][0]["forward"] == pytest.approx(3e-3), "two layers and the embedding or head"
+    assert "simulated with the times of profile.json" in schedule_section(found)

@@ -172,6 +172,9 @@ class StageTimes(Message):
         description="Of compute, waits left out: by micro-batch of a mini-batch, the median over mini-batches."
     )
     activation: list[float] = Field(description="Bytes that a micro-batch holds from forward to backward, likewise.")
+    transfer: float | None = Field(
+        default=None, description="Seconds of a message to the next stage; null at the last one or where not measured."
+    )
 
 
 class CommandResult(Message):

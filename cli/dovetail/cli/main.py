@@ -16,7 +16,7 @@ from dovetail.api.manifest import ManifestError, parse, read_yaml
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.cli.overrides import apply_overrides
-from dovetail.cli.profile import profile
+from dovetail.cli.profile import profile, read_profile
 from dovetail.cli.run import INTERRUPTED
 from dovetail.cli.run import run_job as run_to_the_end
 from dovetail.cli.schedule import schedule
@@ -113,6 +113,12 @@ def cli() -> None:
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="Where the run's files go.  [default: runs/<job name>]"
 )
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Times from dovetail profile, for the first schedule of actor and critic.",
+)
 @_set
 @_seed
 @click.option("-v", "--verbose", is_flag=True, help="Show the coordinator's events as they happen.")
@@ -121,6 +127,7 @@ def run(
     resume: bool,
     overwrite: bool,
     run_dir: Path | None,
+    profile_path: Path | None,
     overrides: tuple[str, ...],
     seed: int | None,
     verbose: bool,
@@ -137,13 +144,22 @@ def run(
     if resume and overwrite:
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
     job, plan = _load(manifest, overrides, seed)
+    measured = read_profile(profile_path) if profile_path is not None else None
     folder = run_dir or Path("runs") / job.metadata.name
     given = [f"--set {shlex.quote(o)}" for o in overrides]
     given += [f"--seed {seed}"] if seed is not None else []
     given += [f"--run-dir {shlex.quote(str(run_dir))}"] if run_dir is not None else []
     hint = " ".join(["dovetail run", shlex.quote(str(manifest)), *given, "--resume"])
     code = run_to_the_end(
-        job, plan, folder, resume=resume, overwrite=overwrite, verbose=verbose, console=Console(), hint=hint
+        job,
+        plan,
+        folder,
+        resume=resume,
+        overwrite=overwrite,
+        verbose=verbose,
+        console=Console(),
+        hint=hint,
+        profile=measured,
     )
     if code:
         click.get_current_context().exit(code)

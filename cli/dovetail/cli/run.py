@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from dovetail.api.plan import Plan
+from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
 from dovetail.local.errors import RunError
 from dovetail.local.launcher import Launcher
@@ -62,12 +63,14 @@ def run_job(
     verbose: bool,
     console: Console,
     hint: str,
+    profile: Profile | None = None,
 ) -> int:
-    """Run to the end and show it; the command's exit code. `hint`: the command line that would resume it.
+    """Run to the end and show it; the command's exit code. `hint`: the command line that would resume it. `profile`:
+    the times that the schedule of training begins with.
 
     Raises RunError (exit code 1) or UsageError (2) if it cannot start."""
     display: Display = make_display(job.spec, console)
-    launcher = Launcher(job, plan, run_dir, resume=resume, overwrite=overwrite, tell=display.tell)
+    launcher = Launcher(job, plan, run_dir, resume=resume, overwrite=overwrite, profile=profile, tell=display.tell)
     with launcher:
         follower = Follower(launcher.run_dir / "events.jsonl")
 

@@ -168,19 +168,10 @@ def _problem(memory: float | None, **numbers: Any) -> Problem:
 
 
 def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> Problem:
-    from pydantic import ValidationError
-
-    from dovetail.api.profile import Profile
+    from dovetail.cli.profile import read_profile
     from dovetail.planner.schedules.measured import profiled_problem
 
-    try:
-        read = Profile.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UsageError(f"{path} is no profile: {where}: {first['msg']}; make one with dovetail profile.") from error
+    read = read_profile(path)
     stages = (numbers["actor_stages"], numbers["critic_stages"])
     return profiled_problem(
         read,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from dovetail.api.messages import CommandResult
 from dovetail.api.plan import Layout, Plan
+from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJobSpec, Role
 from dovetail.coordinator.ppo import optimizer_steps
 from dovetail.coordinator.schedule_words import Chosen, write_words
@@ -38,6 +39,7 @@ from dovetail.planner.training import (
 
 # A schedule is replaced between iterations when the new one is faster by this part.
 HYSTERESIS = 0.03
+PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
 
 
@@ -75,6 +77,7 @@ class Scheduling:
         kept = self._records.get("ppo/placement")
         if isinstance(kept, dict):
             self._place(bool(kept["reverse"]))
+        self._assume()
         await asyncio.to_thread(self._choose, self._times)
         self._records.put("ppo/placement", {"reverse": bool(self._reverse)})
 
@@ -114,6 +117,16 @@ class Scheduling:
             await choosing
 
     # ------------------------------------------------------------ choice
+
+    def _assume(self) -> None:
+        """Begin with the run's profile.json (`dovetail run --profile`), where there is one that fits."""
+        try:
+            profile = Profile.model_validate_json((self._path.parent / PROFILE).read_text(encoding="utf-8"))
+            self._times.assume(profile, shared_layouts(self._plan.parallelism, False), self._spec.ppo.micro_batch_size)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            self._log("schedule.profile_ignored", reason=str(error))
 
     def _place(self, reverse: bool) -> None:
         self._reverse = reverse
@@ -193,6 +206,8 @@ class Scheduling:
                 "chosen": current.family,
                 "pinned": self._spec.plan.intra_stage_fusion,
                 "measured": self._times.measured,
+                "profiled": self._times.profiled,
+                "communication": float(current.instance.problem.latencies.max()),
                 "mini_batches": current.instance.problem.mini_batches,
                 "speedup": serial.makespan / current.makespan,
                 "serial_memory": serial.peak,

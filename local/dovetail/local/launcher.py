@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from dovetail.api.plan import Plan
+from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
@@ -52,6 +53,7 @@ class Launcher:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        profile: Profile | None = None,
         exclude: Collection[str] = (),
         environ: Mapping[str, str] = os.environ,
         tell: Callable[[str], None] = lambda line: None,
@@ -62,6 +64,7 @@ class Launcher:
         self._dir = RunDir(Path(run_dir))
         self._resume = resume
         self._overwrite = overwrite
+        self._profile = profile
         self._exclude = frozenset(exclude)
         self._environ = dict(environ)
         self._tell = tell
@@ -93,6 +96,8 @@ class Launcher:
         self._dir.open(resume=self._resume, overwrite=self._overwrite)
         try:
             self._dir.write_job(self._job, self._plan, resume=self._resume)
+            if self._profile is not None:
+                self._dir.write_profile(self._profile)
             self.token = self._dir.token()
             ports = self._ports.reserve(process_names(self._plan))
             self.coordinator_port = ports[COORDINATOR]

@@ -39,7 +39,9 @@ def schedule_section(found: Mapping[str, Any] | None) -> str:
         return ""
     mini = int(found["mini_batches"])
     what = f"{mini} mini-batch{'es' if mini > 1 else ''} of actor and critic"
-    source = "times measured in this run" if found["measured"] else "default times (nothing was measured)"
+    source = "default times (nothing was measured)"
+    if _in_seconds(found):
+        source = "times measured in this run" if found["measured"] else "the times of profile.json"
     return (
         f"<h2>Training schedule: {escape(str(found['chosen']))}</h2>{_facts(found)}{_families(found)}"
         + gantt(f"Before: serial 1F1B, {what}, simulated with {source}", schedule_bars(found["before"]), _names())
@@ -51,8 +53,13 @@ def _names() -> list[str]:
     return [f"{model} {kind}" for model in ("actor", "critic") for kind in _KINDS.values()]
 
 
+def _in_seconds(found: Mapping[str, Any]) -> bool:
+    """Seconds and bytes; else units of the default times."""
+    return bool(found["measured"] or found.get("profiled"))
+
+
 def _facts(found: Mapping[str, Any]) -> str:
-    seconds = "s" if found["measured"] else "units"
+    seconds = "s" if _in_seconds(found) else "units"
     before, after = float(found["before"]["makespan"]), float(found["after"]["makespan"])
     rows = [
         ("Serial 1F1B, predicted", f"{before:.3f} {seconds}"),
@@ -61,6 +68,8 @@ def _facts(found: Mapping[str, Any]) -> str:
     ]
     if found.get("measured_seconds") and found["measured"]:
         rows.append((f"{found['chosen']}, measured", f"{float(found['measured_seconds']):.3f} s"))
+    if found.get("communication") and _in_seconds(found):
+        rows.append(("A message from stage to stage", f"{1e3 * float(found['communication']):.2f} ms"))
     rows.append(("Peak activation memory of a rank, predicted", _size(found, float(found["memory"]))))
     rows.append(("The same of serial 1F1B", _size(found, float(found["serial_memory"]))))
     if found.get("measured_peak_bytes"):
@@ -70,7 +79,7 @@ def _facts(found: Mapping[str, Any]) -> str:
 
 
 def _size(found: Mapping[str, Any], value: float) -> str:
-    return f"{value / 2**20:.1f} MiB" if found["measured"] else f"{value:.2f} units"
+    return f"{value / 2**20:.1f} MiB" if _in_seconds(found) else f"{value:.2f} units"
 
 
 def _families(found: Mapping[str, Any]) -> str:

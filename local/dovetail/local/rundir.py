@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.plan import Plan
+from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
 from dovetail.local.errors import RunError, UsageError
 
@@ -101,6 +102,11 @@ class RunDir:
         with explained(self.path):
             write_text(self.path / "plan.json", plan.model_dump_json(by_alias=True, indent=2) + "\n")
             write_text(path, json.dumps(new, indent=2) + "\n")
+
+    def write_profile(self, profile: Profile) -> None:
+        """profile.json: the times that the schedule of training begins with."""
+        with explained(self.path):
+            write_text(self.path / "profile.json", profile.model_dump_json(by_alias=True, indent=2) + "\n")
 
     def token(self) -> str:
         """The run's secret, made on first use and readable by its owner alone."""

@@ -11,11 +11,13 @@ import numpy as np
 
 from dovetail.api.messages import Action, StageTimes
 from dovetail.api.plan import Coordinates, Layout, coordinates, rank_at, world_size
+from dovetail.api.profile import Profile
 from dovetail.api.types import Parallelism
 from dovetail.planner.schedules.choose import Choice, choose
 from dovetail.planner.schedules.families import FAMILIES, Family, family_names
 from dovetail.planner.schedules.legality import check_steps, steps
-from dovetail.planner.schedules.problem import Floats, Model, Problem
+from dovetail.planner.schedules.measured import stage_times, transfer_seconds
+from dovetail.planner.schedules.problem import Floats, Model, Problem, ProblemError
 from dovetail.planner.schedules.schedule import Schedule
 from dovetail.planner.schedules.search import Effort, find
 
@@ -57,33 +59,58 @@ def mini_batches_together(optimizer_steps: int) -> int:
 
 
 class Times:
-    """What is known of each stage's times: the measured, else the defaults (every forward 1, backward twice that)."""
+    """What is known of each stage's times: the measured; else those of a profile, where one was made; else the
+    defaults (every forward 1, backward twice that, messages none)."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, int, int, int, str], list[float]] = {}
         self._bytes: dict[tuple[str, int, int, int], list[float]] = {}
+        self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
+        self._profiled: dict[tuple[str, int], dict[str, Floats]] = {}
+        self._profiled_transfer = 0.0
 
     @property
     def measured(self) -> bool:
-        """Whether anything was measured."""
+        """Whether anything was measured in this job."""
         return bool(self._seconds)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether a profile was taken in."""
+        return bool(self._profiled)
+
+    def assume(self, profile: Profile, layouts: Mapping[str, Parallelism], micro_batch: int) -> None:
+        """Begin with a profile's times of micro-batches of `micro_batch` sequences.
+
+        Raises ProblemError where the profile lacks a model or has fewer layers than the layout has stages."""
+        for name, layout in layouts.items():
+            if name not in profile.models:
+                raise ProblemError(f"the profile has no {name}, only {', '.join(profile.models)}; measure it")
+            self._profiled[name, layout.pp] = stage_times(name, profile.models[name], layout.pp, micro_batch)
+        self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
 
     def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
         """Take measurements in: half of what is known from now on, so that one odd moment counts for little."""
         for part in times:
             layout = layouts[part.model]
             place = coordinates(part.rank, layout)
-            pipeline, copy = divmod(place.dp, layout.dp // layout.pipelines)
+            width = layout.dp // layout.pipelines
+            pipeline, copy = divmod(place.dp, width)
             key = (part.model, pipeline, place.pp, copy)
             for kind, values in part.seconds.items():
                 old = self._seconds.get((*key, kind), values)
                 mixed = [(a + b) / 2 for a, b in zip(old, values, strict=True)] if len(old) == len(values) else values
                 self._seconds[*key, kind] = mixed
             self._bytes[key] = part.activation
+            if part.transfer is not None:
+                onward = rank_at(place._replace(pp=place.pp + 1), layout)
+                edge = sorted(rank // (width * layout.tp) for rank in (part.rank, onward))
+                known = self._transfers.setdefault((edge[0], edge[1]), {})
+                known[part.model, copy] = (part.transfer + known.get((part.model, copy), part.transfer)) / 2
 
     def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
         """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
-        any stage was not measured."""
+        any stage was neither measured nor profiled."""
         result = np.zeros((layout.pipelines, layout.pp, count))
         for k in range(layout.pipelines):
             for stage in range(layout.pp):
@@ -91,9 +118,32 @@ class Times:
                 found = [self._bytes.get(key) if kind == "bytes" else self._seconds.get((*key, kind)) for key in keys]
                 known = [values for values in found if values is not None and len(values) == count]
                 if len(known) < len(keys):
-                    return None
+                    assumed = self._assumed(model, kind, layout, count)
+                    return None if assumed is None else np.tile(assumed, mini_batches)
                 result[k, stage] = np.max(np.array(known), axis=0)
         return np.tile(result, mini_batches)
+
+    def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
+        """A profile's value; of a model that was measured here, only the shares of its two halves of a backward."""
+        stages = self._profiled.get((model, layout.pp))
+        if stages is None:
+            return None
+        share = stages[kind]
+        if any(key[0] == model for key in self._seconds):
+            whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
+            return None if whole is None else whole * (share / stages["B"])[None, :, None]
+        return np.tile(share[None, :, None], (layout.pipelines, 1, count))
+
+    def communication(self, positions: int) -> float | Floats:
+        """Seconds of a message from position to position, (N, N), the slowest of both models; one number where they
+        were not measured."""
+        if not self._transfers:
+            return self._profiled_transfer
+        slowest = {edge: max(found.values()) for edge, found in self._transfers.items()}
+        result = np.full((positions, positions), max(slowest.values()))
+        for (a, b), seconds in slowest.items():
+            result[a, b] = result[b, a] = seconds
+        return result
 
 
 def training_problem(
@@ -103,11 +153,12 @@ def training_problem(
     times: Times | None = None,
     *,
     split: bool = False,
-    communication: float = 0.0,
+    communication: float | None = None,
     memory_limit: float | None = None,
 ) -> Problem:
     """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `split`: with the times of a
-    backward in two halves. Raises ProblemError where the numbers do not fit together."""
+    backward in two halves. `communication`: seconds of a message, by default what `times` knows of it. Raises
+    ProblemError where the numbers do not fit together."""
 
     known = times or Times()
     if any(known.array(m, "F", layouts[m], micro_batches[m], 1) is None for m in ("actor", "critic")):
@@ -149,7 +200,9 @@ def training_problem(
             input_gradient=halves[0] if split else None,
         )
 
-    return Problem((model("actor"), model("critic")), communication, mini_batches, memory_limit)
+    positions = layouts["actor"].pp * layouts["actor"].pipelines
+    latency = known.communication(positions) if communication is None else communication
+    return Problem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
 
 
 def choose_schedule(

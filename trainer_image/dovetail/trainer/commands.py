@@ -37,6 +37,7 @@ from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.steps import ppo, reward, sft
 from dovetail.trainer.steps.context import Context, Metrics, Run
 from dovetail.trainer.timeline import Timeline
+from dovetail.trainer.transfers import measure_transfers
 from dovetail.trainer.weights import WeightSender
 
 # A rank that failed alone lets the others finish what they can; those that wait for it inside a collective are freed
@@ -67,6 +68,7 @@ class CommandRunner:
         self._context = Context(spec, groups, self.engine, self._fetch, self.timeline)
         sender_groups: Any = groups
         self._running = ""
+        self._timed_messages: set[str] = set()  # models
         self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
         self._dirty = False
 
@@ -109,7 +111,8 @@ class CommandRunner:
         spans = [Span.model_validate(span) for part in gathered or [] for span in part]
         times: list[StageTimes] = []
         if isinstance(command, Step):
-            times, metrics["activation_peak_bytes"] = self._measured()
+            transfers = self._transfers() if command.stage is Stage.PPO and error is None else {}
+            times, metrics["activation_peak_bytes"] = self._measured(transfers)
             times = times if command.stage is Stage.PPO else []
         metrics["seconds"] = time.time() - started
         return CommandResult(
@@ -121,10 +124,17 @@ class CommandRunner:
             times=times if error is None else [],
         )
 
-    def _measured(self) -> tuple[list[StageTimes], float]:
+    def _transfers(self) -> dict[str, float]:
+        """Seconds of messages between the stages of models whose messages were not measured yet."""
+        new = {name: found for name, found in self.engine.boundaries.items() if name not in self._timed_messages}
+        self._timed_messages |= new.keys()
+        return measure_transfers(self._groups.model, new, self._groups.device)
+
+    def _measured(self, transfers: dict[str, float]) -> tuple[list[StageTimes], float]:
         """What all ranks measured since the last call, and the largest peak of activations in bytes; on rank 0."""
         peak = self.engine.measured.peak_bytes
-        mine = self.engine.measured.take(self._groups.rank)
+        taken = self.engine.measured.take(self._groups.rank)
+        mine = [part.model_copy(update={"transfer": transfers.get(part.model)}) for part in taken]
         gathered = self._groups.gather_json([peak, [part.model_dump(mode="json") for part in mine]]) or []
         times = [StageTimes.model_validate(part) for _, parts in gathered for part in parts]
         return times, float(max((peak for peak, _ in gathered), default=0))

@@ -66,6 +66,11 @@ class Pipe:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
         self.weights = [p for p in self.stage.parameters() if p.requires_grad]
 
+    def boundary(self) -> torch.Size:
+        """The shape (B, T, H) of what crosses a stage boundary for the micro-batch of middling size."""
+        shapes = sorted((batch.tokens.shape for batch in self.batches), key=lambda shape: shape.numel())
+        return torch.Size((*shapes[len(shapes) // 2], self.stage.hidden_size))
+
     def buffer(self, micro_batch: int) -> Tensor:
         """An empty tensor of the shape that crosses a stage boundary: (B, T, H)."""
         batch, time_ = self.batches[micro_batch].tokens.shape

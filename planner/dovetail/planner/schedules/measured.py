@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dovetail.api.profile import ModelTimes, PassTimes, Profile
-from dovetail.planner.schedules.problem import Model, Problem, ProblemError
+from dovetail.planner.schedules.problem import Floats, Model, Problem, ProblemError
 
 # Seconds, where nothing was measured: a problem's times are above 0.
 _NO_TIME = 1e-9
@@ -40,38 +40,41 @@ def profiled_problem(
                 f"{total} micro-batches cannot be divided among the {name}'s {pipelines} pipelines of {pp} stages"
             )
         models.append(_model(name, profile.models[name], pp, pipelines, total // pipelines, micro_batch))
-    first = profile.models[names[0]]
-    boundary = micro_batch * profile.tokens * first.hidden_size * first.bytes_per_value
-    link = profile.link
-    latency = 0.0 if link is None else link.latency + boundary / link.bytes_per_second
+    latency = transfer_seconds(profile, names[0], micro_batch)
     return Problem((models[0], models[1]), latency, mini_batches, memory_limit)
 
 
 def _model(name: str, times: ModelTimes, pp: int, pipelines: int, count: int, size: int) -> Model:
+    known = {kind: values[None, :, None] for kind, values in stage_times(name, times, pp, size).items()}
+    return Model(name, pp, count, known["F"], known["B"], known["bytes"], pipelines, known["I"], known["W"])
+
+
+def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, Floats]:
+    """Seconds of F, B, I and W and bytes of activations (`bytes`), each (pp,), of a micro-batch of `size` sequences."""
     layers = stage_layers(name, times.layers, pp)
     embedding, layer, head = (_at(part, size) for part in (times.embedding_times, times.layer_times, times.head_times))
 
-    def per_stage(field: str) -> np.ndarray:  # type: ignore[type-arg]
-        values = np.array([n * getattr(layer, field) for n in layers], dtype=float)
+    def per_stage(field: str) -> Floats:
+        values = np.array([n * getattr(layer, field) for n in layers], dtype=np.float64)
         values[0] += getattr(embedding, field)
         values[-1] += getattr(head, field)
         return values
 
-    halves = {"input": per_stage("input_gradient"), "weight": per_stage("weight_gradient")}
+    first, second = per_stage("input_gradient"), per_stage("weight_gradient")
     # The first stage computes both halves in the second: nobody waits for the gradient of tokens.
-    halves["weight"][0] += halves["input"][0]
-    halves["input"][0] = 0.0
-    return Model(
-        name,
-        pp,
-        count,
-        np.maximum(per_stage("forward"), _NO_TIME)[None, :, None],
-        np.maximum(per_stage("backward"), _NO_TIME)[None, :, None],
-        per_stage("activation_bytes")[None, :, None],
-        pipelines,
-        np.maximum(halves["input"], _NO_TIME)[None, :, None],
-        np.maximum(halves["weight"], _NO_TIME)[None, :, None],
-    )
+    second[0] += first[0]
+    first[0] = 0.0
+    seconds = {"F": per_stage("forward"), "B": per_stage("backward"), "I": first, "W": second}
+    return {kind: np.maximum(values, _NO_TIME) for kind, values in seconds.items()} | {
+        "bytes": per_stage("activation_bytes")
+    }
+
+
+def transfer_seconds(profile: Profile, name: str, micro_batch: int) -> float:
+    """Seconds that what a micro-batch of `name` sends to the next stage is on its way; 0 where not measured."""
+    model, link = profile.models[name], profile.link
+    boundary = micro_batch * profile.tokens * model.hidden_size * model.bytes_per_value
+    return 0.0 if link is None else link.latency + boundary / link.bytes_per_second
 
 
 def stage_layers(name: str, layers: int, stages: int) -> list[int]:
