@@ -11,6 +11,7 @@ from dovetail.operator.render.context import Context, digest
 
 def plan_status(plan: Plan) -> PlanStatus:
     return PlanStatus(
+        placement=plan.prediction.placement if plan.prediction is not None else None,
         actor=_layout(plan.parallelism.get("actor")),
         critic=_layout(plan.parallelism.get("critic") or plan.parallelism.get("reward")),
         schedule=plan.schedule,
@@ -24,10 +25,24 @@ def summary(context: Context) -> str:
     return "; ".join(
         [
             f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts",
+            *_predicted(plan),
             *plan.warnings,
             *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True)),
         ]
     )
+
+
+def _predicted(plan: Plan) -> list[str]:
+    """The choice and the next best, each with its time or the number that failed."""
+    found = plan.prediction
+    if found is None:
+        return []
+    sentence = f"{found.placement}, {found.iteration_seconds:.3g} s an iteration predicted"
+    if not found.alternatives:
+        return [sentence]
+    other = found.alternatives[0]
+    why = f"{other.seconds:.3g} s" if other.seconds is not None else other.problem
+    return [f"{sentence} ({other.placement}: {why})"]
 
 
 def _layout(layout: Parallelism | None) -> str | None:

@@ -69,12 +69,6 @@ class Inventory:
         return sum(pool.gpus for pool in self.pools)
 
     @property
-    def price(self) -> float | None:
-        """Of all GPUs for an hour; None unless every pool has a price."""
-        known = [pool.price * pool.gpus for pool in self.pools if pool.price is not None]
-        return sum(known) if len(known) == len(self.pools) else None
-
-    @property
     def measured(self) -> bool:
         """Whether all GPU figures were measured (`dovetail profile`), none from data sheets."""
         return all(pool.gpu.measured for pool in self.pools)

@@ -17,7 +17,7 @@ def prediction(result: Result, work: Workload, inventory: Inventory, costs: Esti
     found = result.best
     assert found is not None
     candidate, estimate = found.candidate, found.estimate
-    speed, price = work.batch / estimate.seconds, inventory.price
+    speed, price = work.batch / estimate.seconds, _price(found, inventory)
     return Prediction(
         placement=candidate.placement.value,
         note=found.note,
@@ -36,6 +36,17 @@ def prediction(result: Result, work: Workload, inventory: Inventory, costs: Esti
         ],
         examined=result.estimates,
     )
+
+
+def _price(found: Found, inventory: Inventory) -> float | None:
+    """Of an hour of the GPUs that have a task; None where one's price is not known."""
+    total = 0.0
+    for used in found.estimate.memory:
+        price = inventory[used.pool].price
+        if price is None:
+            return None
+        total += price * len(used.range)
+    return total
 
 
 def _task(task: Task, share: Share, costs: Estimator) -> PredictedTask:
