@@ -133,15 +133,19 @@ def test_surplus_rollouts_count_on_from_the_guaranteed_ones():
         {"name": "gen", "roles": ["rollout"], "minReplicas": 2, "maxReplicas": 4},
     ]
     context = a_context(
-        Settings(surplus_priority_class="low"), {"kueue.x-k8s.io/queue-name": "q", "a": "b"}, groups=groups
+        Settings(surplus_priority_class="low"),
+        {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent", "a": "b"},
+        groups=groups,
     )
     jobs = surplus_jobs(context)
     assert [j["metadata"]["name"] for j in jobs] == ["quickstart-gen-s2", "quickstart-gen-s3"]
     assert all(j["spec"]["template"]["spec"]["priorityClassName"] == "low" for j in jobs)
     assert all(j["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q" for j in jobs)
+    assert not any("kueue.x-k8s.io/priority-class" in j["metadata"]["labels"] for j in jobs), "the first to go"
     sizes = {j["name"]: j["template"]["spec"]["completions"] for j in jobset(context)["spec"]["replicatedJobs"]}
     assert sizes == {"coordinator": 1, "train": 2, "gen": 2}
     assert jobset(context)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert jobset(context)["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "urgent"
     assert "a" not in jobset(context)["metadata"]["labels"]
     assert all("priorityClassName" not in spec for name, spec, _ in pods(context) if not name.startswith("quickstart-"))
 

@@ -17,6 +17,7 @@ from dovetail.operator.children import Object
 from dovetail.operator.client import Client, KubeError
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.coordinators import Coordinators
+from dovetail.operator.drift import Drift
 from dovetail.operator.log import log
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.mounts import Mounts
@@ -55,6 +56,7 @@ class Controller:
         self._now = now
         self._tokens = Tokens(client)
         self._mounts = Mounts(client, time.monotonic)
+        self._drift = Drift()
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
@@ -120,7 +122,9 @@ class Controller:
             planned = await self._planner.planned(document, children)
             reported = self._coordinators.report(key, children, token)
             mounts = await self._mounts.problems(key, children)
-        result = reconcile(Seen(document, planned, children, reported, self._settings, mounts), self._now())
+        result = reconcile(
+            Seen(document, planned, children, reported, self._settings, mounts, self._drift), self._now()
+        )
         if is_over(result.status):
             self._tokens.forget(uid)
             self._coordinators.forget(key)

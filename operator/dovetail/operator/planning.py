@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from dovetail.api.manifest import ManifestError, parse
 from dovetail.api.plan import Plan
@@ -17,9 +18,10 @@ from dovetail.operator import names, reasons
 from dovetail.operator.children import Children, Object, label
 from dovetail.operator.reconcile import Refused
 from dovetail.operator.render.config_map import spec_hash
-from dovetail.planner.simple import PlanError, make_plan
 
 REMEMBERED = 5000
+IDLE_SECONDS = 60.0
+V = TypeVar("V")
 
 
 def read_job(document: Object) -> RLHFJob | Refused:
@@ -36,15 +38,18 @@ def read_job(document: Object) -> RLHFJob | Refused:
     return job.model_copy(update={"spec": resolve(job.spec)})
 
 
-def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan]) -> None:
+def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None) -> None:
     """The worker process: specs in, plans or sentences out."""
+    # Here only: it takes more memory than the rest of the operator.
+    from dovetail.planner.simple import PlanError, make_plan
+
     while True:
         try:
             text = pipe.recv_bytes().decode()
         except EOFError:
             return
         try:
-            plan = make(RLHFJobSpec.model_validate_json(text))
+            plan = (make or make_plan)(RLHFJobSpec.model_validate_json(text))
             answer = b"+" + plan.model_dump_json().encode()
         except PlanError as error:
             answer = b"-" + str(error).encode()
@@ -53,49 +58,110 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan]) -> None:
         pipe.send_bytes(answer)
 
 
-class Planner:
-    """One worker process, started on first use and replaced when it misses its deadline. `make` must be importable."""
+@dataclass
+class _Read:
+    """A job as it was read last, and the plan in its ConfigMap."""
 
-    def __init__(self, seconds: float, make: Callable[[RLHFJobSpec], Plan] = make_plan) -> None:
+    version: tuple[str, ...]
+    job: RLHFJob
+    hash: str
+    text: str = ""
+    plan: Plan | None = None
+
+    def stored(self, config_map: Object) -> Plan | None:
+        text = str((config_map.get("data") or {}).get("plan.json"))
+        if text != self.text:
+            try:
+                self.text, self.plan = text, Plan.model_validate_json(text)
+            except ValueError:
+                self.text, self.plan = text, None
+        return self.plan
+
+
+def _remember(known: dict[str, V], key: str, value: V) -> None:
+    """The oldest make room."""
+    known.pop(key, None)
+    while len(known) >= REMEMBERED:
+        known.pop(next(iter(known)))
+    known[key] = value
+
+
+class Planner:
+    """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
+    without work. `make` must be importable; default: `dovetail.planner.simple.make_plan`."""
+
+    def __init__(self, seconds: float, make: Callable[[RLHFJobSpec], Plan] | None = None) -> None:
         self._seconds = seconds
         self._make = make
         self._lock = asyncio.Lock()
+        self._idle: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._known: dict[tuple[str, str], Plan | Refused] = {}
+        self._known: dict[str, Plan | Refused] = {}  # by the spec's hash
+        self._read: dict[str, _Read] = {}  # by the job's uid
 
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | Refused:
         """The plan in the job's ConfigMap once it has started or while the spec is the same, else a new one."""
-        job = read_job(document)
-        if isinstance(job, Refused):
-            return job
-        uid, wanted = str(document["metadata"]["uid"]), spec_hash(job)
+        read = self._job(document)
+        if isinstance(read, Refused):
+            return read
+        uid, job, wanted = str(document["metadata"]["uid"]), read.job, read.hash
         made = children.get("ConfigMap", names.plan_config_map(job.metadata.name))
         jobset = children.get("JobSet", job.metadata.name)
         if made is not None and label(made, names.UID_LABEL) == uid:
             same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
             started = jobset is not None and label(jobset, names.UID_LABEL) == uid
-            if (same or started) and (plan := _stored(made)) is not None:
+            if (same or started) and (plan := read.stored(made)) is not None:
                 return job, plan
-        key = (uid, wanted)
-        if key not in self._known:
-            while len(self._known) >= REMEMBERED:
-                self._known.pop(next(iter(self._known)))
+        found = self._known.get(wanted)
+        if found is None:
             async with self._lock:
-                self._known[key] = await self._ask(job.spec)
-        found = self._known[key]
-        if isinstance(found, Refused) and found.reason != reasons.INFEASIBLE:
-            del self._known[key]  # a planner that was too slow or broke may do better next time
+                found = self._known.get(wanted) or await self._ask(job.spec)
+                self._rest()
+        # A planner that was too slow or broke may do better next time.
+        if not isinstance(found, Refused) or found.reason == reasons.INFEASIBLE:
+            _remember(self._known, wanted, found)
         return found if isinstance(found, Refused) else (job, found)
+
+    def _job(self, document: Object) -> _Read | Refused:
+        """`read_job`, once for a manifest: it is looked at again with every event of the job."""
+        metadata = document["metadata"]
+        version = tuple(str(metadata.get(key)) for key in ("generation", "labels", "annotations"))
+        known = self._read.get(str(metadata["uid"]))
+        if known is not None and known.version == version:
+            return known
+        job = read_job(document)
+        if isinstance(job, Refused):
+            return job
+        read = _Read(version, job, spec_hash(job))
+        _remember(self._read, str(metadata["uid"]), read)
+        return read
 
     async def close(self) -> None:
         """End the worker process."""
+        if self._idle is not None:
+            self._idle.cancel()
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
             assert self._pipe is not None
             self._pipe.close()
             self._process = self._pipe = None
+
+    def _rest(self) -> None:
+        """End the worker process if nothing is asked of it for a while."""
+
+        async def end() -> None:
+            async with self._lock:
+                await self.close()
+
+        def ended() -> None:
+            self._ending = asyncio.create_task(end())
+
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, ended)
 
     async def _ask(self, spec: RLHFJobSpec) -> Plan | Refused:
         if self._process is None or not self._process.is_alive():
@@ -119,10 +185,3 @@ class Planner:
         if kind == "+":
             return Plan.model_validate_json(text)
         return Refused(reasons.INFEASIBLE if kind == "-" else reasons.PLANNER_FAILED, text)
-
-
-def _stored(config_map: Object) -> Plan | None:
-    try:
-        return Plan.model_validate_json(config_map["data"]["plan.json"])
-    except (KeyError, ValueError):
-        return None

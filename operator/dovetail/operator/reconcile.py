@@ -27,6 +27,7 @@ from dovetail.operator.children import (
     parse_time,
 )
 from dovetail.operator.conditions import Conditions, JobEvent
+from dovetail.operator.drift import Drift, look_at
 from dovetail.operator.plans import plan_status, summary
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
@@ -47,7 +48,8 @@ class Refused:
 @dataclass(frozen=True)
 class Seen:
     """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `reported`:
-    the coordinator's own status, if it answered. `mounts`: what is said of volumes that pods wait for, by uid."""
+    the coordinator's own status, if it answered. `mounts`: what is said of volumes that pods wait for, by uid.
+    `drift`: a memory that spares work and changes no answer."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | Refused
@@ -55,6 +57,7 @@ class Seen:
     reported: Mapping[str, Any] | None = None
     settings: Settings = field(default_factory=Settings)
     mounts: Mapping[str, str] = field(default_factory=dict)
+    drift: Drift = field(default_factory=Drift)
 
 
 @dataclass(frozen=True)
@@ -309,12 +312,17 @@ class _Reconciler:
         """What is missing or was changed by somebody else. Running pods read the plan they started with, and a claim
         cannot change."""
         found: list[Object] = []
+        look = look_at(self._context, self._children, started := self._jobset is not None)
+        if self._seen.drift.none_since(look):
+            return found
         for thing in furniture(self._context):
             kind, name = thing["kind"], thing["metadata"]["name"]
             there = self._children.get(kind, name)
-            fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and self._jobset is not None)
+            fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and started)
             if there is None or (not (fixed and self._is_mine(there)) and not matches(thing, there)):
                 found.append(thing)
+        if not found:
+            self._seen.drift.found_fine(look)
         return found
 
     def _is_mine(self, thing: Object) -> bool:

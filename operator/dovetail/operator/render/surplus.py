@@ -27,6 +27,8 @@ def _job(context: Context, name: str, index: int) -> Object:
         template["spec"]["priorityClassName"] = priority
     metadata = context.metadata(names.surplus_job(context.name, name, index), "surplus")
     metadata["labels"] |= {names.GROUP_LABEL: name, names.SURPLUS_LABEL: "true"} | context.queueing()
+    # Kueue would take the job's priority for the surplus's too, and other jobs could not push out surplus first.
+    metadata["labels"].pop(names.PRIORITY_LABEL, None)
     restarts = context.job.spec.failure_policy.max_restarts
     return {
         "apiVersion": "batch/v1",

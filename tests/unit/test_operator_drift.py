@@ -1,0 +1,96 @@
+"""What spares the operator from rendering a job anew with every event, and what makes it look again."""
+
+import copy
+
+import pytest
+
+from dovetail.operator.children import Children
+from dovetail.operator.drift import Drift
+from dovetail.operator.planning import read_job
+from dovetail.operator.reconcile import Seen, reconcile
+from dovetail.operator.render import objects
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+from helpers.fake_cluster import START, FakeCluster
+
+
+class Watched:
+    """A running job whose objects have versions; `look` says what is to be applied."""
+
+    def __init__(self):
+        cluster = FakeCluster()
+        cluster.settle()
+        self.document, self.objects = cluster.document, copy.deepcopy(cluster.objects)
+        for (kind, _), thing in self.objects.items():
+            thing["metadata"] |= {"uid": f"{kind}-uid", "resourceVersion": "1", "generation": 1}
+        job = read_job(self.document)
+        self.planned = job, make_plan(job.spec)
+        self.settings, self.drift = Settings(), Drift()
+
+    def look(self):
+        children = Children(copy.deepcopy(self.objects))
+        result = reconcile(Seen(self.document, self.planned, children, None, self.settings, {}, self.drift), START)
+        return [(thing["kind"], thing["metadata"]["name"]) for thing in result.apply]
+
+    def change(self, kind, version):
+        """Somebody edits the object of this kind."""
+        for (k, name), thing in self.objects.items():
+            if k == kind:
+                thing["metadata"] |= {version: "2", "labels": {**thing["metadata"]["labels"], "app": "x"}}
+                thing["metadata"]["labels"].pop("app.kubernetes.io/component")
+                return kind, name
+        raise KeyError(kind)
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """Counts how often a job's objects are rendered."""
+    count, real = [], objects.config_map
+
+    def config_map(context):
+        count.append(context.name)
+        return real(context)
+
+    monkeypatch.setattr(objects, "config_map", config_map)
+    return count
+
+
+def test_nothing_is_rendered_while_nothing_changes(rendered):
+    job = Watched()
+    rendered.clear()
+    assert job.look() == []
+    assert len(rendered) == 1
+    assert job.look() == []
+    pod = next(thing for (kind, _), thing in job.objects.items() if kind == "Pod")
+    pod["metadata"]["resourceVersion"] = "77"
+    assert job.look() == []
+    assert len(rendered) == 1
+
+
+@pytest.mark.parametrize(("kind", "version"), [("Service", "resourceVersion"), ("PodDisruptionBudget", "generation")])
+def test_drift_is_found_all_the_same(kind, version):
+    job = Watched()
+    assert job.look() == []
+    changed = job.change(kind, version)
+    assert job.look() == [changed]
+    assert job.look() == [changed], "until it has been mended"
+
+
+def test_what_was_deleted_is_missed():
+    job = Watched()
+    assert job.look() == []
+    gone = next(ref for ref in job.objects if ref[0] == "NetworkPolicy")
+    del job.objects[gone]
+    assert job.look() == [gone]
+
+
+def test_other_settings_or_another_plan_are_looked_at_afresh(rendered):
+    job = Watched()
+    rendered.clear()
+    job.look()
+    job.settings = Settings()
+    job.look()
+    assert len(rendered) == 2
+    job.planned = job.planned[0], job.planned[1].model_copy()
+    job.look()
+    assert len(rendered) == 3
