@@ -1,0 +1,118 @@
+"""Kueue's quota for three flavors of GPUs: all or nothing, surplus rollouts go first, who was evicted resumes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.cluster import REPOSITORY, KubeCluster, external, wait_for
+from helpers.cluster_jobs import PRODUCTS, ClusterJob, is_true, tiny_manifest
+from helpers.jobs import events
+from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(external() is not None, reason="quotas of somebody's cluster are not ours to set"),
+]
+SECONDS = 600.0
+QUOTA = {"a100": 1, "v100": 1, "a10": 2}
+SURPLUS = "kueue-surplus"
+
+
+def queues(namespace: str) -> list[dict[str, Any]]:
+    """Those of docs/kueue.md, with small quotas."""
+    page = (REPOSITORY / "docs/kueue.md").read_text()
+    text = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if "ClusterQueue" in block)
+    things: list[dict[str, Any]] = list(yaml.safe_load_all(text))
+    for thing in things:
+        if thing["kind"] == "LocalQueue":
+            thing["metadata"]["namespace"] = namespace
+        if thing["kind"] == "ClusterQueue":
+            for flavor in thing["spec"]["resourceGroups"][1]["flavors"]:
+                flavor["resources"][0]["nominalQuota"] = QUOTA[flavor["name"]]
+    return things
+
+
+@pytest.fixture(scope="module")
+def leader(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    cluster.devcluster("up", "--kueue")
+    install(cluster, [])
+    priority = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": SURPLUS}}
+    cluster.apply(priority | {"value": -10, "preemptionPolicy": "Never"})
+    folder = tmp_path_factory.mktemp("operator")
+    images = {f"DOVETAIL_{name.upper()}_IMAGE": f"dovetail-dev/{name}:dev" for name in ("trainer", "rollout")}
+    images["DOVETAIL_COORDINATOR_IMAGE"] = "dovetail-dev/operator:dev"
+    config = kubeconfig(cluster, folder)
+    with operator(config, folder, "leader", [], DOVETAIL_SURPLUS_PRIORITY_CLASS=SURPLUS, **images) as process:
+        wait_for("leadership", process.leads, 120)
+        yield process
+
+
+def urgent(cluster: KubeCluster, namespace: str, product: str) -> None:
+    """A batch/v1 Job that wants one GPU, and gets it."""
+    container = {
+        "name": "main",
+        "image": "dovetail-dev/busybox:dev",
+        "command": ["sleep", "3600"],
+        "resources": {"limits": {"nvidia.com/gpu": "1"}, "requests": {"cpu": "10m", "memory": "16Mi"}},
+    }
+    labels = {"kueue.x-k8s.io/queue-name": "team", "kueue.x-k8s.io/priority-class": "urgent"}
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "nodeSelector": {"nvidia.com/gpu.product": PRODUCTS[product]},
+        "containers": [container],
+    }
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"urgent-{product}", "labels": labels}}
+    text = json.dumps(job | {"spec": {"suspend": True, "template": {"spec": pod}}})
+    # Kueue's webhooks may not answer at once.
+    wait_for("the job", lambda: cluster.try_kubectl("apply", "-n", namespace, "-f", "-", stdin=text).returncode == 0)
+    words = ("job", f"urgent-{product}", "-n", namespace)
+    wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"], 120)
+
+
+def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
+    cluster: KubeCluster, namespace: str, leader: OperatorProcess
+) -> None:
+    cluster.apply(*queues(namespace), namespace=namespace)
+    document = tiny_manifest(namespace, a10={"minReplicas": 1, "maxReplicas": 2}, iterations=30)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    document["spec"]["checkpoint"] = {"everySteps": 2}
+    job = ClusterJob(cluster, namespace)
+
+    # A rollout group larger than its flavor's quota: nothing starts, not even what there would be room for.
+    document["spec"]["groups"][1]["replicas"] = 2
+    cluster.apply(document, namespace=namespace)
+    wait_for("the queue", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota")
+    assert "queue team" in job.condition("Suspended")["message"]
+    assert job.pods() == {}
+    cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
+    document["spec"]["groups"][1]["replicas"] = 1
+
+    cluster.apply(document, namespace=namespace)
+    wait_for("an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration() > 1, SECONDS)
+    surplus = ("job", "tiny-a10-s1", "-n", namespace)
+    assert cluster.get(*surplus)["spec"]["suspend"] is False, "there is room for a surplus rollout"
+
+    before = job.uids()
+    urgent(cluster, namespace, "a10")
+    assert cluster.get(*surplus)["spec"]["suspend"] is True, "the surplus goes first"
+    assert job.uids().items() >= {name: uid for name, uid in before.items() if name != "a10"}.items()
+    assert job.condition("Suspended")["status"] == "False"
+
+    urgent(cluster, namespace, "a100")
+    wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), 180)
+    done = job.iteration()
+    assert done < 30
+    assert cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]["lastCheckpoint"]["step"] > 0
+    cluster.kubectl("delete", "jobs", "-n", namespace, "urgent-a100", "urgent-a10")
+    wait_for("the end", lambda: is_true(job.document(), "Completed"), SECONDS)
+    finished = [event["iteration"] for event in events(job.run_dir(), "iteration.finished")]
+    assert finished == list(range(1, 31)), "each iteration once, in order"
+    stages = [event["stage"] for event in events(job.run_dir(), "stage.finished")]
+    assert stages.count("sft") == 1, "resumed, not begun again"
