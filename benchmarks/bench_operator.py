@@ -1,0 +1,290 @@
+"""The operator's own cost: many RLHFJobs at once on nodes that kwok plays, beside the JobSet controller alone.
+
+A cluster of hack/devcluster (root, Linux) is brought up and taken down again. First as many JobSets as there will be
+jobs are created by hand, equal to those that the operator makes; then the jobs. Both are timed from the first creation
+until all Jobs and pods exist. Then the jobs run, with coordinators that answer: what the operator asks of the API
+server when nothing happens, and how long an event takes to be acted on. Prints a table and one JSON line. JOBS (1000),
+QUIET: seconds of nothing (30), EVENTS (200), CLUSTER: its name (bench), PROFILE: a file for the operator's cProfile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Clusters and operators are the tests' business too.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "hack/devcluster"))
+
+import psutil
+import yaml
+from operator_scale.stage import claim, manifest, pod_template, stage
+
+from dovetail.api.manifest import parse
+from dovetail.api.resolve import resolve
+from dovetail.operator.client import Client, KubeError, connect
+from dovetail.operator.render.context import Context
+from dovetail.operator.render.objects import jobset
+from dovetail.operator.resources import BY_KIND, RLHFJOB
+from dovetail.operator.settings import Settings
+from dovetail.planner.simple import make_plan
+from helpers.cluster import KubeCluster, wait_for
+from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
+
+ALONE, OPERATED = "alone", "operated"
+DEADLINE = 900.0
+AT_A_TIME = 16
+PODS, JOBS_OF_A_JOB = 4, 4
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is to be taken down
+    jobs, quiet = int(os.environ.get("JOBS", "1000")), float(os.environ.get("QUIET", "30"))
+    events = min(jobs, int(os.environ.get("EVENTS", "200")))
+    with stage(os.environ.get("CLUSTER", "bench")) as cluster, tempfile.TemporaryDirectory() as folder:
+        for name in (ALONE, OPERATED):
+            cluster.apply(
+                {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, claim(name), namespace=name
+            )
+        install(cluster, [OPERATED])
+        os.environ["KUBECONFIG"] = str(cluster.kubeconfig)
+        facts: dict[str, Any] = {"jobs": jobs}
+        facts["jobset_alone"] = asyncio.run(alone(jobs))
+        print(f"JobSet alone: {facts['jobset_alone']}", file=sys.stderr, flush=True)
+        with operating(cluster, Path(folder)) as process:
+            usage = Usage(process)
+            facts["operator"] = asyncio.run(operated(jobs, usage))
+            print(f"operator: {facts['operator']}", file=sys.stderr, flush=True)
+            facts["quiet"] = asyncio.run(at_rest(quiet, usage))
+            facts["events"] = asyncio.run(reactions(events))
+            facts["memory_mib"] = round(usage.peak / 2**20, 1)
+    facts["times_jobset_alone"] = round(facts["operator"]["all_pods_s"] / facts["jobset_alone"]["all_pods_s"], 3)
+    report(facts)
+    return 0
+
+
+@contextmanager
+def operating(cluster: KubeCluster, folder: Path) -> Iterator[OperatorProcess]:
+    template = folder / "pod-template.yaml"
+    template.write_text(yaml.safe_dump(pod_template()))
+    more = {"DOVETAIL_POD_TEMPLATE": str(template)}
+    if profile := os.environ.get("PROFILE"):
+        more |= {"DOVETAIL_PROFILE": profile}
+    with operator(kubeconfig(cluster, folder), folder, "bench", [OPERATED], **more) as process:
+        wait_for("leadership", process.leads, 120)
+        yield process
+        process.stop()
+
+
+class Usage:
+    """What the operator has used of memory and CPU, its planner's process with it, and of the API server."""
+
+    def __init__(self, process: OperatorProcess) -> None:
+        self._process = process
+        self.peak = 0
+
+    def look(self) -> dict[str, float]:
+        """CPU seconds, requests so far; keeps the highest memory."""
+        whole = [psutil.Process(self._process.process.pid)]
+        whole += whole[0].children(recursive=True)
+        self.peak = max(self.peak, sum(p.memory_info().rss for p in whole))
+        cpu = sum(sum(p.cpu_times()[:2]) for p in whole)
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._process.port}/metrics", timeout=30) as reply:
+            lines = reply.read().decode().splitlines()
+        values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+        return {"cpu": cpu, "requests": values["dovetail_operator_api_requests"]}
+
+
+async def submit(make: Callable[[int], dict[str, Any]], count: int) -> None:
+    """Create so many objects, some at a time."""
+    api = await connect()
+    try:
+        client, numbers = Client(api), iter(range(count))
+
+        async def create() -> None:
+            for number in numbers:
+                await client.create(make(number))
+
+        await asyncio.gather(*(create() for _ in range(AT_A_TIME)))
+    finally:
+        await api.close()
+
+
+async def counts(client: Client, namespace: str, *kinds: str) -> dict[str, int]:
+    """How many of each kind there are, at the price of one each."""
+    found = {}
+    for kind in kinds:
+        page = await client._call("GET", BY_KIND[kind].path(namespace), {"limit": "1"})
+        found[kind] = len(page["items"]) + int(page["metadata"].get("remainingItemCount") or 0)
+    return found
+
+
+async def alone(jobs: int) -> dict[str, float]:
+    """JobSets created by hand."""
+    document = manifest("job-0", ALONE)
+    job = parse(document)
+    job = job.model_copy(update={"spec": resolve(job.spec)})
+    plan, settings = make_plan(job.spec), Settings(pod_template=pod_template())
+
+    def make(number: int) -> dict[str, Any]:
+        named = job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": f"job-{number}"})})
+        thing = jobset(Context(named, "0" * 36, plan, settings))
+        del thing["metadata"]["ownerReferences"]
+        for replicated in thing["spec"]["replicatedJobs"]:
+            replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"] = "default"
+        return thing
+
+    return await timed(jobs, ALONE, make, [])
+
+
+async def operated(jobs: int, usage: Usage) -> dict[str, float]:
+    """RLHFJobs, of which the operator makes everything."""
+    facts = await timed(jobs, OPERATED, lambda i: manifest(f"job-{i}", OPERATED), ["PodDisruptionBudget"], usage.look)
+    facts["jobs_per_second"] = round(jobs / facts["all_children_s"], 2)
+    await until("all jobs run", lambda: running(jobs), usage.look)
+    # Until what was changed last has been acted on.
+    before = usage.look()["requests"]
+    while True:
+        await asyncio.sleep(5)
+        now = usage.look()
+        if now["requests"] == before:
+            break
+        before = now["requests"]
+    return facts | {"requests_per_job": round(now["requests"] / jobs, 2), "cpu_s": round(now["cpu"], 1)}
+
+
+async def timed(
+    jobs: int,
+    namespace: str,
+    make: Callable[[int], dict[str, Any]],
+    more: list[str],
+    look: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Seconds from the first creation until so many JobSets, Jobs, pods and whatever else exist."""
+    api = await connect()
+    try:
+        client, facts = Client(api), {}
+        wanted = {"JobSet": jobs, **dict.fromkeys(more, jobs), "Job": JOBS_OF_A_JOB * jobs, "Pod": PODS * jobs}
+        began = time.monotonic()
+        submitting = asyncio.create_task(submit(make, jobs))
+        missing = dict(wanted)
+        while missing:
+            assert time.monotonic() - began < DEADLINE, f"not within {DEADLINE:.0f} s: {missing}"
+            await asyncio.sleep(0.25)
+            look()
+            there = await counts(client, namespace, *missing)
+            now = round(time.monotonic() - began, 2)
+            if submitting.done():
+                submitting.result()
+                facts.setdefault("submitted_s", now)
+            for kind in [kind for kind in missing if there[kind] >= wanted[kind]]:
+                del missing[kind]
+                facts["all_pods_s" if kind == "Pod" else f"all_{kind.lower()}s_s"] = now
+        await submitting
+        return facts | {"all_children_s": now}
+    finally:
+        await api.close()
+
+
+async def until(what: str, check: Callable[[], Awaitable[bool]], look: Callable[[], object]) -> None:
+    began = time.monotonic()
+    while not await check():
+        assert time.monotonic() - began < DEADLINE, f"{what}: not within {DEADLINE:.0f} s"
+        await asyncio.sleep(2)
+        look()
+
+
+async def running(jobs: int) -> bool:
+    api = await connect()
+    try:
+        found = await Client(api).list(RLHFJOB, OPERATED)
+    finally:
+        await api.close()
+    states = [{c["type"]: c["status"] for c in job.get("status", {}).get("conditions", [])} for job in found]
+    return sum(s.get("Running") == "True" for s in states) == jobs
+
+
+async def at_rest(seconds: float, usage: Usage) -> dict[str, float]:
+    """All jobs run and nothing happens; their coordinators are asked how far they are."""
+    before = usage.look()
+    await asyncio.sleep(seconds)
+    after = usage.look()
+    cpu = (after["cpu"] - before["cpu"]) / seconds
+    return {"seconds": seconds, "requests": after["requests"] - before["requests"], "cpu_cores": round(cpu, 3)}
+
+
+async def reactions(events: int) -> dict[str, float]:
+    """Somebody deletes an object of a job, ten times a second: how long until it is back, as a watch tells it."""
+    api, seconds = await connect(), {}
+    client = Client(api, seconds=DEADLINE)
+    try:
+        gone: dict[str, float] = {}
+        ready = asyncio.Event()
+
+        async def watch() -> None:
+            path = BY_KIND["PodDisruptionBudget"].path(OPERATED) + "?watch=1"
+            request = await api.param_serialize("GET", path, auth_settings=["BearerToken"])
+            reply = await api.call_api(*request)
+            ready.set()
+            async for line in reply.response.content:
+                event = json.loads(line)
+                name = event["object"]["metadata"]["name"]
+                if event["type"] == "DELETED":
+                    gone[name] = time.monotonic()
+                elif event["type"] == "ADDED" and name in gone:
+                    seconds[name] = time.monotonic() - gone[name]
+                    if len(seconds) == events:
+                        return
+
+        watching = asyncio.create_task(watch())
+        await asyncio.wait({asyncio.create_task(ready.wait()), watching}, return_when=asyncio.FIRST_COMPLETED)
+        for number in range(events):
+            await client.delete("PodDisruptionBudget", OPERATED, f"job-{number}")
+            await asyncio.sleep(0.1)
+        await asyncio.wait_for(watching, DEADLINE)
+    except KubeError as error:
+        raise AssertionError(str(error)) from error
+    finally:
+        await api.close()
+    values = sorted(seconds.values())
+    return {"events": events, "median_ms": milli(statistics.median(values)), "p99_ms": milli(quantile(values, 0.99))}
+
+
+def milli(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return values[min(len(values) - 1, int(len(values) * share))]
+
+
+def report(facts: dict[str, Any]) -> None:
+    made, quiet, event = facts["operator"], facts["quiet"], facts["events"]
+    lines = [
+        f"{facts['jobs']} jobs of {PODS} pods",
+        f"all pods exist       {made['all_pods_s']:.1f} s; JobSet alone {facts['jobset_alone']['all_pods_s']:.1f} s: "
+        f"{facts['times_jobset_alone']:.2f} times",
+        f"all children exist   {made['all_children_s']:.1f} s: {made['jobs_per_second']} jobs/s",
+        f"requests of a job    {made['requests_per_job']}",
+        f"event to applied     median {event['median_ms']} ms, 99th percentile {event['p99_ms']} ms",
+        f"at rest              {quiet['requests']:.0f} requests in {quiet['seconds']:.0f} s, {quiet['cpu_cores']} CPUs",
+        f"memory               {facts['memory_mib']} MiB; CPU until all run {made['cpu_s']} s",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+    facts["own_peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
