@@ -78,7 +78,7 @@ class Result:
 
 
 class Search:
-    """One search. Deterministic unless `effort.expired` is."""
+    """One search. Deterministic if `effort.expired` is. `accept`: which structures are looked at at all."""
 
     def __init__(
         self,
@@ -88,9 +88,10 @@ class Search:
         costs: Estimator,
         effort: Effort,
         lean: bool = True,
+        accept: Callable[[Structure], bool] = lambda structure: True,
     ) -> None:
         self.inventory, self.workload, self.limits = inventory, workload, limits
-        self.costs, self.effort = costs, effort
+        self.costs, self.effort, self.accept = costs, effort, accept
         self.ranker = Ranker(inventory, workload, limits, costs, lean)
         self.result = Result()
         self._known: dict[Candidate, Estimate] = {}
@@ -152,7 +153,7 @@ class Search:
 
     def _ranked(self, grid: Sizes) -> list[Ranking]:
         found = []
-        for structure in structures(self.inventory, self.workload, self.limits, grid):
+        for structure in filter(self.accept, structures(self.inventory, self.workload, self.limits, grid)):
             self.result.structures += 1
             ranking = self.ranker.rank(structure)
             if isinstance(ranking, Ranking):
