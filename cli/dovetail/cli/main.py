@@ -62,6 +62,7 @@ class _Group(click.Group):
 
 _manifest = click.argument("manifest", metavar="JOB.yaml", type=click.Path(path_type=Path))
 _run_dir = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+_new_file = click.Path(path_type=Path, dir_okay=False)
 _set = click.option(
     "--set",
     "overrides",
@@ -73,11 +74,26 @@ _set = click.option(
 _seed = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Short for --set spec.seed=SEED.")
 
 
-def _load(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RLHFJob, Plan]:
+def _load(
+    manifest: Path, overrides: Sequence[str], seed: int | None = None, hardware_path: Path | None = None
+) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there."""
     from dovetail.api.files import layer_counts
-    from dovetail.api.validation import absolute_paths, check, check_files, resolve, warnings
+    from dovetail.api.validation import warnings
+    from dovetail.cli.planning import configurations, hardware
     from dovetail.planner.simple import make_plan
+
+    written, job, base = _read(manifest, overrides, seed)
+    configs = configurations(job.spec, base)
+    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path))
+    for warning in dict.fromkeys([*warnings(written.spec), *made.warnings]):
+        click.echo(f"Warning: {warning}", err=True)
+    return job, made
+
+
+def _read(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RLHFJob, RLHFJob, Path]:
+    """The checked job as it was written, and with every default filled in; and the folder that its paths start at."""
+    from dovetail.api.validation import absolute_paths, check, check_files, resolve
 
     document = read_yaml(manifest)
     if isinstance(document, dict):
@@ -88,11 +104,7 @@ def _load(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> 
     base = manifest.resolve().parent
     if errors := check_files(written.spec, base):
         raise ManifestError(errors)
-    job = absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base)
-    made = make_plan(job.spec, layer_counts(job.spec, base))
-    for warning in dict.fromkeys([*warnings(written.spec), *made.warnings]):
-        click.echo(f"Warning: {warning}", err=True)
-    return job, made
+    return written, absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base), base
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -243,15 +255,73 @@ def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
 @_manifest
 @_set
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json.")
-def plan(manifest: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show what would run where: processes, parallelism and batches."""
-    from dovetail.cli.plan import plan_tables
+@click.option("-o", "--output", type=_new_file, help="Write plan.json here.")
+@click.option(
+    "--html", "html_path", type=_new_file, help="Write a page with the predicted iteration's timeline by GPU."
+)
+@click.option(
+    "--inventory",
+    "inventory_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also find the best placement on these GPUs: a YAML or JSON file, see docs/planner.md.",
+)
+@click.option("--cluster", is_flag=True, help="As --inventory, with the nodes that kubectl sees.")
+@click.option(
+    "--hardware",
+    "hardware_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Measured figures of GPUs, which go before the data sheets'.",
+)
+def plan(
+    manifest: Path,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    html_path: Path | None,
+    inventory_path: Path | None,
+    cluster: bool,
+    hardware_path: Path | None,
+) -> None:
+    """Show what would run where: processes, parallelism and batches, with predicted times and memory.
 
-    _, made = _load(manifest, overrides)
-    if as_json:
-        click.echo(made.model_dump_json(by_alias=True, indent=2))
-    else:
-        Console().print(plan_tables(made))
+    \b
+      dovetail plan job.yaml --inventory gpus.yaml --html plan.html
+    """
+    from dovetail.cli import planning
+    from dovetail.planner.simple import PlanError
+
+    if inventory_path is not None and cluster:
+        raise UsageError("--inventory and --cluster both name the GPUs; give one of them")
+    measured = planning.hardware(hardware_path)
+    there = planning.inventory(inventory_path, cluster, measured)
+    groups: Plan | str
+    try:
+        job, groups = _load(manifest, overrides, hardware_path=hardware_path)
+    except PlanError as error:
+        if there is None or as_json or output is not None:
+            raise
+        _, job, _ = _read(manifest, overrides)
+        groups = str(error)
+    base = manifest.resolve().parent
+    configs = planning.configurations(job.spec, base)
+    if isinstance(groups, Plan):
+        text = groups.model_dump_json(by_alias=True, indent=2)
+        if output is not None:
+            planning.write(output, text + "\n")
+        if as_json:
+            click.echo(text)
+    console, notes = Console(), list[str]()
+    chosen = None
+    if there is not None:
+        chosen, notes = planning.on_inventory(job.spec, configs, there)
+        if not as_json:
+            planning.show_inventory(console, chosen, notes, groups)
+    elif isinstance(groups, Plan):
+        chosen = planning.on_groups(job.spec, configs, measured) if html_path is not None else None
+        if not as_json:
+            planning.show_groups(console, groups)
+    if html_path is not None:
+        planning.write_html(html_path, job.metadata.name, chosen, notes)
 
 
 cli.add_command(schedule)

@@ -17,7 +17,6 @@ from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJobSpec
 from dovetail.cli.plan import plan_tables
 from dovetail.cli.prediction import prediction_tables
-from dovetail.cli.timeline import timeline_page
 from dovetail.local.errors import RunError, UsageError
 from dovetail.planner.hardware import GPU, HardwareError, parse
 from dovetail.planner.placement.configs import ConfigError
@@ -162,4 +161,6 @@ def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -
     """Raises UsageError where nothing is predicted."""
     if chosen is None:
         raise UsageError("--html shows a predicted iteration, but nothing is predicted for this job; give --inventory.")
+    from dovetail.cli.timeline import timeline_page  # it brings the search of schedules with it
+
     write(path, timeline_page(name, chosen, notes))
