@@ -1,0 +1,74 @@
+"""The PPO stage compares its iterations with the plan's prediction and tells its status."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from dovetail.api.prediction import Prediction
+from dovetail.api.types import API_VERSION
+from dovetail.api.validation import load_manifest
+from dovetail.coordinator.ppo_stage import PPOStage
+from dovetail.coordinator.telemetry import Status
+from dovetail.operator import progress
+from dovetail.planner.simple import make_plan
+
+PREDICTED = Prediction(
+    placement="Separation",
+    schedule="Serial",
+    migration=None,
+    iteration_seconds=10.0,
+    phases={"generation": 6.0, "inference": 1.0, "training": 2.0, "transfer": 1.0, "swap": 0.0},
+    samples_per_second=12.8,
+    hardware="data sheets",
+    tasks=[],
+    memory=[],
+)
+
+
+def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": "RLHFJob",
+        "metadata": {"name": "job"},
+        "spec": {
+            "models": {"actor": {"source": {"huggingFace": "a/b"}}},
+            "data": {name: [{"synthetic": {}}] for name in ("demonstrations", "preferences", "prompts")},
+            "groups": [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"]}],
+        },
+    }
+    spec = load_manifest(yaml.safe_dump(manifest)).spec
+    plan = make_plan(spec).model_copy(update={"prediction": prediction})
+    logged: list[tuple[str, Any]] = []
+    engines = SimpleNamespace(
+        spec=spec, plan=plan, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
+    )
+    return PPOStage(engines, SimpleNamespace()), engines  # type: ignore[arg-type]
+
+
+def test_iterations_that_are_off_reach_the_jobs_status() -> None:
+    ppo, engines = stage(PREDICTED)
+    check = ppo._check
+    assert check is not None
+    for _ in range(2):
+        ppo._compare(check, 16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
+    document = {**engines.progress.document({}), "stage": "ppo"}
+    assert progress.plan_problem(document) is None
+    assert progress.fields(document)["predicted_iteration_seconds"] == 10.0
+    for _ in range(2):
+        ppo._compare(check, 16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
+    document = {**engines.progress.document({}), "stage": "ppo"}
+    problem = progress.plan_problem(document)
+    assert problem is not None
+    assert problem.startswith("an iteration takes 16 s, 60% more than the 10 s predicted, most of it in generation")
+    assert progress.fields(document)["predicted_iteration_seconds"] == 16.0
+    assert engines.logged == [("plan.off", {"problem": problem})]
+
+
+def test_without_a_prediction_nothing_is_compared() -> None:
+    ppo, engines = stage(None)
+    assert ppo._check is None
+    assert progress.plan_problem(engines.progress.document({})) is None
+    assert "predicted_iteration_seconds" not in progress.fields({**engines.progress.document({}), "stage": "ppo"})
