@@ -11,7 +11,7 @@ UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-coordinator bench-migration bench-papers bench-switch clean
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-coordinator bench-operator bench-migration bench-papers bench-switch clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -125,6 +125,9 @@ bench-switch: install ## Switching a model's layout: bytes and time, and overlap
 
 bench-migration: install ## Moving one sample: its tokens or its keys and values
 	$(BIN)/python benchmarks/bench_migration.py
+
+bench-operator: install ## The operator with 1,000 jobs on nodes that kwok plays, beside JobSet alone (root)
+	$(BIN)/python benchmarks/bench_operator.py
 
 clean: ## Remove caches and build outputs (not .venv, not runs/)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

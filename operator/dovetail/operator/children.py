@@ -69,6 +69,12 @@ def live(pods: Iterable[Object]) -> list[Object]:
     return [pod for pod in pods if not is_over(pod)]
 
 
+def sizes(jobset: Object | None) -> dict[str, int]:
+    """Pods of each group in a JobSet, the coordinator's among them."""
+    jobs = jobset["spec"]["replicatedJobs"] if jobset is not None else []
+    return {j["name"]: int(j["template"]["spec"].get("completions", 1)) for j in jobs}
+
+
 def matches(wanted: Any, actual: Any) -> bool:
     """Whether `actual` already says what `wanted` does: what was applied is a part of what the API server made of it.
     Lists must be of one length, so that what others added to a list of ours counts as drift."""

@@ -69,12 +69,12 @@ class Coordinators:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, key: Key, address: str, token: str) -> None:
-        known: dict[str, Any] = {}
+        known: object = None
         while True:
             async with self._slots:
                 answer = await self._ask(address, token)
             self._followed[key].answer = answer
-            told = progress.fields(answer or {})
+            told = progress.fields(answer or {}), progress.plan_problem(answer or {})
             if answer is not None and told != known:
                 known = told
                 await self._changed(key)
@@ -89,7 +89,10 @@ class Coordinators:
                 timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             ) as reply:
                 document = await reply.json() if reply.status == 200 else None
-            progress.fields(document or {})  # what cannot be read counts as no answer
+            (
+                progress.fields(document or {}),
+                progress.plan_problem(document or {}),
+            )  # what cannot be read counts as no answer
         except (aiohttp.ClientError, OSError, TimeoutError, TypeError, ValueError, AttributeError):
             return None
         return document if isinstance(document, dict) else None

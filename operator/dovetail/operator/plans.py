@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dovetail.api.plan import Plan
-from dovetail.api.status import PlanStatus
+from dovetail.api.status import PlanStatus, RLHFJobStatus
 from dovetail.api.types import Parallelism
 from dovetail.api.unexecuted import warnings
+from dovetail.operator import progress, reasons
+from dovetail.operator.conditions import Conditions
 from dovetail.operator.render.context import Context, digest
 
 
@@ -17,6 +22,20 @@ def plan_status(plan: Plan) -> PlanStatus:
         schedule=plan.schedule,
         hash=digest(plan.model_dump(mode="json", by_alias=True)),
     )
+
+
+def say_planned(
+    reported: Mapping[str, Any] | None, context: Context, conditions: Conditions, old: RLHFJobStatus
+) -> None:
+    """With the reason PlanOff while iterations take other times than the plan says."""
+    told, was = summary(context), any(c.reason == reasons.PLAN_OFF for c in old.conditions)
+    if reported is None and was:
+        return  # the coordinator is away; what it said stays
+    problem = progress.plan_problem(reported or {})
+    if problem is None:
+        conditions.set("Planned", True, reasons.PLANNED, told)
+    else:
+        conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({told})")
 
 
 def summary(context: Context) -> str:

@@ -25,10 +25,11 @@ from dovetail.operator.children import (
     live,
     matches,
     parse_time,
+    sizes,
 )
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.drift import Drift, look_at
-from dovetail.operator.plans import plan_status, summary
+from dovetail.operator.plans import plan_status, say_planned
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.settings import Settings
@@ -97,26 +98,14 @@ def reconcile(seen: Seen, now: datetime) -> Result:
     planned = seen.planned
     uid = str(seen.document["metadata"]["uid"])
     if not isinstance(planned, Refused):
-        context = Context(planned[0], uid, planned[1], seen.settings, _sizes(_jobset(seen, uid)))
+        context = Context(planned[0], uid, planned[1], seen.settings, sizes(_jobset(seen, uid)))
         if problem := name_problem(context):
             planned = Refused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, Refused):
         return _refused(planned, conditions, status)
-    _say_planned(seen, context, conditions, old)
+    say_planned(seen.reported, context, conditions, old)
     status = status.model_copy(update={"plan": plan_status(context.plan)})
     return _Reconciler(seen, context, conditions, status, now).run()
-
-
-def _say_planned(seen: Seen, context: Context, conditions: Conditions, old: RLHFJobStatus) -> None:
-    """With the reason PlanOff while iterations take other times than the plan says."""
-    told, was = summary(context), any(c.reason == reasons.PLAN_OFF for c in old.conditions)
-    if seen.reported is None and was:
-        return  # the coordinator is away; what it said stays
-    problem = progress.plan_problem(seen.reported or {})
-    if problem is None:
-        conditions.set("Planned", True, reasons.PLANNED, told)
-    else:
-        conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({told})")
 
 
 class _Reconciler:
@@ -402,12 +391,6 @@ def _unfinished(jobset: Object | None) -> list[Ref]:
     if jobset is None or deleting(jobset) or is_true(jobset, "Completed") or is_true(jobset, "Failed"):
         return []
     return [("JobSet", str(jobset["metadata"]["name"]))]
-
-
-def _sizes(jobset: Object | None) -> dict[str, int]:
-    """Pods of each group in a JobSet, the coordinator's among them."""
-    jobs = jobset["spec"]["replicatedJobs"] if jobset is not None else []
-    return {j["name"]: int(j["template"]["spec"].get("completions", 1)) for j in jobs}
 
 
 def _since(thing: Object, kind: str) -> str:
