@@ -20,7 +20,7 @@ from dovetail.coordinator.interstage.migrations import Migration
 from dovetail.coordinator.samples import Key
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.watch import leaves
-from dovetail.coordinator.work import Activity, Generated, Settings
+from dovetail.coordinator.work import Generated, Settings
 from dovetail.planner.interstage import Decision, simulate
 from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST
@@ -205,21 +205,17 @@ def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_migration_takes_is_learnt_without_the_prefills_of_those_that_came_along() -> None:
+    def move(sample: int, to: str, reason: str, seconds: float) -> Migration:
+        return Migration(Key(1, sample, 0), "r9", to, "tokens", reason, 100, 400, seconds, 5.0)
+
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         fusion = Fusion(RLHFJobSpec.model_validate(yaml.safe_load(MANIFEST)["spec"]), store, lambda event, **_: None)
-        activity = Activity(0.0, 9.0)
-        for begun, tokens in enumerate((2000, 500, 1000)):
-            activity.prefilled(float(begun), tokens, 0.05 + 0.001 * tokens)
-        # Four samples of 100 tokens gathered in one place: the last one's first token comes after all four prefills.
-        moves = [
-            Migration(Key(1, i, 0), "r1", "r0", "tokens", reason, 100, 400, seconds, 5.0)
-            for i, (reason, seconds) in enumerate(
-                [("tail", 0.25), ("tail", 0.35), ("tail", 0.45), ("tail", 0.55), ("drain", 9.0)]
-            )
-        ]
-        fusion.learn({"r0": "g"}, Generated(migrations=moves, instances={"r0": activity}), [])
+        # The last one's first token comes after all prefills: 0.15 s, and 0.1 s for each of them.
+        moves = [move(i, "r0", "tail", 0.25 + i / 10) for i in range(4)]
+        moves += [move(9, "r1", "tail", 0.25), move(8, "r1", "drain", 9.0)]
+        fusion.learn({"r0": "g", "r1": "g"}, Generated(migrations=moves), [])
         profile = fusion.measured("g").profile()
-        assert profile.prefill_seconds_per_token == pytest.approx(0.001)
+        assert profile.moving_seconds(1000) == (pytest.approx(1.0), True)
         assert profile.migration_seconds == pytest.approx(0.15)
         store.close()

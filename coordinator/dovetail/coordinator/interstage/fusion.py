@@ -137,8 +137,7 @@ class Fusion:
             known.scored(int(span.args["tokens"]), span.end - span.start)
         for destination, moves in arrivals(generated.migrations).items():
             known = self.measured(groups.get(destination, destination))
-            prefill = known.profile().prefill_seconds_per_token * sum(m.tokens for m in moves)
-            known.migrated(max(1e-6, max(m.seconds for m in moves) - prefill))
+            known.migrated(sum(m.tokens for m in moves), max(m.seconds for m in moves))
 
     def end(self, response_lengths: Sequence[int]) -> None:
         """Learn an iteration's lengths."""

@@ -72,8 +72,8 @@ class Measurements:
     def __init__(self, assumed: StageProfile) -> None:
         self._assumed = assumed
         self._decode: dict[int, Mean] = {}
-        self._prefill, self._inference = Line(), Line()
-        self._swap_in, self._swap_out, self._migration = Mean(), Mean(), Mean()
+        self._prefill, self._inference, self._migration = Mean(), Line(), Line()
+        self._swap_in, self._swap_out = Mean(), Mean()
 
     def decoded(self, batch: int, steps: float, seconds: float) -> None:
         """`steps` decode steps at a mean batch size took `seconds`. Batch sizes within a quarter count as one."""
@@ -81,8 +81,7 @@ class Measurements:
             self._decode.setdefault(_bin(batch), Mean()).add(steps, seconds)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Tokens sent at once, until the last of them had been prefilled; what that takes besides them (the request, a
-        step under way) is part of every migration."""
+        """Prompts' tokens sent at once, until the last of them had been prefilled."""
         self._prefill.add(tokens, seconds)
 
     def scored(self, tokens: int, seconds: float) -> None:
@@ -95,9 +94,10 @@ class Measurements:
     def swapped_out(self, seconds: float) -> None:
         self._swap_out.add(1, seconds)
 
-    def migrated(self, seconds: float) -> None:
-        """From the decision to stop a request to its arrival elsewhere."""
-        self._migration.add(1, seconds)
+    def migrated(self, tokens: int, seconds: float) -> None:
+        """Prompt and response tokens of all samples that came at once to be prefilled, from the decision to move them
+        to the last one's next token."""
+        self._migration.add(tokens, seconds)
 
     @property
     def measured(self) -> bool:
@@ -110,14 +110,15 @@ class Measurements:
 
     def profile(self) -> StageProfile:
         found: dict[str, Any] = {
-            "prefill_seconds_per_token": None if self._prefill.fit is None else self._prefill.fit[1],
+            "prefill_seconds_per_token": self._prefill.seconds_each,
             "swap_in_seconds": self._swap_in.seconds_each,
             "swap_out_seconds": self._swap_out.seconds_each,
-            "migration_seconds": self._migration.seconds_each,
             "decode": self._points() or None,
         }
         if self._inference.fit is not None:
             found["inference_seconds_per_chunk"], found["inference_seconds_per_token"] = self._inference.fit
+        if self._migration.fit is not None:
+            found["migration_seconds"], found["resume_seconds_per_token"] = self._migration.fit
         return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})
 
 

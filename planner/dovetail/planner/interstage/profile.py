@@ -34,6 +34,7 @@ class StageProfile:
     `shared`: scorer and server share the device, so the instance scores when it does not generate (also right for CPU
     scorers on the server's own cores); False: the scorer has its own and works at any time.
     `migration_seconds`: from the decision to stop a request to its arrival elsewhere.
+    `resume_seconds_per_token`: of its prefill there; None: as of any.
     `kv_transfer_seconds_per_token`: moving the KV cache instead of a new prefill, where it can be moved.
     `chunk_tokens`: fewest tokens that are scored together, if there are as many."""
 
@@ -48,6 +49,7 @@ class StageProfile:
     saturation: int | None = None
     shared: bool = True
     migration_seconds: float = 0.0
+    resume_seconds_per_token: float | None = None
     kv_transfer_seconds_per_token: float | None = None
     chunk_tokens: int = MIN_CHUNK_TOKENS
 
@@ -66,6 +68,7 @@ class StageProfile:
             "swap_in_seconds",
             "swap_out_seconds",
             "migration_seconds",
+            "resume_seconds_per_token",
             "kv_transfer_seconds_per_token",
         ):
             value = getattr(self, name)
@@ -105,7 +108,8 @@ class StageProfile:
 
     def moving_seconds(self, tokens: int) -> tuple[float, bool]:
         """The cheaper way to bring a sample of `tokens` (prompt and response) here, and whether it is a prefill."""
-        prefill = tokens * self.prefill_seconds_per_token
+        each = self.resume_seconds_per_token
+        prefill = tokens * (self.prefill_seconds_per_token if each is None else each)
         if self.kv_transfer_seconds_per_token is None:
             return prefill, True
         transfer = tokens * self.kv_transfer_seconds_per_token
