@@ -130,6 +130,10 @@ class FakeCluster:
                 del self.objects[kind, name]
             elif deleting(thing):
                 del self.objects[kind, name]
+        for place in ("Job", "Pod"):  # whose owner somebody removed
+            for (kind, name), thing in list(self.objects.items()):
+                if kind == place and thing.get("owner") and thing["owner"] not in self.objects:
+                    del self.objects[kind, name]
         jobset = self.objects.get(("JobSet", "demo"))
         if jobset is not None:
             self._step_jobset(jobset)
