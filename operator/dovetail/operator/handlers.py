@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import kopf
 
 from dovetail.operator.controller import MANAGED, Controller
 from dovetail.operator.resources import CHILDREN, RLHFJOB
+from dovetail.operator.stateless import NoDiffs, NoProgress
 
 
 def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: tuple[str, ...], stop: Event) -> None:
@@ -28,9 +29,33 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
     )
 
 
+class _Feed:
+    """Events from kopf's thread to the controller's loop, which is woken once for all that have come meanwhile."""
+
+    def __init__(self, controller: Controller, loop: asyncio.AbstractEventLoop) -> None:
+        self._controller = controller
+        self._loop = loop
+        self._lock, self._turn = Lock(), asyncio.Lock()
+        self._waiting: list[tuple[Any, bool]] = []
+
+    def give(self, thing: Any, deleted: bool) -> None:
+        with self._lock:
+            self._waiting.append((thing, deleted))
+            if len(self._waiting) > 1:
+                return
+        asyncio.run_coroutine_threadsafe(self._take(), self._loop)
+
+    async def _take(self) -> None:
+        async with self._turn:  # in the order in which they came
+            with self._lock:
+                events, self._waiting = self._waiting, []
+            for thing, deleted in events:
+                await self._controller.observe(thing, deleted)
+
+
 def make_registry(controller: Controller, loop: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
     """Handlers of every kind that the operator wants to hear of."""
-    registry = kopf.OperatorRegistry()
+    registry, feed = kopf.OperatorRegistry(), _Feed(controller, loop)
 
     @kopf.on.login(registry=registry)
     async def login(**arguments: Any) -> kopf.ConnectionInfo | None:
@@ -39,8 +64,7 @@ def make_registry(controller: Controller, loop: asyncio.AbstractEventLoop) -> ko
     for resource in (RLHFJOB, *(r for r in CHILDREN if r.watched)):
 
         async def observe(event: Any, kind: str = resource.kind, **_: Any) -> None:
-            thing, deleted = {"kind": kind, **event["object"]}, event["type"] == "DELETED"
-            asyncio.run_coroutine_threadsafe(controller.observe(thing, deleted), loop)
+            feed.give({"kind": kind, **event["object"]}, event["type"] == "DELETED")
 
         kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)(observe)
     return registry
@@ -53,6 +77,8 @@ def make_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.peering.standalone = True
     settings.networking.trust_env = False
+    settings.persistence.diffbase_storage = NoDiffs()
+    settings.persistence.progress_storage = NoProgress()
     for resource in CHILDREN:
         settings.watching.label_selectors[resource.group, resource.version, resource.plural] = MANAGED
     return settings
