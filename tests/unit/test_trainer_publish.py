@@ -22,8 +22,11 @@ Weights = dict[str, torch.Tensor]
 def trainer(request: pytest.FixtureRequest) -> Iterator[LocalTrainer]:
     spec = job().model_dump(mode="json", by_alias=True)["spec"]
     models = {"actor": {**spec["models"]["actor"], **request.param.get("models", {}).get("actor", {})}}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks run; more threads only wait for each other on matrices this small
     with LocalTrainer(job(models=models, ppo={**spec["ppo"], "ema": 0.5})) as local:
         yield local
+    torch.set_num_threads(threads)
 
 
 def after_step(trainer: LocalTrainer) -> None:
