@@ -11,7 +11,7 @@ from typing import Literal
 from dovetail.planner.hardware import gpu
 from dovetail.planner.iteration import System
 from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
-from papers.common import Figure, Measured, Section, best, llama, with_batch
+from papers.common import Figure, Measured, Section, best, llama, tensor_parallel, with_batch
 from papers.deepspeed import MOST, all_halves, climb, halves, largest
 from papers.planner import planned
 
@@ -66,7 +66,9 @@ def separated(model: str, gpus: int) -> Measured | None:
 
         def at(eighth: int, share: tuple[int, int, int] = share) -> Measured | None:
             batch = 8 * eighth
-            return best(_separations(share, batch), with_batch(work, batch), cluster, SEPARATED)
+            return best(
+                _separations(share, batch, tensor_parallel(work.actor)[-1]), with_batch(work, batch), cluster, SEPARATED
+            )
 
         each = climb(at, MOST // 8)
         if each is not None and (found is None or each.rate > found.rate):
@@ -84,15 +86,11 @@ def _divisions(nodes: int) -> Iterator[tuple[int, int, int]]:
                 yield generation, training, rest
 
 
-def _separations(share: tuple[int, int, int], batch: int) -> Iterator[Candidate]:
+def _separations(share: tuple[int, int, int], batch: int, tp: int) -> Iterator[Candidate]:
     generation, training, rest = share
     begin = 8 * (generation + training)
-    servers = Share("a100", tp=8, dp=generation)
-    scorers = (
-        Share("a100", begin, tp=8, dp=rest, micro_batch=4)
-        if rest
-        else Share("a100", tp=8, dp=generation, micro_batch=4)
-    )
+    servers = Share("a100", tp=tp, dp=8 * generation // tp)
+    scorers = Share("a100", begin if rest else 0, tp=tp, dp=8 * (rest or generation) // tp, micro_batch=4)
     per_rank = -(-batch // (8 * training))
     micros = sorted({min(per_rank, m) for m in (1, 2, 4, 8, 16)}, reverse=True)
     for micro in micros:

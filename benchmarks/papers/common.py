@@ -25,6 +25,11 @@ def llama(name: str) -> ModelShape:
     return ModelShape("llama", layers, hidden, intermediate, heads, heads, hidden // heads, 32000)
 
 
+def tensor_parallel(*shapes: ModelShape) -> tuple[int, ...]:
+    """Ranks within a node of eight that the heads of all these models divide among: up to 4 for the 33B's 52."""
+    return tuple(tp for tp in (1, 2, 4, 8) if all(shape.heads % tp == 0 for shape in shapes))
+
+
 @dataclass(frozen=True)
 class Figure:
     """A published number beside ours; None: it does not fit in memory (OOM). `group`: figures of one setting, whose

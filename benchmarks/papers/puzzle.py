@@ -16,9 +16,11 @@ from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement,
 from dovetail.planner.schedules.families import FAMILIES
 from dovetail.planner.schedules.problem import fused_problem
 from dovetail.planner.schedules.search import Effort, find
+from dovetail.planner.shape import ModelShape
 from dovetail.planner.switching import Layout, Tensor, route
 from dovetail.planner.timing import DEFAULT
-from papers.common import Figure, Measured, Section, best, llama
+from papers.common import Figure, Measured, Section, best, tensor_parallel
+from papers.common import llama as usual
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
 from papers.planner import planned
@@ -49,9 +51,13 @@ NAMED = {"orion": (16, 1, 2), "phoenix": (8, 1, 4)}
 # Megatron-LM: samples decode as one batch (all lengths are 256). Its shadow model for generation gets its weights by
 # the switch, not from the host.
 SYSTEM = System(continuous=False, hidden_swaps=True, max_samples=1024)
-# "DeepSpeed-Chat employs only tensor parallelism", and "opts for increased tensor parallelism".
-DEEPSPEED_TP = (2, 4, 8)
+# "We configured the lower tensor parallelism setting in the generation phase of DeepSpeed-Chat": the lowest that fits.
 MICROS = (1, 2, 4, 8)
+
+
+def llama(name: str) -> ModelShape:
+    """Its Table 1: 64 layers of the 33B, so that stages are equal."""
+    return replace(usual(name), layers=64) if name == "33B" else usual(name)
 
 
 def inventory(cluster: str, gpus: int) -> Inventory:
@@ -63,11 +69,11 @@ def workload(setting: str, batch: int) -> Workload:
     return Workload(actor, actor, critic, critic, batch, batch, 1, Lengths.fixed(256), Lengths.fixed(256))
 
 
-def layouts(gpus: int) -> list[tuple[int, int, int]]:
-    """(pp, dp, tp), as PUZZLE writes them; tp within a node."""
+def layouts(gpus: int, tps: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """(pp, dp, tp), as PUZZLE writes them."""
     found = []
     for pp in (1, 2, 4, 8, 16, 32):
-        for tp in (1, 2, 4, 8):
+        for tp in tps:
             if gpus % (pp * tp) == 0:
                 found.append((pp, gpus // (pp * tp), tp))
     return found
@@ -110,7 +116,8 @@ def compared(setting: str, cluster: str) -> Compared | None:
     batch, gpus = SETTINGS[setting]
     work, there = workload(setting, batch), inventory(cluster, gpus)
     layers = min(work.actor.layers, work.critic.layers if work.critic else 1)
-    known = layouts(gpus)
+    tps = tensor_parallel(work.actor, *([work.critic] if work.critic else []))
+    known = layouts(gpus, tps)
 
     def search(pairs: Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]], schedule: str) -> Measured | None:
         candidates = (candidate(g, t, gpus, layers, m, schedule) for g, t in pairs for m in MICROS)
@@ -125,14 +132,21 @@ def compared(setting: str, cluster: str) -> Compared | None:
     fixed = [m for layout in known if (m := search(iter([(layout, layout)]), "TimeSharing"))]
     generation = min(fixed, key=lambda m: m.estimate.phases["generation"], default=None)
     zero = (
-        Config(3, tp, recompute, offload).candidate("a100", gpus, -(-batch // gpus))
-        for tp in DEEPSPEED_TP
-        for recompute in (False, True)
-        for offload in (False, True)
+        best(
+            [
+                Config(3, tp, recompute, offload).candidate("a100", gpus, -(-batch // gpus))
+                for recompute in (False, True)
+                for offload in (False, True)
+            ],
+            work,
+            there,
+            DEEPSPEED,
+        )
+        for tp in tps
+        if tp > 1
     )
-    return Compared(
-        puzzle, serial, search(iter([(only, only)]), "Serial"), generation, best(zero, work, there, DEEPSPEED)
-    )
+    base = search(iter([(only, only)]), "Serial")
+    return Compared(puzzle, serial, base, generation, next((z for z in zero if z), None))
 
 
 def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float]:

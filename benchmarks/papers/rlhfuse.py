@@ -12,7 +12,7 @@ from math import lcm
 from dovetail.planner.hardware import gpu
 from dovetail.planner.iteration import System
 from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
-from papers.common import Figure, Measured, Section, best, llama
+from papers.common import Figure, Measured, Section, best, llama, tensor_parallel
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
 from papers.planner import planned
@@ -28,6 +28,7 @@ PROMPT = Lengths.fixed(144)  # bench_interstage_paper.py draws 32 to 256
 THRESHOLDS = tuple(k / 100 for k in range(5, 100, 5))
 # Speed-up of RLHFuse over each: least and most published.
 PUBLISHED = {"DeepSpeed-Chat": (None, 3.7), "ReaLHF": (1.4, 2.4), "RLHFuse-Base": (1.2, 1.4)}
+THRESHOLD = 0.20
 MOST_OTHER = 0.03  # of an iteration that is neither of the stages
 # Tailored layouts for each task. RLHFuse's engine refills batches, deals mini-batches by length and swaps ahead, ReaLHF
 # does none of these ("the customized kernels in the inference engine and the mini-batch load balancing").
@@ -41,9 +42,9 @@ def workload(setting: str, tokens: int) -> Workload:
     return Workload(actor, actor, critic, critic, BATCH, MINI, 1, PROMPT, Lengths.long_tailed(tokens))
 
 
-def trainings() -> Iterator[Share]:
+def trainings(tps: tuple[int, ...]) -> Iterator[Share]:
     """Layouts of all GPUs that a mini-batch divides among."""
-    for tp in (2, 4, 8):
+    for tp in tps:
         for pp in (1, 2, 4, 8, 16):
             dp = GPUS // (tp * pp)
             for micro in (1, 2, 4):
@@ -63,24 +64,25 @@ def tailored(
     work: Workload, system: System, schedules: Sequence[str], migrations: Sequence[float | None]
 ) -> Measured | None:
     """The best layout of each task on all GPUs (the paper searches by brute force), training's two together."""
-    pairs = [(a, k) for a in trainings() for k in trainings() if _sensible(a, k)]
-    scorer = Share("h100", tp=8, dp=GPUS // 8, micro_batch=2, offload=True)
+    critics = work.critic or work.actor
+    known = list(trainings(tensor_parallel(work.actor, critics)))
+    pairs = [(a, k) for a in known for k in known if _sensible(a, k)]
+    reference, scorer = (_everywhere(tensor_parallel(shape)[-1], 2) for shape in (work.actor, critics))
 
     def candidate(servers: Share, actor: Share, critic: Share, schedule: str, migration: float | None) -> Candidate:
-        scored = (replace(scorer, tp=servers.tp, dp=servers.dp),)
         return Candidate(
             Placement.FLATTENING,
             (servers,),
             (actor,),
             (critic,),
-            scored,
-            scored,
-            scored,
+            (reference,),
+            (scorer,),
+            (scorer,),
             schedule=schedule,  # type: ignore[arg-type]
             migration=migration,
         )
 
-    servers = [Share("h100", tp=tp, dp=GPUS // tp, offload=True) for tp in (2, 4, 8)]
+    servers = [_everywhere(tp) for tp in tensor_parallel(work.actor)]
     trained = best(
         (candidate(servers[-1], a, k, s, None) for a, k in pairs for s in schedules), work, INVENTORY, system
     )
@@ -95,12 +97,16 @@ def tailored(
     )
 
 
+def _everywhere(tp: int, micro_batch: int = 1) -> Share:
+    return Share("h100", tp=tp, dp=GPUS // tp, micro_batch=micro_batch, offload=True)
+
+
 def deepspeed(work: Workload) -> Measured | None:
     """ "We increase its mini-batch size to 256"; the best of all its options."""
     larger = replace(work, mini_batch=DEEPSPEED_MINI)
     candidates = (
         Config(3, tp, recompute, offload).candidate("h100", GPUS, 1)
-        for tp in (1, 2, 4, 8)
+        for tp in tensor_parallel(work.actor)
         for recompute in (False, True)
         for offload in (False, True)
     )
@@ -169,7 +175,10 @@ def sections() -> Iterator[Section]:
             section.figures.append(Figure(name, "least", least, min(gains[name])))
         section.figures.append(Figure(name, "most", most, max(gains[name])))
     yield section
-    other.figures.append(Figure("of the batch", "best threshold", 0.20, sum(thresholds) / len(thresholds)))
+    other.notes.append(
+        f"best threshold: {min(thresholds):.0%} to {max(thresholds):.0%} of the batch (paper: about {THRESHOLD:.0%}); "
+        "see bench-interstage-paper"
+    )
     other.notes.append(
         f"transfers and swaps: at most {max(rest):.1%} of an iteration (paper: less than {MOST_OTHER:.0%})"
     )

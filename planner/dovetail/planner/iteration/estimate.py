@@ -56,6 +56,9 @@ def estimate(
     lacks, KeyError for a pool that the inventory lacks."""
     used, rooms = memory(candidate, work, inventory, system)
     problem = next((m.explanation for m in used if not m.fits), None)
+    for task, share in candidate.placed:
+        if share.tp > inventory[share.pool].per_node:
+            problem = f"{task} on {share} has tensor parallel ranks on several nodes of {share.pool}; lower tp"
     for share, room in rooms.items():
         # An engine that cannot let samples join holds all of them at once.
         samples = 1 if system.continuous else -(-work.batch // sum(s.dp for s in candidate.generation))
