@@ -93,7 +93,7 @@ def test_puzzle_switches_faster_than_deepspeed_gathers() -> None:
 
 
 def test_rlhfuses_systems_are_in_the_published_order() -> None:
-    found = rlhfuse.compared("33B/13B", 1024)
+    found = rlhfuse.compared("13B/33B", 512)
     seconds = [each.seconds for name in rlhfuse.NAMES if (each := found.systems[name]) is not None]
     assert len(seconds) == 4
     assert seconds == sorted(seconds)
