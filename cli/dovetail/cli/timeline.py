@@ -13,7 +13,18 @@ from dovetail.local.report import STYLE
 from dovetail.planner.iteration.simulate import Simulated, simulate
 from dovetail.planner.placement.job import Chosen
 
-KINDS = ("generate", "reference", "reward", "critic", "actor", "critic F", "weights", "swap")
+KINDS = (
+    "generation",
+    "reference",
+    "reward",
+    "critic",
+    "actor F",
+    "actor B",
+    "critic F",
+    "critic B",
+    "optimizer",
+    "weights",
+)
 # More GPUs than this are shown by one of each kind: those with the same tasks do the same.
 EVERY_GPU = 64
 

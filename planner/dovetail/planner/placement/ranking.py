@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.planner.placement.candidate import INFERENCE, TASKS, Share, Task
+from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Share, Task
 from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.limits import Limits
@@ -16,8 +16,8 @@ from dovetail.planner.placement.workload import Workload
 
 # Fastest layouts of a task that are kept besides those that need less memory than any faster one.
 WIDTH = 4
-# A task that needs less of a GPU than this does nothing to need less.
-ROOMY = 0.4
+# Training that needs less of a GPU than this does nothing to need less.
+ROOMY = 0.25
 
 # Fastest first.
 Ranked = list[Option]
@@ -92,7 +92,8 @@ class Ranker:
         if least.problem is not None or len(shares) == 1:
             return [least]
         first = self._costs.option(task, shares[0])
-        if self._lean and first.problem is None and first.need < ROOMY * self._inventory[first.share.pool].gpu.memory:
+        roomy = first.problem is None and first.need < ROOMY * self._inventory[first.share.pool].gpu.memory
+        if self._lean and task in TRAINING and roomy:
             plain = [s for s in shares[1:] if not (s.recompute or s.offload)]
             return [first, *(self._costs.option(task, s) for s in plain)]
         return [first, *(self._costs.option(task, s) for s in shares[1:-1]), least]
@@ -112,13 +113,20 @@ def _sum(structure: Structure, seconds: Mapping[Task, float]) -> float:
 
 
 def _front(ranked: Ranked, width: int) -> Ranked:
-    """The `width` fastest, and each that needs less memory than every faster one."""
-    kept, least = [], float("inf")
+    """The `width` fastest, and each that needs less memory than every faster one: of those that leave the GPU to
+    others between times, and of those that do not."""
+    kept = []
+    least = {False: float("inf"), True: float("inf")}
     for count, option in enumerate(ranked):
-        if count < width or option.need < least:
+        if count < width or option.need < least[option.share.offload]:
             kept.append(option)
-        least = min(least, option.need)
+        least[option.share.offload] = min(least[option.share.offload], option.need)
     return kept
+
+
+def frugality(option: Option) -> tuple[bool, float]:
+    """Smallest of what holds least of a GPU while others work, and needs least while it does itself."""
+    return not option.share.offload, option.need
 
 
 def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Share, ...]]:

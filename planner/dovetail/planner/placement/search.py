@@ -17,7 +17,7 @@ from dovetail.planner.placement.candidate import TASKS, TRAINING, Candidate, Pla
 from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
-from dovetail.planner.placement.ranking import Ranker, Ranking, combinations
+from dovetail.planner.placement.ranking import Ranker, Ranking, combinations, frugality
 from dovetail.planner.placement.structures import Sizes, Slot, Structure, every_size, sizes, structures
 from dovetail.planner.placement.workload import Workload
 
@@ -192,7 +192,7 @@ class Search:
             for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True):
                 mine = [o for o in ranked if micro is None or task not in TRAINING or o.share.micro_batch == micro]
                 if mine:
-                    chosen.append(min(mine, key=lambda o: o.need).share)
+                    chosen.append(min(mine, key=frugality).share)
             if len(chosen) == len(ranking.places) and self.agrees(ranking, chosen):
                 return tuple(chosen)
         return None
