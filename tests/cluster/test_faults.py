@@ -14,7 +14,7 @@ import pytest
 
 from dovetail.operator.leader import LEASE
 from helpers.cluster import DEVCLUSTER, REPOSITORY, KubeCluster, external, wait_for
-from helpers.cluster_jobs import ClusterJob, is_true, kill, tiny_manifest
+from helpers.cluster_jobs import PACED_TEMPLATE, ClusterJob, is_true, kill, paced, tiny_manifest
 from helpers.jobs import events
 
 pytestmark = [
@@ -23,25 +23,9 @@ pytestmark = [
 ]
 SYSTEM = "faults-system"
 ITERATIONS, PROMPTS = 100, 8
-PACE_SECONDS = 2.0
 PEER_TIMEOUT_SECONDS = 20
 ETCD_SECONDS = 30
 START_SECONDS, RECOVERY_SECONDS = 600.0, 400.0
-# A job that is as fast as it can would be over before the last fault.
-PACED = f"""
-import asyncio, pathlib
-async def score(prompts, responses, **fields):
-    if not pathlib.Path("/var/dovetail/hurry").exists():
-        await asyncio.sleep({PACE_SECONDS})
-    return [len(set(text)) / 40 for text in responses]
-"""
-MOUNT = {"name": "paced", "mountPath": "/etc/paced", "readOnly": True}
-TEMPLATE = {
-    "spec": {
-        "containers": [{"name": "dovetail", "workingDir": "/etc/paced", "volumeMounts": [MOUNT]}],
-        "volumes": [{"name": "paced", "configMap": {"name": "paced"}}],
-    }
-}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +35,7 @@ def chart(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     values = tmp_path_factory.mktemp("chart") / "values.yaml"
     values.write_text(
-        json.dumps({"crds": {"enabled": False}, "api": {"enabled": False}, "jobs": {"podTemplate": TEMPLATE}})
+        json.dumps({"crds": {"enabled": False}, "api": {"enabled": False}, "jobs": {"podTemplate": PACED_TEMPLATE}})
     )
     images = str(DEVCLUSTER / "manifests/dovetail-values.yaml")
     place = ("faults", str(REPOSITORY / "helm/dovetail"), "-n", SYSTEM, "--create-namespace")
@@ -171,8 +155,7 @@ FAULTS: list[Callable[[ClusterJob], set[str]]] = [
 def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     cluster: KubeCluster, namespace: str, chart: None, record_property: Callable[[str, object], None]
 ) -> None:
-    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "paced"}, "data": {"paced.py": PACED}}
-    cluster.apply(config_map, manifest(namespace), namespace=namespace)
+    cluster.apply(*paced(manifest(namespace)), namespace=namespace)
     job = ClusterJob(cluster, namespace)
     wait_for(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
@@ -189,7 +172,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         print(f"{fault.__name__}: {told}")
         assert replaced == expected, fault.__name__
         assert not is_true(job.document(), "Completed"), "the job must outlast its faults"
-    (job.run_dir().parent / "hurry").touch()
+    job.hurry()
     wait_for("the end", lambda: is_true(job.document(), "Completed"), RECOVERY_SECONDS)
     restarts = [
         c["restartCount"]
@@ -209,8 +192,6 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
 def manifest(namespace: str) -> dict[str, Any]:
     document = tiny_manifest(namespace, ITERATIONS, PROMPTS)
     spec = document["spec"]
-    spec["models"]["reward"] = {"function": "paced:score"}
-    del spec["reward"], spec["data"]["preferences"]
     spec["checkpoint"] = {"everySteps": 1000}  # so that the store keeps every sample
     spec["failurePolicy"]["peerTimeoutSeconds"] = PEER_TIMEOUT_SECONDS
     return document

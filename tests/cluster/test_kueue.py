@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from helpers.cluster import REPOSITORY, KubeCluster, external, wait_for
-from helpers.cluster_jobs import PRODUCTS, ClusterJob, is_true, tiny_manifest
+from helpers.cluster_jobs import PACED_TEMPLATE, PRODUCTS, ClusterJob, is_true, paced, tiny_manifest
 from helpers.jobs import events
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
 
@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(external() is not None, reason="quotas of somebody's cluster are not ours to set"),
 ]
 SECONDS = 600.0
+ITERATIONS = 40
 QUOTA = {"a100": 1, "v100": 1, "a10": 2}
 SURPLUS = "kueue-surplus"
 
@@ -47,6 +48,9 @@ def leader(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("operator")
     images = {f"DOVETAIL_{name.upper()}_IMAGE": f"dovetail-dev/{name}:dev" for name in ("trainer", "rollout")}
     images["DOVETAIL_COORDINATOR_IMAGE"] = "dovetail-dev/operator:dev"
+    template = folder / "pod-template.yaml"
+    template.write_text(yaml.safe_dump(PACED_TEMPLATE))
+    images["DOVETAIL_POD_TEMPLATE"] = str(template)
     config = kubeconfig(cluster, folder)
     with operator(config, folder, "leader", [], DOVETAIL_SURPLUS_PRIORITY_CLASS=SURPLUS, **images) as process:
         wait_for("leadership", process.leads, 120)
@@ -80,14 +84,16 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
     cluster.apply(*queues(namespace), namespace=namespace)
-    document = tiny_manifest(namespace, a10={"minReplicas": 1, "maxReplicas": 2}, iterations=30)
+    document = tiny_manifest(namespace, a10={"minReplicas": 1, "maxReplicas": 2}, iterations=ITERATIONS)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     document["spec"]["checkpoint"] = {"everySteps": 2}
     job = ClusterJob(cluster, namespace)
 
+    config_map, document = paced(document)
+
     # A rollout group larger than its flavor's quota: nothing starts, not even what there would be room for.
     document["spec"]["groups"][1]["replicas"] = 2
-    cluster.apply(document, namespace=namespace)
+    cluster.apply(config_map, document, namespace=namespace)
     wait_for("the queue", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota")
     assert "queue team" in job.condition("Suspended")["message"]
     assert job.pods() == {}
@@ -108,11 +114,12 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     urgent(cluster, namespace, "a100")
     wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), 180)
     done = job.iteration()
-    assert done < 30
+    assert done < ITERATIONS, "the job must outlast its eviction"
     assert cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]["lastCheckpoint"]["step"] > 0
+    job.hurry()
     cluster.kubectl("delete", "jobs", "-n", namespace, "urgent-a100", "urgent-a10")
     wait_for("the end", lambda: is_true(job.document(), "Completed"), SECONDS)
     finished = [event["iteration"] for event in events(job.run_dir(), "iteration.finished")]
-    assert finished == list(range(1, 31)), "each iteration once, in order"
+    assert finished == list(range(1, ITERATIONS + 1)), "each iteration once, in order"
     stages = [event["stage"] for event in events(job.run_dir(), "stage.finished")]
     assert stages.count("sft") == 1, "resumed, not begun again"

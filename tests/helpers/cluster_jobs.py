@@ -14,6 +14,22 @@ from helpers.cluster import KubeCluster
 from helpers.jobs import MANIFEST, events
 
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
+PACE_SECONDS = 2.0
+# A job that is as fast as it can would be over before the last fault.
+_PACED = f"""
+import asyncio, pathlib
+async def score(prompts, responses, **fields):
+    if not pathlib.Path("/var/dovetail/hurry").exists():
+        await asyncio.sleep({PACE_SECONDS})
+    return [len(set(text)) / 40 for text in responses]
+"""
+_MOUNT = {"name": "paced", "mountPath": "/etc/paced", "readOnly": True}
+PACED_TEMPLATE = {
+    "spec": {
+        "containers": [{"name": "dovetail", "workingDir": "/etc/paced", "volumeMounts": [_MOUNT]}],
+        "volumes": [{"name": "paced", "configMap": {"name": "paced"}}],
+    }
+}
 
 
 class ClusterJob:
@@ -55,6 +71,10 @@ class ClusterJob:
         done = events(self.run_dir(), "iteration.finished")
         return int(done[-1]["iteration"]) if done else 0
 
+    def hurry(self) -> None:
+        """Let a paced job run as fast as it can from now on."""
+        (self.run_dir().parent / "hurry").touch()
+
     def whole(self) -> bool:
         pods = self.pods()
         return set(pods) == {"coordinator", *PRODUCTS} and all(is_true(pod, "Ready") for pod in pods.values())
@@ -93,3 +113,14 @@ def tiny_manifest(namespace: str, iterations: int, samples: int = 8, **groups: d
         for name, role in roles.items()
     ]
     return document
+
+
+def paced(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ConfigMap and the job, whose every iteration takes PACE_SECONDS more: faults and quotas need time to be felt.
+    The operator must be given PACED_TEMPLATE."""
+    spec = document["spec"]
+    spec["models"]["reward"] = {"function": "paced:score"}
+    spec.pop("reward", None)
+    spec["data"].pop("preferences", None)
+    metadata = {"name": "paced", "namespace": document["metadata"]["namespace"]}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"paced.py": _PACED}}, document
