@@ -2,8 +2,9 @@
 
 The servers speak vLLM's streaming protocol over HTTP and only wait between the events: what is measured is what the
 coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), STEP: seconds of a decode step (0.03),
-INTERVAL: tokens in an event (default: the coordinator's own), MEAN: tokens of a mean response (200), SEED (0), PROFILE:
-a file for cProfile."""
+INTERVAL: tokens in an event (default: by the number of samples, as the coordinator does), MEAN: tokens of a mean
+response (200), PROFILE: a file for cProfile. `lag`: how late the event loop wakes a sleeper; `turn`: CPU time of one turn of the
+loop, which is what lag would be at most on a machine with nothing else to do."""
 
 from __future__ import annotations
 
@@ -65,7 +66,15 @@ class Server(asyncio.Protocol):
             if len(self.buffer) < end + 4 + size:
                 return
             body, self.buffer = self.buffer[end + 4 : end + 4 + size], self.buffer[end + 4 + size :]
-            self.instance.begin(self, json.loads(body))
+            self.route(head.split(b" ")[1], json.loads(body))
+
+    def route(self, path: bytes, body: dict[str, Any]) -> None:
+        if path == b"/inference/v1/abort_requests":
+            # A busy machine makes the coordinator doubt its servers.
+            self.instance.abort(body["request_ids"])
+            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        else:
+            self.instance.begin(self, body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.instance.streams.pop(self, None)
@@ -77,16 +86,23 @@ class Instance:
     def __init__(self, step: float, mean: float) -> None:
         self.step, self.mean = step, mean
         self.streams: dict[Server, list[int]] = {}
-        self.interval = 8
+        self.names: dict[Server, str] = {}
+        self.interval = 1
 
     def begin(self, server: Server, body: dict[str, Any]) -> None:
         params = body["sampling_params"]
         self.interval = params["stream_interval"]
         made = len(body["token_ids"]) - PROMPT_TOKENS
+        self.names[server] = "generate-tokens-" + body["request_id"]
         self.streams[server] = [made, length_of(params["extra_args"][SEED], self.mean)]
         server.transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
+
+    def abort(self, names: list[str]) -> None:
+        for server in [s for s in self.streams if self.names[s] in names]:
+            server.transport.write(event(0, "abort"))
+            del self.streams[server]
 
     async def run(self) -> None:
         while True:
@@ -95,28 +111,29 @@ class Instance:
                 made, total = state
                 count = min(self.interval, total - made)
                 state[0] += count
-                server.transport.write(event(count, state[0] == total))
+                server.transport.write(event(count, "stop" if state[0] == total else None))
                 if state[0] == total:
                     del self.streams[server]
 
 
-EVENTS: dict[tuple[int, bool], bytes] = {}
+EVENTS: dict[tuple[int, str | None], bytes] = {}
 
 
-def event(count: int, last: bool) -> bytes:
-    """A chunk with `count` tokens, as vLLM writes it."""
-    if (count, last) not in EVENTS:
+def event(count: int, reason: str | None) -> bytes:
+    """A chunk with `count` tokens, as vLLM writes it; with a reason the stream ends."""
+    if (count, reason) not in EVENTS:
         tokens = [1000 + 17 * k for k in range(count)]
         content = [
             {"token_id": t, "logprob": -1.25, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": -1.25}]}
             for t in tokens
         ]
-        choice = {"index": 0, "finish_reason": "stop" if last else None, "token_ids": tokens}
+        choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
         choice["logprobs"] = {"content": content}
         message = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
+        last = reason is not None
         parts = [f"data: {json.dumps(message)}\n\n".encode()] + [b"data: [DONE]\n\n"] * last
-        EVENTS[count, last] = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n" * last
-    return EVENTS[count, last]
+        EVENTS[count, reason] = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n" * last
+    return EVENTS[count, reason]
 
 
 def servers(count: int, step: float, mean: float, pipe: Connection) -> None:
@@ -155,6 +172,21 @@ async def watch_lag(lags: list[float]) -> None:
         lags.append(time.perf_counter() - before - LAG_PERIOD)
 
 
+def watch_turns(turns: list[float]) -> None:
+    """CPU seconds that the event loop computes between two looks at its sockets."""
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    original, last = selector.select, time.thread_time()
+
+    def select(timeout: float | None = None) -> Any:
+        nonlocal last
+        turns.append(time.thread_time() - last)
+        found = original(timeout)
+        last = time.thread_time()
+        return found
+
+    selector.select = select
+
+
 def report(fleet: Fleet, ports: list[int]) -> None:
     """What every rollout posts every 2 s."""
     for index, port in enumerate(ports):
@@ -188,9 +220,11 @@ async def coordinate(folder: Path, ports: list[int], samples: int, mean: float, 
     report(fleet, ports)
     generation = Generation.model_validate({"maxTokens": MAX_TOKENS, "maxConcurrent": 256})
     lags: list[float] = []
+    turns: list[float] = []
     before = resident()
     async with Generator(store, fleet, generation, "token", lambda event, **fields: None, settings) as generator:
         others = [asyncio.create_task(watch_lag(lags)), asyncio.create_task(keep_reporting(fleet, ports))]
+        watch_turns(turns)
         cpu = time.process_time()
         async with asyncio.timeout(DEADLINE):
             result = await generator.generate(1)
@@ -216,6 +250,8 @@ async def coordinate(folder: Path, ports: list[int], samples: int, mean: float, 
         "cpu_us_per_token": round(1e6 * cpu / result.tokens, 2),
         "cpu_share": round(cpu / result.seconds, 3),
         "memory_mb": round((peak - before) / 1e6, 1),
+        "turn_ms_p99": round(1000 * float(np.quantile(turns, 0.99)), 2),
+        "turn_ms_max": round(1000 * max(turns), 1),
         "lag_ms_p50": round(1000 * float(np.quantile(lags, 0.5)), 2),
         "lag_ms_p99": round(1000 * float(np.quantile(lags, 0.99)), 2),
         "lag_ms_max": round(1000 * max(lags), 1),
