@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from helpers.generation_job import Job, play, until
 
 from dovetail.api.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 from dovetail.coordinator.fleet import Health, Instance
 from dovetail.coordinator.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
 from dovetail.planner.migration import MeasuredCosts, Mechanism, MigrationCosts
+from helpers.generation_job import Job, play, until
 
 COSTS = MigrationCosts(
     token_bytes=1000,
