@@ -133,9 +133,11 @@ class Controller:
             return result.requeue
         try:
             if result.token and not isinstance(planned, Refused):
-                await self._tokens.ensure(Context(planned[0], uid, planned[1], self._settings))
-            for thing in result.apply:
-                self.store.put(await self._client.apply(thing))
+                context = Context(planned[0], uid, planned[1], self._settings)
+                await self._tokens.ensure(context, new=children.get("JobSet", key[1]) is None)
+            pods = ("JobSet", "Job")
+            await self._apply([thing for thing in result.apply if thing["kind"] not in pods])
+            await self._apply([thing for thing in result.apply if thing["kind"] in pods])
         except KubeError as error:
             if error.status not in (0, 409):
                 status, events = _rejected(document, result, str(error), self._now())
@@ -150,6 +152,16 @@ class Controller:
         return result.requeue
 
     # ------------------------------------------------------------ effects
+
+    async def _apply(self, things: list[Object]) -> None:
+        """All at once. Raises the first KubeError when all have been answered."""
+        replies = await asyncio.gather(*(self._client.apply(thing) for thing in things), return_exceptions=True)
+        for reply in replies:
+            if not isinstance(reply, BaseException):
+                self.store.put(reply)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
 
     async def _delete(self, document: Object, result: Result) -> None:
         namespace = document["metadata"]["namespace"]

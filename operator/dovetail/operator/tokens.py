@@ -8,7 +8,7 @@ import secrets as random
 
 from dovetail.operator import names
 from dovetail.operator.children import label
-from dovetail.operator.client import Client, KubeError
+from dovetail.operator.client import Client, KubeError, Object
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.secret import secret
 from dovetail.operator.resources import SECRET
@@ -36,19 +36,22 @@ class Tokens:
         else:
             self._there.discard(uid)
 
-    async def ensure(self, context: Context) -> None:
-        """The job's Secret is there afterwards: made anew with the same token, if running pods may hold that. Raises
-        KubeError."""
+    async def ensure(self, context: Context, *, new: bool = False) -> None:
+        """The job's Secret is there afterwards: made anew with the same token, if running pods may hold that. `new`: it
+        is most likely not there yet. Raises KubeError."""
         if context.uid in self._there:
             return
         name = names.token_secret(context.name)
-        try:
-            found = await self._client.get(SECRET, context.namespace, name)
-        except KubeError as error:
-            if error.status != 404:
-                raise
-            token = self._known.get(context.uid) or random.token_hex(32)
-            found = await self._client.create(secret(context, token))
+        found = await self._create(context) if new else None
+        if found is None:
+            try:
+                found = await self._client.get(SECRET, context.namespace, name)
+            except KubeError as error:
+                if error.status != 404:
+                    raise
+                found = await self._create(context)
+        if found is None:
+            raise KubeError(409, f"Secret {name} came and went")
         if label(found, names.UID_LABEL) != context.uid:
             # Of an earlier job with this name, whose children the garbage collector has not got to yet.
             await self._client.delete("Secret", context.namespace, name, str(found["metadata"]["uid"]))
@@ -58,3 +61,13 @@ class Tokens:
         except (KeyError, ValueError, binascii.Error) as error:
             raise KubeError(422, f"Secret {name} holds no {names.TOKEN_KEY}; delete it and the job's pods") from error
         self._there.add(context.uid)
+
+    async def _create(self, context: Context) -> Object | None:
+        """None if there is one of this name."""
+        token = self._known.get(context.uid) or random.token_hex(32)
+        try:
+            return await self._client.create(secret(context, token))
+        except KubeError as error:
+            if error.status != 409:
+                raise
+            return None
