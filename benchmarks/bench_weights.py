@@ -141,7 +141,7 @@ def serve(env: ProcessEnv) -> None:
             deadline = Deadline(receive.offer.deadline_seconds)
             self._receiver.connect(receive, deadline)
             (segment,) = receive.offer.segments
-            channel = self._receiver._channels[segment.model, segment.index]
+            channel = self._receiver._channels[segment.model, segment.index, segment.part]
             if way == "raw":
                 size = max(message_bytes(b) for b in segment.buckets)
                 if self._receiver._buffers[0] is None or self._receiver._buffers[0].numel() < size:
@@ -206,7 +206,7 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
     from transformers import LlamaForCausalLM
 
     from dovetail.coordinator.weights import push_offer
-    from dovetail.models.transfer import Channel, Deadline, message_bytes
+    from dovetail.models.transfer import Channel, Deadline, Part, message_bytes
     from dovetail.trainer.weights import WeightSender
 
     torch.manual_seed(0)
@@ -214,17 +214,17 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
     way = ""
 
     class Sender(WeightSender):
-        def _stream(self, model: str, tensors: Iterator[Any], channel: Channel, deadline: Deadline) -> int:
+        def _stream(self, model: str, parts: Iterator[Part], channel: Channel, deadline: Deadline) -> int:
             if way in ("sent", "ours"):
-                return super()._stream(model, tensors, channel, deadline)
-            plan = self._plans[model]
+                return super()._stream(model, parts, channel, deadline)
+            plan = self._mine(model) or []
             self._allocate(max(message_bytes(b) for b in plan))
             if way == "raw":
                 for bucket in plan:
                     channel.broadcast(self._buffers[0][: message_bytes(bucket)], deadline).wait()
             else:
-                for _, tensor in tensors:
-                    channel.broadcast(tensor.contiguous().view(-1).view(torch.uint8), deadline).wait()
+                for part in parts:
+                    channel.broadcast(part.tensor.contiguous().view(-1).view(torch.uint8), deadline).wait()
             return sum(b.nbytes for b in plan)
 
     groups = SimpleNamespace(
