@@ -22,6 +22,16 @@ OPTIMIZER_BYTES = 28
 CHUNK = 16
 
 
+@lru_cache(maxsize=32768)
+def _origin(pp: int, tp: int, dp: int, micro_batch: int, fsdp: int, recompute: bool, offload: bool) -> Share:
+    return Share("", 0, pp, tp, dp, micro_batch, fsdp, recompute, offload)  # type: ignore[arg-type]
+
+
+def origin(share: Share) -> Share:
+    """The same wherever in a pool it is: costs depend on the layout, so what is known of it is known everywhere."""
+    return _origin(share.pp, share.tp, share.dp, share.micro_batch, share.fsdp, share.recompute, share.offload)
+
+
 def gathering(shape: ModelShape, head: Head, cluster: Cluster, share: Share, c: Constants) -> float:
     """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer; else 0."""
     if share.fsdp != 3 or share.dp == 1:
@@ -45,9 +55,13 @@ def decode_steps(
     return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
 
 
-@lru_cache(maxsize=8192)
 def servers(share: Share, cluster: Cluster, work: Workload, room: int, system: System, c: Constants) -> Servers:
     """A generation share's, with `room` tokens of KV cache each."""
+    return _servers(origin(share), cluster, work, room, system, c)
+
+
+@lru_cache(maxsize=8192)
+def _servers(share: Share, cluster: Cluster, work: Workload, room: int, system: System, c: Constants) -> Servers:
     shape, gpu = work.actor, cluster.gpu
     prompt, response = mean(work.prompt), mean(work.response)
     gather = gathering(shape, "lm", cluster, share, c)
@@ -89,12 +103,11 @@ def pass_seconds(
     return whole * slowest, gathering(shape, head, cluster, share, c), hop
 
 
-@lru_cache(maxsize=8192)
 def inference_seconds(
     shape: ModelShape, head: Head, share: Share, cluster: Cluster, tokens: float, samples: int, c: Constants
 ) -> float:
     """Of a forward pass over `samples` of `tokens` each."""
-    stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)
+    stage, gather, hop = pass_seconds(shape, head, origin(share), cluster, tokens, c)
     count = -(-samples // (share.dp * share.micro_batch))
     return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
 
@@ -137,7 +150,6 @@ class Step:
         return (self.stages - 1) * self.both * self.skew
 
 
-@lru_cache(maxsize=16384)
 def training_step(
     shape: ModelShape,
     head: Head,
@@ -150,6 +162,20 @@ def training_step(
 ) -> Step:
     """`trained`: share of the parameters that have gradients (LoRA: few). A backward is twice a forward, with
     recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
+    return _training_step(shape, head, origin(share), cluster, work, trained, system, c)
+
+
+@lru_cache(maxsize=32768)
+def _training_step(
+    shape: ModelShape,
+    head: Head,
+    share: Share,
+    cluster: Cluster,
+    work: Workload,
+    trained: float,
+    system: System,
+    c: Constants,
+) -> Step:
     tokens = mean(work.prompt) + mean(work.response)
     mini = min(work.mini_batch, work.batch)
     stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)

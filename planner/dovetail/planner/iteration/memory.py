@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Literal
 
 from dovetail.api.types import Parallelism
+from dovetail.planner.iteration.costs import origin
 from dovetail.planner.iteration.generation import mean
 from dovetail.planner.iteration.system import System
 from dovetail.planner.memory import Training, training_memory
@@ -158,14 +159,14 @@ def _load(task: Task, share: Share, candidate: Candidate, work: Workload, pool: 
             for use in (("generation",) if task == "actor_training" else ("critic",))
             for other in candidate.shares(use)  # type: ignore[arg-type]
         )
-        return _training(task, share, work, pool, held, system.host_step)
+        return _training(task, origin(share), work, pool, held, system.host_step)
     trained = candidate.shares("critic_training" if task == "critic" else "actor_training")
     same = system.shared_weights and task in ("critic", "generation")
     owner = next((t for t in trained if same and t.pool == share.pool and t.range == share.range), None)
-    return _serving(task, share, owner.fsdp if owner else None, work, pool)
+    return _serving(task, origin(share), owner.fsdp if owner else None, work, pool)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=32768)
 def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool, host_step: bool) -> _Load:
     """`held`: the weights in the compute dtype serve another task too, so they stay."""
     shape, head = _model(work, task)
@@ -174,7 +175,7 @@ def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool, 
     job = Training(
         shape,
         head,
-        Parallelism(pp=share.pp, tp=share.tp, dp=share.dp),
+        Parallelism.model_construct(pp=share.pp, tp=share.tp, dp=share.dp),
         pool.gpu.dtype,
         tokens=min(share.micro_batch, sequences) * work.longest,
         micro_batches=count,
@@ -244,7 +245,7 @@ def _serving(task: Task, share: Share, owner: Literal[0, 1, 2, 3] | None, work: 
 
 
 def _stage(shape: ModelShape, head: Head, share: Share, pool: Pool, stage: int) -> float:
-    layout = Parallelism(pp=share.pp, tp=share.tp, dp=share.dp)
+    layout = Parallelism.model_construct(pp=share.pp, tp=share.tp, dp=share.dp)
     return float(stage_parameters(Training(shape, head, layout, pool.gpu.dtype, 1), stage)[0])
 
 
