@@ -80,7 +80,7 @@ class Section:
         if self.figures:
             yield f"  {'':44}{'published':>10}{'ours':>10}{'error':>8}"
         for f in self.figures:
-            error = f"{f.error:+.0%}" if f.error is not None else ("" if f.published != f.ours else "same")
+            error = f"{f.error:+.0%}" if f.error is not None else ("same" if f.published == f.ours else "wrong")
             name = f"{f.group} {f.name}"
             yield f"  {name:44}{_cell(f.published):>10}{_cell(f.ours):>10}{error:>8}  {f.note}".rstrip()
         for note in self.notes:
