@@ -19,11 +19,11 @@ class Limits:
     shared by all tasks or divided between them. `whole`: a task takes all of a pool (the groups of a manifest).
 
     `micro_batch`: of training, None: open. `layouts`: those allowed of a training task; all if it is not named.
-    `servers`: GPUs of a vLLM server by pool, open if it is not named. `max_tp`, `inference_tp`: most tensor parallel
-    ranks in training and in inference. `fsdp`, `recompute`: values allowed in training; `offload`: by training task,
-    open if it is not named; `swap`: of `offload` in inference. `folded`: the rollouts' log-probabilities serve as the
-    old ones. `shared_body`: the critic is a head on the actor. `together`: actor and critic train on the same GPUs
-    with one micro-batch size, inference runs beside generation."""
+    `servers`: GPUs of a vLLM server by pool, open if it is not named; `asleep`: pools whose servers leave the GPU to
+    inference. `max_tp`, `inference_tp`: most tensor parallel ranks in training and in inference. `fsdp`, `recompute`:
+    values allowed in training; `offload`: by training task, open if it is not named; `swap`: of `offload` in inference.
+    `folded`: the rollouts' log-probabilities serve as the old ones. `shared_body`: the critic is a head on the actor.
+    `together`: actor and critic train on the same GPUs with one micro-batch size, inference runs beside generation."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -32,6 +32,7 @@ class Limits:
     micro_batch: int | None = None
     layouts: Mapping[Task, tuple[Parallelism, ...]] = field(default_factory=dict)
     servers: Mapping[str, int] = field(default_factory=dict)
+    asleep: tuple[str, ...] = ()
     max_tp: int = 64
     inference_tp: int = 64
     fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2, 3)

@@ -15,6 +15,7 @@ from dovetail.planner.placement.limits import MIGRATIONS, Limits
 from dovetail.planner.placement.workload import Lengths, Workload
 from dovetail.planner.shape import ModelShape
 
+SLEEP = "--enable-sleep-mode"
 _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Auto": ("Serial", "TimeSharing", "Fused"),
     "Fused": ("Fused",),
@@ -114,6 +115,7 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
         whole=True,
         micro_batch=spec.ppo.micro_batch_size,
         servers=servers,
+        asleep=tuple(g.name for g in spec.groups if SLEEP in g.vllm_args and Role.TRAINER not in g.roles),
         offload={_TRAINING[m]: (optimizers[m].offload,) for m in trained},
         layouts={_TRAINING[m]: tuple(allowed_layouts(spec, m, trainers.gpus, shapes[m].layers)) for m in trained},
     )

@@ -33,10 +33,10 @@ def options(
     if task == "generation":
         degrees = [limits.servers[pool.name]] if pool.name in limits.servers else _degrees(pool, model[0], slot.count)
         for tp in degrees:
-            ways = (False, True) if shared else (False,)
+            ways = (True,) if pool.name in limits.asleep else (False, True) if shared else (False,)
             yield [Share(slot.pool, slot.first, tp=tp, dp=slot.count // tp, offload=asleep) for asleep in ways]
         return
-    servers = limits.servers.get(pool.name, 1)  # a scorer beside each vLLM server, on one of its GPUs
+    servers = limits.servers.get(pool.name, 1)  # a scorer beside each, on one of its GPUs
     for tp in _degrees(pool, model[0], slot.count):
         if tp <= limits.inference_tp:
             copies = slot.count // max(tp, servers)

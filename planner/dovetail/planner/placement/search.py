@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice, product
 
 from dovetail.planner.iteration.estimate import Estimate
-from dovetail.planner.placement.candidate import TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
 from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
@@ -198,9 +198,14 @@ class Search:
         return None
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
-        """Whether a combination can run: a manifest has one micro-batch size for actor and critic."""
-        pair = {s.micro_batch for (task, _), s in zip(ranking.places, chosen, strict=True) if task in TRAINING}
-        return len(pair) == 1 or not self.limits.together
+        """Whether a combination can run: a manifest has one micro-batch size for actor and critic, and inference takes
+        whole servers."""
+        if not self.limits.together:
+            return True
+        placed = list(zip(ranking.places, chosen, strict=True))
+        sizes = {share.pool: share.tp for (task, _), share in placed if task == "generation"}
+        whole = all(slot.count % sizes.get(slot.pool, 1) == 0 for (task, slot), _ in placed if task in INFERENCE)
+        return whole and len({share.micro_batch for (task, _), share in placed if task in TRAINING}) == 1
 
     def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> tuple[bool, bool]:
         """Estimate a combination with each schedule, then each migration threshold. Whether it is the best so far, and
@@ -221,7 +226,11 @@ class Search:
     def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
         """The structure with these shares, in the order of `places`."""
         shares: dict[Task, list[Share]] = {}
-        for (task, _), share in zip(ranking.places, chosen, strict=True):
+        for (task, slot), share in zip(ranking.places, chosen, strict=True):
+            if task in INFERENCE and self.limits.together:
+                # A scorer for each vLLM server, on one of its GPUs.
+                sizes = (server.tp for server in shares["generation"] if server.pool == share.pool)
+                share = replace(share, dp=slot.count // next(sizes, 1))
             shares.setdefault(task, []).append(share)
         return Candidate(
             placement=ranking.structure.placement,

@@ -1,0 +1,177 @@
+"""The placement of a manifest: on its own groups, and the groups that an inventory would allow."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dovetail.api.manifest import parse
+from dovetail.api.plan import Plan, world_size
+from dovetail.api.resolve import resolve
+from dovetail.api.rules import check
+from dovetail.api.types import Parallelism, RLHFJobSpec
+from dovetail.planner.hardware import gpu
+from dovetail.planner.placement import Inventory, Pool
+from dovetail.planner.placement.configs import ConfigError, shapes
+from dovetail.planner.placement.inventory import read
+from dovetail.planner.placement.recommend import Unknown, fragment, recommend
+from dovetail.planner.simple import PlanError, make_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
+LARGE = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+A100, V100, A10 = "NVIDIA-A100-SXM4-80GB", "Tesla-V100-SXM2-32GB", "NVIDIA-A10"
+
+
+def group(name, roles, product=A100, per_pod=1, replicas=1):
+    return {"name": name, "roles": roles, "gpu": {"product": product, "perPod": per_pod}, "replicas": replicas}
+
+
+SEPARATE = [group("train", ["trainer"], per_pod=4), group("gen", ["rollout"], replicas=4)]
+
+
+def spec(groups=SEPARATE, config=SMALL, **changes) -> RLHFJobSpec:
+    document = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
+    document["spec"]["models"] = {
+        "actor": {"source": {"scratch": {"architecture": "llama", "config": config}}},
+        "tokenizer": {"train": {"vocabSize": 32000}},
+    }
+    document["spec"]["groups"] = groups
+    document["spec"]["stages"] = ["reward", "ppo"]
+    document["spec"]["reward"] = {"batchSize": 32, "microBatchSize": 2}
+    document["spec"]["ppo"] |= {"microBatchSize": 2}
+    for name, value in changes.items():
+        document["spec"][name] = document["spec"].get(name, {}) | value if isinstance(value, dict) else value
+    read = parse(document).spec
+    assert check(read) == []
+    return resolve(read)
+
+
+def test_the_cluster_example_is_predicted_with_memory_by_part_and_alternatives():
+    plan = make_plan(resolve(parse(yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())).spec))
+    found = plan.prediction
+    assert found is not None
+    assert {(t.task, t.group) for t in found.tasks} >= {("generation", "v100"), ("generation", "a10")}
+    assert {t.group for t in found.tasks if t.task.endswith("_training")} == {"a100"}
+    assert found.samples_per_second == pytest.approx(128 / found.iteration_seconds)
+    assert sum(found.phases.values()) == pytest.approx(found.iteration_seconds)
+    assert found.hardware == "data sheets"
+    for memory in found.memory:
+        assert 0 < sum(memory.parts.values()) <= memory.capacity
+    assert all((a.seconds is None) != (a.problem is None) for a in found.alternatives)
+    assert Plan.model_validate_json(plan.model_dump_json(by_alias=True)) == plan
+
+
+def test_pipeline_stages_come_where_a_model_does_not_fit_without():
+    rollouts = group("gen", ["rollout"], "NVIDIA-B200", replicas=2)
+    large = make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], per_pod=8), rollouts]))
+    assert large.parallelism["actor"].pp > 1
+    assert world_size(large.parallelism["actor"]) == 8
+    assert large.warnings == []
+    assert large.prediction is not None
+
+
+def test_groups_that_are_too_small_are_refused_with_the_number_and_what_helps():
+    with pytest.raises(
+        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 59 GiB"
+    ):
+        make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], V100, 4), SEPARATE[1]]))
+    with pytest.raises(PlanError, match=r"(generation|reference) on gen\[0:4\].*GiB.*more memory"):
+        make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], per_pod=8), group("gen", ["rollout"], A10, 1, 4)]))
+
+
+def test_pins_are_kept_and_contradictions_named():
+    pinned = spec(plan={"parallelism": {"actor": {"pp": 2, "dp": 2}}, "interStageFusion": 0.3})
+    found = make_plan(pinned)
+    assert found.parallelism["actor"] == Parallelism(pp=2, dp=2)
+    assert found.prediction is not None
+    assert found.prediction.migration == 0.3
+    with pytest.raises(PlanError, match="placement is Flattening, but no group both trains and generates"):
+        make_plan(spec(plan={"placement": "Flattening"}))
+    both = [group("all", ["trainer", "rollout"], per_pod=4)]
+    with pytest.raises(PlanError, match="placement is Separation, but group all both trains and generates"):
+        make_plan(spec(groups=both, plan={"placement": "Separation"}))
+
+
+def test_unknown_products_and_configurations_are_named():
+    with pytest.raises(PlanError, match=r"spec.groups\[1\].gpu.product: GPU product A100 is unknown; did you mean NV"):
+        make_plan(spec(groups=[SEPARATE[0], group("gen", ["rollout"], "A100")]))
+    foreign = spec().model_copy(deep=True)
+    data = foreign.model_dump(by_alias=True, mode="json")
+    data["models"]["actor"]["source"] = {"path": "/models/gpt2"}
+    read = RLHFJobSpec.model_validate(data)
+    assert make_plan(read).prediction is None  # nothing is known of it
+    with pytest.raises(ConfigError, match=r"spec.models.actor.source: model_type 'gpt2' is not supported"):
+        shapes(read, {"actor": {"model_type": "gpt2"}})
+    with pytest.raises(PlanError, match=r"spec.models.actor.source: the model's hidden_size is 'wide'"):
+        make_plan(read, configs={"actor": {"model_type": "llama", "hidden_size": "wide"}})
+
+
+def test_a_pinned_interleaving_is_predicted_with_halves():
+    found = make_plan(spec(plan={"placement": "Interleaving"}))
+    assert found.prediction is not None
+    assert found.prediction.placement == "Interleaving"
+    reference = [t for t in found.prediction.tasks if t.task == "reference"]
+    reward = [t for t in found.prediction.tasks if t.task == "reward"]
+    assert [(t.first, t.gpus) for t in reference] == [(0, 2)]
+    assert [(t.first, t.gpus) for t in reward] == [(2, 2)]
+    assert [r.scores for r in found.rollouts] == [["reference"]] * 2 + [["reward", "critic"]] * 2
+
+
+def test_colocated_groups_are_flattened():
+    both = [group("all", ["trainer", "rollout"], per_pod=1, replicas=4)]
+    found = make_plan(spec(groups=both, plan={"placement": "Flattening"})).prediction
+    assert found is not None
+    assert found.placement == "Flattening"
+    assert {(t.first, t.gpus) for t in found.tasks} == {(0, 4)}
+
+
+# ------------------------------------------------------------ inventories
+
+
+def test_the_recommended_groups_make_a_manifest_whose_plan_is_the_recommended_one():
+    there = read({"pools": [{"name": "a100", "product": A100, "gpusPerNode": 8, "pricePerGPUHour": 2}]})
+    job = spec()
+    chosen, notes = recommend(job, {}, there)
+    assert notes == []
+    assert chosen.prediction.samples_per_dollar is not None
+    written = fragment(chosen)
+    data = job.model_dump(by_alias=True, mode="json")
+    data["groups"] = written["groups"]
+    data["ppo"] |= written["ppo"]
+    data["plan"] |= written["plan"]
+    again = RLHFJobSpec.model_validate(data)
+    assert check(again) == []
+    plan = make_plan(resolve(again))
+    assert plan.prediction is not None
+    # Pods of one job are taken to be on nodes of their own, so messages between them take longer.
+    assert plan.prediction.phases["generation"] == pytest.approx(chosen.prediction.phases["generation"], rel=0.1)
+    assert plan.prediction.iteration_seconds < 3 * chosen.prediction.iteration_seconds
+    assert {t.task: (t.pp, t.tp, t.dp) for t in plan.prediction.tasks} == {
+        t.task: (t.pp, t.tp, t.dp) for t in chosen.prediction.tasks
+    }
+
+
+def test_more_gpus_are_never_slower():
+    job = spec()
+    seconds = [
+        recommend(job, {}, Inventory((Pool("p", gpu(A100), n, 4),)))[0].prediction.iteration_seconds for n in (1, 2, 4)
+    ]
+    assert seconds[2] <= seconds[1] <= seconds[0]
+
+
+def test_what_is_not_executed_yet_is_said():
+    job = resolve(parse(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec)
+    there = read(yaml.safe_load((EXAMPLES / "inventories" / "a100x128.yaml").read_text()))
+    chosen, notes = recommend(job, {}, there)
+    assert there.gpus == 128
+    assert "reference" in notes[0]
+    assert any("tp above 1" in note for note in notes)
+    assert any(t.tp > 1 for t in chosen.prediction.tasks)
+
+
+def test_an_inventory_that_is_too_small_or_a_job_without_ppo_is_refused():
+    with pytest.raises(ValueError, match=r"needs [\d.]+ GiB per GPU.*(most: .*).*add GPUs"):
+        recommend(spec(config=LARGE), {}, Inventory((Pool("p", gpu("Tesla-T4"), 1, 1),)))
+    with pytest.raises(Unknown, match="has no ppo"):
+        recommend(spec(stages=["reward"]), {}, Inventory((Pool("p", gpu(A100), 1, 8),)))
