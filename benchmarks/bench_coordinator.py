@@ -3,8 +3,10 @@
 The servers speak vLLM's streaming protocol over HTTP and only wait between the events: what is measured is what the
 coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), STEP: seconds of a decode step (0.03),
 INTERVAL: tokens in an event (default: by the number of samples, as the coordinator does), MEAN: tokens of a mean
-response (200), PROFILE: a file for cProfile. `lag`: how late the event loop wakes a sleeper; `turn`: CPU time of one turn
-of the loop, which is what lag would be at most on a machine with nothing else to do."""
+response (200), PROFILE: a file for cProfile.
+
+`lag`: how late the event loop wakes a sleeper; `turn`: CPU time of one turn of the loop, which is what lag would be at
+most on a machine with nothing else to do."""
 
 from __future__ import annotations
 
