@@ -135,6 +135,19 @@ def test_traces_are_those_of_real_runs() -> None:
     assert ends[-1] / 1e6 == pytest.approx(played.seconds, rel=1e-6)
     assert all(e["args"]["iteration"] == 3 for e in phases)
     assert trace["otherData"]["predicted"] is True
+    assert not [e for e in trace["traceEvents"] if e["name"] == "overlap"]
+
+
+def test_a_gathered_tail_is_in_the_trace() -> None:
+    rng = np.random.default_rng(2)
+    work = workload(128)
+    prompts, lengths = work.prompt.draw(128, rng), work.response.draw(128, rng)
+    played = simulate(flattened(migration=0.2), work, INVENTORY, prompts, lengths)
+    (overlap,) = [e for e in played.trace()["traceEvents"] if e["name"] == "overlap"]
+    assert overlap["args"]["migrated"] == played.migrated > 0
+    (generation,) = [e for e in played.trace()["traceEvents"] if e["name"] == "generation" and e["cat"] == "phases"]
+    assert generation["ts"] < overlap["ts"]
+    assert overlap["ts"] + overlap["dur"] == pytest.approx(generation["ts"] + generation["dur"], abs=1)
 
 
 def test_a_seed_gives_the_same_iterations() -> None:

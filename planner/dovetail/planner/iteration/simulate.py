@@ -25,12 +25,13 @@ from dovetail.planner.timing import DEFAULT, Constants
 @dataclass(frozen=True)
 class Simulated:
     """`phases`: seconds by name of PHASES; `bars`: what each GPU does; `migrated`: samples that moved; `tokens`: of all
-    responses."""
+    responses. `gathered`: when the tail left for fewer servers, seconds since the iteration began; None: it did not."""
 
     phases: Mapping[str, float]
     bars: tuple[Bar, ...]
     migrated: int
     tokens: int
+    gathered: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -46,6 +47,13 @@ class Simulated:
             Span(name=b.name, process=f"{b.pool}-{b.gpu}", lane=b.lane, start=b.start, end=b.end, iteration=iteration)
             for b in self.bars
         ]
+        if self.gathered is not None:
+            end = self.phases["swap"] + self.phases["generation"]
+            told = {"migrated": self.migrated}
+            overlap = Span(
+                name="overlap", process="coordinator", lane="fusion", start=self.gathered, end=end, args=told
+            )
+            spans.append(overlap)
         now = 0.0
         for name in _ORDER:
             end = now + self.phases[name]
@@ -84,8 +92,9 @@ def simulate(
         "transfer": moved,
         "swap": swapped,
     }
+    gathered = None if rolled.begun is None else swapped + rolled.begun
     if not drawn:
-        return Simulated(phases, (), rolled.migrated, int(lengths.sum()))
+        return Simulated(phases, (), rolled.migrated, int(lengths.sum()), gathered)
     end = begun + trained.seconds
     bars = [b._replace(start=b.start + swapped, end=b.end + swapped) for b in rolled.bars]
     bars += trained.bars
@@ -95,7 +104,7 @@ def simulate(
         bars += [Bar(pool, gpu, "weights", "weights", end, end + moved) for pool, gpu in gpus]
     for share in candidate.generation:
         bars += [Bar(share.pool, gpu, "swap", "swap in", 0.0, swapped) for gpu in share.range if swapped]
-    return Simulated(phases, tuple(bars), rolled.migrated, int(lengths.sum()))
+    return Simulated(phases, tuple(bars), rolled.migrated, int(lengths.sum()), gathered)
 
 
 def simulate_many(
