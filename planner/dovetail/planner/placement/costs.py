@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from dovetail.planner.iteration.costs import Step, inference_seconds, servers, training_step
-from dovetail.planner.iteration.estimate import Estimate, estimate
+from dovetail.planner.iteration.costs import Step, inference_seconds, servers
+from dovetail.planner.iteration.estimate import Estimate, estimate, steps_of
 from dovetail.planner.iteration.generation import generate, mean
 from dovetail.planner.iteration.memory import memory
 from dovetail.planner.iteration.system import DOVETAIL, System
@@ -81,12 +81,10 @@ class Costs:
         return generate([each], work.batch, work.prompt, work.response, None, self._system.continuous).seconds
 
     def _step(self, task: Task, share: Share) -> Step:
-        work, model = self._work, self._work.model(task)
-        assert model is not None
-        shape, head = model
-        return training_step(
-            shape, head, share, self._inventory[share.pool].cluster, work, 1.0, self._system, self._constants
-        )
+        actor, critic = steps_of(_alone(task, share), self._work, self._inventory, self._system, self._constants)
+        step = actor or critic
+        assert step is not None
+        return step
 
     def _inference(self, task: Task, share: Share) -> float:
         work, model = self._work, self._work.model(task)
