@@ -15,7 +15,7 @@ from dovetail.planner.schedules.problem import Problem
 from dovetail.planner.schedules.schedule import DeadlockError, Schedule, evaluate
 from dovetail.planner.schedules.search import Effort, find
 
-VERSION = 1  # of the search: answers kept by an older one are not used
+VERSION = 2  # of the search: answers kept by an older one are not used
 
 
 def document(schedule: Schedule) -> dict[str, Any]:

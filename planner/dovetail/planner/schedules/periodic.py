@@ -67,6 +67,45 @@ def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None
     return best
 
 
+def thinner(problem: Problem, spare: int = 1) -> Problem | None:
+    """The problem with only as many micro-batches of the larger model as fill its pipeline and `spare` quarters of
+    that, or None where this leaves few out.
+
+    Where memory is scarce the larger model runs 1F1B and the smaller one fits in its filling and draining; the steady
+    part between holds the larger one alone, however long. Times are the mean over micro-batches."""
+    work = [float((problem.array(m, "forward") + problem.array(m, "backward")).sum()) for m in (0, 1)]
+    index = 0 if work[0] >= work[1] else 1
+    larger = problem.models[index]
+    keep = larger.stages + spare * max(2, larger.stages // 4)
+    if problem.mini_batches > 1 or larger.micro_batches < keep + max(4, larger.stages // 4):
+        return None
+    models = [_mean(problem, m, problem.models[m].micro_batches) for m in (0, 1)]
+    models[index] = replace(models[index], micro_batches=keep)
+    return replace(problem, models=(models[0], models[1]))
+
+
+def thicken(instance: Instance, short: Schedule, limit: float) -> Ints | None:
+    """Words of `instance` from a schedule of its `thinner` problem: one micro-batch's passes of the larger model, which
+    are neighbours on every rank, repeated; the fastest within `limit`."""
+    counts = [m.micro_batches for m in short.instance.problem.models]
+    missing = [m.micro_batches - count for m, count in zip(instance.problem.models, counts, strict=True)]
+    period = [int(more > 0) for more in missing]
+    ends = [_ends(short, rank) for rank in range(short.instance.ranks)]
+    best: Schedule | None = None
+    for moment in np.linspace(0.1, 0.9, 4 * _CUTS) * short.makespan:
+        words = _repeat(short.instance, short.words, [_stretches(short, ends, period, float(moment))], max(missing))
+        if words is None:
+            continue
+        try:
+            found = evaluate(instance, words)
+        except DeadlockError:
+            continue
+        fits = found.peaks.min() >= 0 and found.peak <= limit * (1 + 1e-9)
+        if fits and (best is None or (found.makespan, found.peak) < (best.makespan, best.peak)):
+            best = found
+    return None if best is None else best.words
+
+
 def _unit(problem: Problem) -> list[int]:
     """Micro-batches of the two models' pipelines that belong together: K1 * M1 = K2 * M2."""
     k = [m.pipelines for m in problem.models]

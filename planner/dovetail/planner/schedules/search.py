@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,8 +24,9 @@ from dovetail.planner.schedules.families import Family, family_instance, fixed_w
 from dovetail.planner.schedules.instance import Coupling, Instance, Ints, lower_bound
 from dovetail.planner.schedules.jit import COMPILED
 from dovetail.planner.schedules.listing import search_rules
-from dovetail.planner.schedules.periodic import shorter, unroll
+from dovetail.planner.schedules.periodic import shorter, thicken, thinner, unroll
 from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
+from dovetail.planner.schedules.rungs import CLOSING, LATENCY, MEMORY, NEAR, THINNED, Rung
 from dovetail.planner.schedules.schedule import (
     DeadlockError,
     Schedule,
@@ -94,7 +95,7 @@ class _Search:
             self.best = found
         return found
 
-    def attempt(self, limit: float, target: float, rung: _Rung) -> Schedule | None:
+    def attempt(self, limit: float, target: float, rung: Rung) -> Schedule | None:
         """The fastest schedule within `limit`, stopping at `target`, or None."""
         top: list[Schedule] = []
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
@@ -152,6 +153,33 @@ class _Search:
 
         found = self._first(self._run(task, TASKS), target)
         return [self.keep(words, "annealing") for words in found]
+
+    def thinned(self, limit: float, target: float, rung: Rung, most: float = 0.0) -> bool:
+        """Whether a schedule of fewer micro-batches of the larger model was found that becomes one of `target` within
+        `limit` when its steady part is repeated. `most`: worth keeping on the way, though longer than `target`."""
+        for number in range(rung.thin):
+            fewer = thinner(self.instance.problem, 2 if number % 3 == 2 else 1)
+            if fewer is None or (self.rounds and self.left() <= 0):
+                return False
+            self.rounds += 1
+            instance = family_instance(replace(fewer, memory_limit=None), self.family)
+            shift = self.bound - lower_bound(instance)
+            effort = replace(self.effort, seconds=self.left(), seed=self._seed(number), progress=None)
+            search = _Search(instance, self.family, effort, self.pool)
+            for step in THINNED:
+                short = search.attempt(limit, target - shift, step) if step.part <= rung.part else None
+                if short is None or short.makespan + shift > max(target, most) * (1 + 1e-9):
+                    continue
+                longer = thicken(self.instance, short, limit)
+                if longer is not None:
+                    found = self.keep(longer, "steady part")
+                    self.report("steady part")
+                    if found.makespan <= target * (1 + 1e-9):
+                        return True
+                    most = min(most, found.makespan * (1 - 1e-6))
+                if short.makespan + shift <= target * (1 + 1e-9):
+                    break
+        return False
 
     def exact(self, limit: float, target: float, work: float, tasks: int) -> Answer:
         """CP-SAT's answer; a schedule that it finds is kept.
@@ -231,11 +259,13 @@ class _Search:
         cap = UNLIMITED if limit is None else limit
         for words in self._starts(cap, known):
             self.keep(words, "rule")
-        for rung in _LATENCY:
+        for rung in LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
             self.attempt(cap, self.bound, rung)
-            near = self.best is None or (not self.best.at_bound and self.best.makespan <= self.bound * _NEAR)
+            if rung.thin and not (self.best is not None and self.best.at_bound):
+                self.thinned(cap, self.bound, rung, UNLIMITED if self.best is None else self.best.makespan)
+            near = self.best is None or (not self.best.at_bound and self.best.makespan <= self.bound * NEAR)
             if rung.work and near and self.proved <= self.bound:
                 self._prove(cap, self.bound, rung.work, rung.runs)
         if self.best is None:
@@ -275,7 +305,9 @@ class _Search:
             if high <= low * (1 + 1e-9):
                 return
             middle = float(max(low, min(high - unit, unit * np.floor((low + high) / 2 / unit + 1e-6))))
-            if not any(self._prove(cap, target, *_CLOSING) for target in dict.fromkeys((middle, high - unit))):
+            if not any(
+                self._prove(cap, target, CLOSING.work, CLOSING.runs) for target in dict.fromkeys((middle, high - unit))
+            ):
                 return
 
     def _less_memory(self, serial: float) -> None:
@@ -286,11 +318,13 @@ class _Search:
         target = self.best.makespan
         goal = serial * 1.0045  # 1.00 in two decimals
         impossible = 0.0
-        for rung in _MEMORY:
+        for rung in MEMORY:
             failed = impossible
             while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
                 trial = goal if not failed else (failed + self.best.peak) / 2
-                if rung.work:
+                if rung.thin:
+                    reached = self.thinned(trial, target, rung)
+                elif rung.work:
                     answer = self.exact(trial, target, rung.work, rung.runs)
                     if answer.impossible:
                         impossible = trial
@@ -300,38 +334,10 @@ class _Search:
                     reached = found is not None and found.makespan <= target * (1 + 1e-9)
                 if not reached:
                     failed = trial
-                    if rung.work:  # it takes long to fail, and what it did not settle it rarely settles nearby
+                    if (
+                        rung.work or rung.thin
+                    ):  # it takes long to fail, and what it did not settle it rarely settles nearby
                         break
-
-
-class _Rung(NamedTuple):
-    """What is tried before the next rung, which is harder work."""
-
-    part: float = 1.0  # of a round's work
-    rules: int = 0  # rounds
-    annealing: int = 0  # rounds
-    work: float = 0.0  # CP-SAT's deterministic seconds, each run
-    runs: int = 0
-
-
-_LATENCY = (
-    _Rung(1 / 16, rules=1),
-    _Rung(1 / 4, rules=1, work=0.3, runs=2),
-    _Rung(rules=1),
-    _Rung(rules=1, annealing=6, work=2.5, runs=4),
-)
-_MEMORY = (
-    _Rung(1 / 16, rules=1),
-    _Rung(work=0.7, runs=4),
-    _Rung(1 / 4, rules=1),
-    _Rung(work=6.0, runs=2),
-    _Rung(rules=1),
-    _Rung(rules=1, annealing=3),
-    _Rung(rules=2, annealing=5),
-    _Rung(work=5.0, runs=8),
-)
-_CLOSING = (2.5, 4)
-_NEAR = 1.05  # of the bound: farther away it is not what CP-SAT should be asked for first
 
 
 def _key(schedule: Schedule) -> tuple[float, float]:
