@@ -39,7 +39,7 @@ def test_a_volume_that_cannot_be_mounted_is_explained(cluster):
 
 
 class Client:
-    """Two complaints, or an API server that does not answer."""
+    """Some complaints, or an API server that does not answer."""
 
     def __init__(self):
         self.asked = []
@@ -49,7 +49,11 @@ class Client:
         self.asked.append((resource.kind, namespace, fields))
         if self.away:
             raise KubeError(0, "no answer")
-        times = ("2026-01-01T00:00:00Z", "old"), ("2026-01-01T00:02:00Z", TOLD)
+        times = (
+            ("2026-01-01T00:00:00Z", 'secret "old" not found'),
+            ("2026-01-01T00:02:00Z", TOLD),
+            ("2026-01-01T00:03:00Z", "failed to sync secret cache: timed out waiting for the condition"),
+        )
         return [{"lastTimestamp": at, "message": message} for at, message in times]
 
 

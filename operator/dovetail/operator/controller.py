@@ -33,6 +33,8 @@ from dovetail.operator.workqueue import WorkQueue
 RESYNC_SECONDS = 600.0
 FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
+# A binding is refused before its role is there, and pods come last.
+LATER = {"RoleBinding": 1, "JobSet": 2, "Job": 2}
 MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
 
 
@@ -135,9 +137,8 @@ class Controller:
             if result.token and not isinstance(planned, Refused):
                 context = Context(planned[0], uid, planned[1], self._settings)
                 await self._tokens.ensure(context, new=children.get("JobSet", key[1]) is None)
-            pods = ("JobSet", "Job")
-            await self._apply([thing for thing in result.apply if thing["kind"] not in pods])
-            await self._apply([thing for thing in result.apply if thing["kind"] in pods])
+            for turn in (0, 1, 2):
+                await self._apply([thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn])
         except KubeError as error:
             if error.status not in (0, 409):
                 status, events = _rejected(document, result, str(error), self._now())

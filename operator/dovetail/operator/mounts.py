@@ -40,12 +40,13 @@ class Mounts:
         self._known.pop(key, None)
 
     async def _ask(self, pod: Object) -> str:
-        """The newest complaint; none when it cannot be had."""
+        """The newest complaint, of something that is not there if there is one; none when it cannot be had."""
         metadata = pod["metadata"]
         fields = f"involvedObject.uid={metadata['uid']},reason=FailedMount"
         try:
             events = await self._client.list(EVENT, metadata["namespace"], fields=fields)
         except KubeError:
             return ""
-        newest = max(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""), default=None)
-        return str(newest.get("message") or "") if newest else ""
+        said = [(str(e.get("lastTimestamp") or e.get("eventTime") or ""), str(e.get("message") or "")) for e in events]
+        # A busy kubelet complains of time-outs, too, which pass.
+        return max(said, key=lambda s: ("not found" in s[1], s[0]), default=("", ""))[1]
