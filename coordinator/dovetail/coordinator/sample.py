@@ -1,7 +1,7 @@
 """One sample of a PPO iteration, as others see it, and what may become of it.
 
-    pending -> generating -> generated -> scored -> in_batch -> trained
-                  |  ^ migrating: its stream is being ended, to be continued elsewhere
+pending -> generating -> generated -> scored -> in_batch -> trained
+              |  ^ migrating: its stream is being ended, to be continued elsewhere
 """
 
 from __future__ import annotations
