@@ -112,16 +112,17 @@ def test_a_deadline_ends_it_with_what_was_found_so_far():
     there, job = pools((A100, 2, 8)), work()
     clock = iter(range(10**9))
     asked = Effort(10**6, lambda: next(clock) > 120)
-    found = Search(there, job, Limits(), Costs(job, there), asked).run()
+    limits = replace(SMALL, micro_batch=2)
+    found = Search(there, job, limits, Costs(job, there), asked).run()
     assert not found.complete
     assert found.best is not None
-    assert found.best.seconds >= run(there, job, estimates=10**6).best.seconds
+    assert found.best.seconds >= run(there, job, limits, estimates=10**6).best.seconds
 
 
 def test_a_large_cluster_is_not_cut_in_every_way_and_a_plan_is_found_early():
-    there, job = pools((A100, 32, 8)), work("33", "13", batch=512)
-    assert sum(1 for _ in structures(there, job, Limits())) < 1500
-    few, more = run(there, job, estimates=200), run(there, job, estimates=800)
+    there, job, limits = pools((A100, 24, 8)), work("33", "13", batch=512), replace(SMALL, micro_batch=1, max_tp=8)
+    assert sum(1 for _ in structures(there, job, limits)) < 1500
+    few, more = run(there, job, limits, estimates=200), run(there, job, limits, estimates=600)
     assert few.best is not None
     assert more.best is not None
     assert more.best.seconds <= few.best.seconds <= 1.2 * more.best.seconds

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.callables import load_callable
+from dovetail.api.files import model_configs
 from dovetail.api.types import RLHFJob
 from dovetail.api.validation import load_manifest
 from dovetail.coordinator.engines import Engines, Settings
@@ -59,7 +60,7 @@ class Pipeline:
         overwrite: bool = False,
     ) -> None:
         self.job = job
-        self.plan = make_plan(job.spec)
+        self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()))
         self.run_dir = Path(run_dir).resolve()
         named = job.spec.models.reward.function
         self._reward_function = reward_function or (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.hardware import GPU
 from dovetail.planner.iteration.system import DOVETAIL, System
 from dovetail.planner.memory import Training, problem, worst
-from dovetail.planner.placement.candidate import Candidate, Placement, Task
+from dovetail.planner.placement.candidate import TRAINING, Candidate, Placement, Task
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import allowed_layouts, groups_inventory, groups_limits, workload
 from dovetail.planner.placement.predict import prediction
 from dovetail.planner.placement.search import Effort, Search
@@ -105,7 +106,9 @@ def _iteration(
     costs = Costs(work, inventory, system)
     result = Search(inventory, work, limits, costs, Effort(EFFORT)).run()
     if result.best is None:
-        raise Infeasible(_reason(spec, result.rejected[0].problem if result.rejected else None))
+        # Of the plainest placement.
+        why = min(result.rejected, key=lambda r: len(r.note)).problem if result.rejected else None
+        raise Infeasible(_reason(spec, why, work, limits, inventory, costs))
     plain = replace(
         limits,
         layouts={task: (min(fit, key=lambda layout: layout.pp),) for task, fit in limits.layouts.items()},
@@ -120,12 +123,29 @@ def _iteration(
     return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
 
 
-def _reason(spec: RLHFJobSpec, why: str | None) -> str:
+def _reason(
+    spec: RLHFJobSpec, why: str | None, work: Workload, limits: Limits, inventory: Inventory, costs: Costs
+) -> str:
     if why is None:
         return "no placement of the groups was found; set spec.plan.placement to Auto"
+    for remedy, changed in _remedies(spec, work, limits):
+        if Search(inventory, work, changed, costs, Effort(EFFORT)).run().best is not None:
+            return f"{why}; {remedy}"
     shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
     more = "give generation a group of its own, or " if shared else ""
-    return f"{why}; {more}use GPUs with more memory, more of them, or smaller micro-batches"
+    return f"{why}; {more}use GPUs with more memory, more of them, or shorter sequences"
+
+
+def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tuple[str, Limits]]:
+    """What a user can change, the smallest change first."""
+    fields = ["spec.ppo.actorOptimizer.offload"]
+    fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
+    offload = f"set {' and '.join(fields)} to true"
+    offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
+    yield offload, offloaded
+    if spec.ppo.micro_batch_size > 1:
+        yield "set spec.ppo.microBatchSize to 1", replace(limits, micro_batch=1)
+        yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
 def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Parallelism]:
