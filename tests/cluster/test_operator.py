@@ -140,7 +140,14 @@ CAUSES = {
         'secret "hub" not found',
     ),
     "a secret to mount that is missing": (
-        with_trainer(podTemplate={"spec": {"volumes": [{"name": "keys", "secret": {"secretName": "hub-keys"}}]}}),
+        with_trainer(
+            podTemplate={
+                "spec": {
+                    "volumes": [{"name": "keys", "secret": {"secretName": "hub-keys"}}],
+                    "containers": [{"name": "dovetail", "volumeMounts": [{"name": "keys", "mountPath": "/keys"}]}],
+                }
+            }
+        ),
         "Running",
         "MountFailed",
         'secret "hub-keys" not found',

@@ -97,6 +97,7 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     kinds = [kind for call, kind in client.calls if call != "create" or kind == "Secret"]
     assert kinds.index("Secret") < kinds.index("JobSet")
     assert kinds.index("ConfigMap") < kinds.index("JobSet") < kinds.index("")
+    assert kinds.index("Role") < kinds.index("RoleBinding") < kinds.index("JobSet")
     assert ("create", "Event") in client.calls
     client.calls.clear()
     asyncio.run(controller.process(KEY))
