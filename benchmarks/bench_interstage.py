@@ -1,14 +1,14 @@
 """Generation and inference one after the other against fused (RLHFuse section 4 and figure 9), by threshold.
 
     python benchmarks/bench_interstage.py [--instances 4 8 16 32] [--share 0.3] [--fractions ...]
-    python benchmarks/bench_interstage.py --real [--iterations 8] [--settings Off 0.05 ... Auto]
+    python benchmarks/bench_interstage.py --real [--seeds 3] [--fractions ...]
 
 Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
 LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
 log-normal with the median an eighth of the longest, means over several draws of them. The simulator predicts from what
 the coordinator has measured until then, as in a job that has begun with two iterations of other lengths. Reference,
 reward and critic take a given share of the serial stage. Everything takes --slow times as long as there, against the
-noise of a busy machine. With --real: whole jobs, two vLLM servers and scorers on this machine's cores, the model of
+noise of a busy machine. With --real: two vLLM servers and scorers on this machine's cores, model and lengths of
 bench_e2e.py.
 
 A JSON line a measurement: `threshold` (samples; null: serial), `fraction`, `serial_seconds` (of the same run), and
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
@@ -30,8 +31,9 @@ from typing import Any
 
 import numpy as np
 from bench_interstage_paper import MODELS, profile
-from interstage.stage import Measured, decided, instances, learn, lengths_of, measure, memory
+from interstage.stage import Measured, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
+from dovetail.coordinator.samples import NewSample
 from dovetail.planner.interstage import Decision, Prediction, StageProfile, ThresholdController, scan
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
@@ -84,7 +86,7 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
             nonlocal known
             predicted = scan(lengths, [PROMPT] * size, [known] * count, [threshold], MAX_TOKENS)[0]
             decision = decided(threshold, predicted)
-            found = asyncio.run(measure(ports, lengths, PROMPT, known, decision, MAX_TOKENS))
+            found = asyncio.run(measure(emulated(ports), alike(size, PROMPT), known, decision, MAX_TOKENS, lengths))
             known = learn(fusion, found)
             return Stage(found, predicted)
 
@@ -100,14 +102,24 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
         for lengths in draws[:-1]:
             with instances(one, count, lengths, PROMPT) as ports:
                 stages.append([stage(ports, lengths, threshold) for threshold in thresholds])
+    return report("emulated", count, thresholds, size, stages, chosen)
+
+
+def report(
+    kind: str,
+    count: int,
+    thresholds: Sequence[int | None],
+    size: int,
+    stages: Sequence[Sequence[Stage]],
+    chosen: int | None,
+) -> list[dict[str, Any]]:
+    """Print and return the lines. `stages`: a row a draw, a column a threshold, the serial one first."""
     lines = []
     serial = [row[0] for row in stages]
     for threshold, *column in zip(thresholds, *stages, strict=True):
-        lines.append(
-            {"measurement": "interstage emulated", "instances": count} | means(threshold, size, column, serial)
-        )
+        lines.append({"measurement": f"interstage {kind}", "instances": count} | means(threshold, size, column, serial))
         print(json.dumps(lines[-1]), flush=True)
-    lines.append(conclusion("emulated", lines, chosen) | {"instances": count, "draws": seeds})
+    lines.append(conclusion(kind, lines, chosen) | {"instances": count, "draws": len(stages)})
     print(json.dumps(lines[-1]), flush=True)
     return lines
 
@@ -148,42 +160,52 @@ def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: int | None) -
     }
 
 
-def real(settings: Sequence[str], iterations: int) -> list[dict[str, Any]]:
-    """Whole jobs; medians over iterations, the first two left out."""
+def real(fractions: Sequence[float], rounds: int, count: int = 2) -> None:
+    """Two servers and scorers; the same responses for all thresholds of a round, and a first round to learn from."""
     from e2e.model import make_models
-    from e2e.ours import manifest
     from e2e.settings import Folder, Settings
-    from interstage.real import stages
+    from interstage.real import TOKEN, servers
+    from transformers import AutoTokenizer
 
-    from dovetail.api.types import RLHFJob
+    settings = Settings()
+    size = settings.batch
+    thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
+    controller = ThresholdController("Auto", settings.max_new_tokens)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        models = Folder(folder / "models")
+        make_models(models, settings)
+        tokenizer = AutoTokenizer.from_pretrained(models.actor)
+        prompts = [tokenizer(text)["input_ids"] for text in models.texts()]
+        lengths = [len(p) for p in prompts]
+        (folder / "run").mkdir()
+        places = stack.enter_context(servers(folder / "run", models, settings, count))
+        fusion = stack.enter_context(memory(folder / "memory", settings.max_new_tokens, size))
+        known = fusion.measured("g").profile()
 
-    lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        shared = Settings(iterations=iterations)
-        folder = Folder(Path(temporary) / "models")
-        make_models(folder, shared)
-        serial = None
-        for setting in ("Off", *(s for s in settings if s != "Off")):
-            document = manifest(folder, shared).model_dump(by_alias=True, exclude_none=True, mode="json")
-            document["spec"]["plan"]["interStageFusion"] = setting if setting in ("Off", "Auto") else float(setting)
-            rows = stages(RLHFJob.model_validate(document), Path(temporary) / f"run-{setting}")[shared.warmup :]
-            seconds = statistics.median(row["seconds"] for row in rows)
-            serial = serial or seconds
-            lines.append(
-                {
-                    "measurement": "interstage real",
-                    "setting": setting,
-                    "threshold": rows[-1].get("threshold"),
-                    "serial_seconds": round(serial, 3),
-                    "fused_seconds": round(seconds, 3),
-                    "generation_seconds": round(statistics.median(row["generation"] for row in rows), 3),
-                    "migrated": statistics.median(row["migrated"] for row in rows),
-                    "speedup": round(serial / seconds, 3),
-                    "predicted_speedup": round(statistics.median(row["predicted_speedup"] for row in rows), 3),
-                }
-            )
-            print(json.dumps(lines[-1]), flush=True)
-    return lines
+        def stage(threshold: int | None, number: int, responses: Sequence[int] | None) -> Stage:
+            nonlocal known
+            samples = [NewSample(i, 0, prompt, 1000 * number + i) for i, prompt in enumerate(prompts)]
+            expected = scan(responses or [1] * size, lengths, [known] * count, [threshold], settings.max_new_tokens)[0]
+            decision = decided(threshold, expected)
+            found = asyncio.run(measure(places, samples, known, decision, settings.max_new_tokens, responses, TOKEN))
+            known = learn(fusion, found)
+            return Stage(found, expected)
+
+        stages: list[list[Stage]] = []
+        chosen: int | None = None
+        for number in range(rounds + 1):
+            # Whoever is first finds the caches cold: its responses are learnt from, and it is not counted.
+            responses = stage(size // 5, number, None).found.lengths
+            if number == 1:
+                chosen = controller.decide(lengths, [known] * count).threshold
+                if chosen not in thresholds:
+                    thresholds.append(chosen)
+            controller.observe(responses)
+            row = [stage(threshold, number, responses) for threshold in thresholds]
+            if number:
+                stages.append(row)
+    report("real", count, thresholds, size, stages, chosen)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,13 +217,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="thresholds, of the batch")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the lengths")
     parser.add_argument("--real", action="store_true", help="two vLLM servers on this machine instead")
-    parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--settings", nargs="+", default=["Off", "0", "0.05", "0.1", "0.2", "0.4", "0.8", "Auto"])
     options = parser.parse_args(argv)
     if not 0 < options.share < 1:
         parser.error("--share must be between 0 and 1")
     if options.real:
-        real(options.settings, options.iterations)
+        real(options.fractions, options.seeds)
         return 0
     for count in options.instances:
         emulate(count, options.share, options.slow, options.fractions, options.seeds)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dovetail.api.messages import Register, Span
 from dovetail.api.types import Generation, RLHFJobSpec
-from dovetail.coordinator.fleet import Fleet
+from dovetail.coordinator.fleet import Fleet, Timeouts
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.interstage.fusion import Fusion, StageFusion
 from dovetail.coordinator.interstage.stage import generate_and_score
@@ -63,27 +63,52 @@ class Measured:
     gap: float
     done: Generated
     scoring: list[Span]
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A server and its scorer, by their addresses; `abilities`: what the server announces."""
+
+    rollout: str
+    scorer: str
+    abilities: dict[str, Any]
+
+
+def emulated(ports: Sequence[int]) -> list[Place]:
+    """Those of `instances`."""
+    return [Place(*[f"http://127.0.0.1:{port}"] * 2, {"sampler": "counter"}) for port in ports]
+
+
+def alike(count: int, prompt: int) -> list[NewSample]:
+    """Samples for `instances`, with prompts of so many tokens."""
+    return [NewSample(i, 0, list(range(prompt)), i + 1) for i in range(count)]
 
 
 async def measure(
-    ports: Sequence[int],
-    lengths: Sequence[int],
-    prompt: int,
+    places: Sequence[Place],
+    samples: Sequence[NewSample],
     profile: StageProfile,
     decision: Decision,
     max_tokens: int,
+    lengths: Sequence[int] | None = None,
+    token: str = "token",
 ) -> Measured:
-    """One stage. Raises RuntimeError unless every sample ends scored, with its own length."""
-    fleet = Fleet(time.monotonic, lambda event, **fields: None)
+    """One stage. Raises RuntimeError unless every sample ends scored, with its own length if `lengths` are given."""
+    fleet = Fleet(time.monotonic, lambda event, **fields: None, Timeouts(suspect=DEADLINE, dead=DEADLINE))
     fleet.publish(1)
-    for index, port in enumerate(ports):
-        for kind, name in (("rollout", f"r{index:03}"), ("scorer", f"r{index:03}-scorer")):
-            message = {"name": name, "kind": kind, "group": "g", "url": f"http://127.0.0.1:{port}"}
-            more = {"ready": True, "incarnation": "1", "weight_version": 1, "abilities": {"sampler": "counter"}}
+    for index, place in enumerate(places):
+        for kind, name, url in (
+            ("rollout", f"r{index:03}", place.rollout),
+            ("scorer", f"r{index:03}-scorer", place.scorer),
+        ):
+            message = {"name": name, "kind": kind, "group": "g", "url": url, "abilities": place.abilities}
+            more = {"ready": True, "incarnation": "1", "weight_version": 1}
             fleet.register(Register.model_validate({**message, **more}))
-    scorers = [Scorer(f"r{index:03}-scorer", f"http://127.0.0.1:{port}") for index, port in enumerate(ports)]
+    scorers = [Scorer(f"r{index:03}-scorer", place.scorer) for index, place in enumerate(places)]
     rollouts = fleet.eligible("rollout")
-    fusion = StageFusion({i.name: profile for i in rollouts}, prompt + max_tokens, decision)
+    longest = max(len(s.prompt_tokens) for s in samples) + max_tokens
+    fusion = StageFusion({i.name: profile for i in rollouts}, longest, decision)
     generation = Generation.model_validate({"maxTokens": max_tokens, "maxConcurrent": profile.max_samples})
     spent: dict[str, float] = {}
     scoring: list[Span] = []
@@ -96,15 +121,16 @@ async def measure(
 
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
-        tokens = list(range(prompt))
-        store.samples.begin_iteration(1, [NewSample(i, 0, tokens, i + 1) for i in range(len(lengths))])
+        store.samples.begin_iteration(1, samples)
 
         def keep(scores: list[Scores]) -> None:
             store.samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, 1) for s in scores)
 
         async with (
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-            Generator(store, fleet, generation, "token", lambda event, **fields: None) as generator,
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers={"Authorization": f"Bearer {token}"}
+            ) as session,
+            Generator(store, fleet, generation, token, lambda event, **fields: None) as generator,
             Inference(
                 session,
                 ["reference", "reward", "critic"],
@@ -117,14 +143,17 @@ async def measure(
         ):
             done = await generate_and_score(1, store.samples, generator, inference, fusion, DEADLINE, phase)
         found = store.samples.samples(1)
+        made = [len(s.tokens) for s in found]
         wrong = [
-            s.key for s, n in zip(found, lengths, strict=True) if s.state is not State.SCORED or len(s.tokens) != n
+            s.key
+            for s, n in zip(found, lengths or made, strict=True)
+            if s.state is not State.SCORED or len(s.tokens) != n
         ]
         store.close()
     if wrong:
         raise RuntimeError(f"{len(wrong)} samples did not end scored and whole, the first {wrong[0]}")
     gap = statistics.fmean(m.seconds for m in done.migrations) if done.migrations else 0.0
-    return Measured(sum(spent.values()), spent["generation"], len(done.migrations), gap, done, scoring)
+    return Measured(sum(spent.values()), spent["generation"], len(done.migrations), gap, done, scoring, made)
 
 
 @contextmanager

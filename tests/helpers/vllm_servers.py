@@ -46,9 +46,9 @@ def tiny_llama(**changes: Any) -> Any:
     return LlamaConfig(**(fields | changes))
 
 
-def make_run(run_dir: Path, config: Any, prompt_tokens: int, tokens: int) -> None:
-    """What servers read of a run directory: job.json, for prompts and responses of at most so many tokens, and the
-    actor's config."""
+def make_run(run_dir: Path, config: Any, prompt_tokens: int, tokens: int, concurrent: int = 16) -> None:
+    """What servers read of a run directory: job.json, for prompts and responses of at most so many tokens and so many
+    requests at once, and the actor's config."""
     config.save_pretrained(run_dir / "models" / "actor-config")
     job = {
         "apiVersion": "dovetail.dev/v1alpha1",
@@ -57,7 +57,7 @@ def make_run(run_dir: Path, config: Any, prompt_tokens: int, tokens: int) -> Non
         "spec": {
             "models": {"actor": {"source": {"scratch": {}}}},
             "data": {"maxPromptTokens": prompt_tokens},
-            "generation": {"maxTokens": tokens, "maxConcurrent": 16},
+            "generation": {"maxTokens": tokens, "maxConcurrent": concurrent},
             "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
         },
     }
