@@ -4,7 +4,7 @@ A cluster of hack/devcluster (root, Linux) is brought up and taken down again. F
 jobs are created by hand, equal to those that the operator makes; then the jobs. Both are timed from the first creation
 until all Jobs and pods exist. Then the jobs run, with coordinators that answer: what the operator asks of the API
 server when nothing happens, and how long an event takes to be acted on. Prints a table and one JSON line. JOBS (1000),
-QUIET: seconds of nothing (30), EVENTS (200), CLUSTER: its name (bench), PROFILE: a file for the operator's cProfile."""
+QUIET: seconds of nothing (30), EVENTS (200), CLUSTER: its name (bench)."""
 
 from __future__ import annotations
 
@@ -78,10 +78,8 @@ def main() -> int:
 def operating(cluster: KubeCluster, folder: Path) -> Iterator[OperatorProcess]:
     template = folder / "pod-template.yaml"
     template.write_text(yaml.safe_dump(pod_template()))
-    more = {"DOVETAIL_POD_TEMPLATE": str(template)}
-    if profile := os.environ.get("PROFILE"):
-        more |= {"DOVETAIL_PROFILE": profile}
-    with operator(kubeconfig(cluster, folder), folder, "bench", [OPERATED], **more) as process:
+    config = kubeconfig(cluster, folder)
+    with operator(config, folder, "bench", [OPERATED], DOVETAIL_POD_TEMPLATE=str(template)) as process:
         wait_for("leadership", process.leads, 120)
         yield process
         process.stop()
