@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
@@ -21,6 +21,9 @@ from dovetail.cli.run import INTERRUPTED
 from dovetail.cli.run import run_job as run_to_the_end
 from dovetail.cli.schedule import schedule
 from dovetail.local.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from dovetail.planner.placement.strategies import Strategy
 
 
 class _Failed(click.ClickException):
@@ -267,6 +270,13 @@ def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
 )
 @click.option("--cluster", is_flag=True, help="As --inventory, with the nodes that kubectl sees.")
 @click.option(
+    "--strategy",
+    type=click.Choice(["search", "prior", "grid", "similar"]),
+    default="search",
+    show_default=True,
+    help="How to choose on an inventory: ours; APP's rules, APP's grid or PUZZLE's descent, to compare with.",
+)
+@click.option(
     "--hardware",
     "hardware_path",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -280,6 +290,7 @@ def plan(
     html_path: Path | None,
     inventory_path: Path | None,
     cluster: bool,
+    strategy: Strategy,
     hardware_path: Path | None,
 ) -> None:
     """Show what would run where: processes, parallelism and batches, with predicted times and memory.
@@ -313,7 +324,7 @@ def plan(
     console, notes = Console(), list[str]()
     chosen = None
     if there is not None:
-        chosen, notes = planning.on_inventory(job.spec, configs, there)
+        chosen, notes = planning.on_inventory(job.spec, configs, there, strategy)
         if not as_json:
             planning.show_inventory(console, chosen, notes, groups)
     elif isinstance(groups, Plan):

@@ -23,6 +23,7 @@ from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.inventory import Inventory, InventoryError, read
 from dovetail.planner.placement.job import Chosen, Infeasible, place
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
+from dovetail.planner.placement.strategies import Strategy
 
 KUBECTL_SECONDS = 60.0
 SEARCH_SECONDS = 60.0
@@ -106,12 +107,13 @@ def on_inventory(
     spec: RLHFJobSpec,
     configs: Mapping[str, Any],
     there: Inventory,
+    strategy: Strategy = "search",
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Chosen, list[str]]:
     """`recommend`, within SEARCH_SECONDS. Raises UsageError."""
     end = clock() + SEARCH_SECONDS
     try:
-        return recommend(spec, configs, there, lambda: clock() >= end)
+        return recommend(spec, configs, there, lambda: clock() >= end, strategy)
     except Infeasible as error:
         raise UsageError(f"the inventory has not enough memory: {error}.") from error
     except (ConfigError, Unknown) as error:

@@ -17,7 +17,8 @@ from dovetail.planner.placement.job import Chosen, Infeasible
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import pinned, workload
 from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Result, Search
+from dovetail.planner.placement.search import Effort, Result
+from dovetail.planner.placement.strategies import Strategy, choose
 from dovetail.planner.placement.structures import HALVES
 from dovetail.planner.shape import ModelShape
 
@@ -40,19 +41,20 @@ def recommend(
     configs: Mapping[str, Mapping[str, Any]],
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
+    strategy: Strategy = "search",
 ) -> tuple[Chosen, list[str]]:
     """The best placement that is executed today; where none fits, the best of all, with sentences that say what of it
-    is not executed yet. Raises Infeasible, ConfigError, Unknown."""
+    is not executed yet. `strategy`: see `strategies.choose`. Raises Infeasible, ConfigError, Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
     known = shapes(spec, configs)
     if known is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
     executed = _limits(spec, Limits().executed())
-    found = _search(spec, known, inventory, executed, effort(inventory, expired))
+    found = _search(spec, known, inventory, executed, effort(inventory, expired), strategy)
     if not isinstance(found, str):
         return found, []
-    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired))
+    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired), strategy)
     if isinstance(everything, str):
         raise Infeasible(everything)
     return everything, [f"with what is executed today nothing fits: {found}", *unexecuted(everything.candidate)]
@@ -66,12 +68,17 @@ def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
 
 
 def _search(
-    spec: RLHFJobSpec, known: Mapping[str, ModelShape], inventory: Inventory, limits: Limits, effort: Effort
+    spec: RLHFJobSpec,
+    known: Mapping[str, ModelShape],
+    inventory: Inventory,
+    limits: Limits,
+    effort: Effort,
+    strategy: Strategy,
 ) -> Chosen | str:
     work = workload(spec, known)
     system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
     costs = Costs(work, inventory, system)
-    result = Search(inventory, work, limits, costs, effort).run()
+    result = choose(strategy, inventory, work, limits, costs, effort)
     if result.best is None:
         return _missing(result)
     return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
