@@ -114,6 +114,22 @@ def test_who_is_reached_again_is_trusted_again(world):
     assert world.rounds[-1][1] == ["rollout-a", "rollout-b", "scorer-a", "scorer-b"]
 
 
+def test_many_that_were_all_cut_off_are_soon_served_again():
+    names = [f"rollout-{i}" for i in range(64)]
+    world = World(*names, "scorer-a")
+    world.publish_version(1)
+    world.cut = set(names)
+    world.step = 2
+    world.sync._version = 2
+    asyncio.run(world.sync._round())
+    world.cut = set()
+    before = len(world.rounds)
+    world.publish_version(2)
+    world.hold(60)
+    assert set(world.held.values()) == {2}
+    assert len(world.rounds) - before < 12
+
+
 def test_a_new_process_is_not_to_blame_for_the_one_before(world):
     world.cut = {"rollout-b"}
     world.publish_version(2)

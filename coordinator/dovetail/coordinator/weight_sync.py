@@ -134,8 +134,8 @@ class WeightSync:
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
-        """All of them, but those that kept others from their weights: one of these by itself, when nobody else waits
-        and its time has come."""
+        """All of them, but those that kept others from their weights. When nobody else waits: half of those that have
+        not failed since, so that one that works among many is soon found; else the one whose time has come."""
         stale = [target for target in stale if target.kind in self._kinds]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
@@ -143,7 +143,9 @@ class WeightSync:
         if trusted:
             return trusted
         due = [target for target, doubt in doubtful.items() if doubt.until <= self._clock()]
-        return sorted(due, key=lambda target: doubtful[target].until)[:1]
+        due.sort(key=lambda target: doubtful[target].until)
+        new = [target for target in due if doubtful[target].failures == 0]
+        return new[: max(1, len(new) // 2)] or due[:1]
 
     def _judge(self, version: int, targets: Sequence[Target], published: Published, seconds: float) -> None:
         """Who has the weights is trusted, who failed first is doubted; the others are tried again together."""
