@@ -72,20 +72,29 @@ def _facts(found: Prediction) -> Iterator[str]:
 def _memory(found: Prediction) -> Table:
     table = _table("Memory of a GPU, GiB", ("group", "GPUs"), ("used", "of"), "by part")
     for each in found.memory:
-        used = sum(each.parts.values())
-        largest = sorted(((n, s) for n, s in each.parts.items() if s >= 0.005 * used), key=lambda part: -part[1])
-        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
-        table.add_row(each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", parts)
+        table.add_row(*memory_row(each))
     return table
+
+
+def memory_row(each: PredictedMemory) -> tuple[str, str, str, str, str]:
+    """Group, GPUs, GiB used and had, and the parts of at least 0.5%, the largest first."""
+    used = sum(each.parts.values())
+    largest = sorted(((n, s) for n, s in each.parts.items() if s >= 0.005 * used), key=lambda part: -part[1])
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
+    return each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", parts
 
 
 def _alternatives(found: Prediction) -> Table:
     table = _table("Decided against", ("placement",), ("seconds",), "why")
     for other in found.alternatives:
-        seconds = "" if other.seconds is None else f"{other.seconds:.3g}"
-        why = other.problem or _gap(found, other)
-        table.add_row(placement_name(other.placement, other.note), seconds, why)
+        table.add_row(*alternative_row(found, other))
     return table
+
+
+def alternative_row(found: Prediction, other: Alternative) -> tuple[str, str, str]:
+    """Placement, seconds, and why it was not taken."""
+    seconds = "" if other.seconds is None else f"{other.seconds:.3g}"
+    return placement_name(other.placement, other.note), seconds, other.problem or _gap(found, other)
 
 
 def _gap(found: Prediction, other: Alternative) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from dovetail.api.prediction import Prediction
-from dovetail.cli.prediction import GIB, gpu_range, placement_name
+from dovetail.cli.prediction import alternative_row, gpu_range, memory_row, placement_name
 from dovetail.local import charts
 from dovetail.local.report import STYLE
 from dovetail.planner.iteration.simulate import Simulated, simulate
@@ -103,19 +103,12 @@ def _joined(words: Sequence[str]) -> tuple[str]:
 
 
 def _memory(found: Prediction) -> str:
-    rows = []
-    for each in found.memory:
-        used = sum(each.parts.values())
-        parts = ", ".join(f"{n} {s / GIB:.3g}" for n, s in sorted(each.parts.items(), key=lambda p: -p[1]) if s > 0)
-        rows.append((each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", parts))
+    rows = map(memory_row, found.memory)
     return _table(("group", "GPUs", "used", "of", "by part"), rows)
 
 
 def _alternatives(found: Prediction) -> str:
-    rows = [
-        (placement_name(a.placement, a.note), "" if a.seconds is None else f"{a.seconds:.3g}", a.problem or "")
-        for a in found.alternatives
-    ]
+    rows = [alternative_row(found, other) for other in found.alternatives]
     return f"<h2>Decided against</h2>{_table(('placement', 'seconds', 'why'), rows)}" if rows else ""
 
 
