@@ -1,5 +1,6 @@
 """Measured times: what is measured, and the problem that the schedule chooser makes of it."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_every_part_of_a_model_is_measured(family, head):
     assert 3 * one < four < 5 * one
     # At the least the layer's input, in float32.
     assert four >= 4 * 12 * 32 * 4
+
+
+def test_the_embedding_is_what_its_stage_takes_beyond_a_layer():
+    """A clock that advances by 1 whenever it is read: every measured half or whole takes 1."""
+    ref = ModelRef(head="lm", scratch=ScratchModel(architecture="llama", config={**CONFIG, **FAMILY["llama"]}))
+    found = measure_model(ref, [2], 8, torch.device("cpu"), torch.float32, 2, clock=itertools.count().__next__)
+    layer, embedding = found.layer_times[0], found.embedding_times[0]
+    assert (layer.forward, layer.backward, layer.input_gradient, layer.weight_gradient) == (1, 1, 1, 1)
+    # Its stage takes 1 for nothing in the first half and 1 for both halves of everything in the second.
+    assert (embedding.forward, embedding.backward, embedding.input_gradient, embedding.weight_gradient) == (0, 0, 0, 0)
 
 
 def test_a_clock_that_stands_still_measures_nothing():

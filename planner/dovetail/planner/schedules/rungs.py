@@ -39,5 +39,6 @@ MEMORY = (
     Rung(work=5.0, runs=8),
 )
 THINNED = (Rung(1 / 16, rules=1), Rung(1 / 2, rules=1), Rung(1 / 4, annealing=2), Rung(rules=1))
+ANNEALED_SIZE = 600  # passes; in larger thinned problems new rules find more in the same time
 CLOSING = Rung(work=2.5, runs=4)
 NEAR = 1.05  # of the bound: farther away it is not what CP-SAT should be asked for first

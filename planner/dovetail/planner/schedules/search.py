@@ -26,7 +26,7 @@ from dovetail.planner.schedules.jit import COMPILED
 from dovetail.planner.schedules.listing import search_rules
 from dovetail.planner.schedules.periodic import shorter, thicken, thinner, unroll
 from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
-from dovetail.planner.schedules.rungs import CLOSING, LATENCY, MEMORY, NEAR, THINNED, Rung
+from dovetail.planner.schedules.rungs import ANNEALED_SIZE, CLOSING, LATENCY, MEMORY, NEAR, THINNED, Rung
 from dovetail.planner.schedules.schedule import (
     DeadlockError,
     Schedule,
@@ -167,7 +167,8 @@ class _Search:
             effort = replace(self.effort, seconds=self.left(), seed=self._seed(number), progress=None)
             search = _Search(instance, self.family, effort, self.pool)
             for step in THINNED:
-                short = search.attempt(limit, target - shift, step) if step.part <= rung.part else None
+                skipped = step.part > rung.part or (step.annealing and search.size > ANNEALED_SIZE)
+                short = None if skipped else search.attempt(limit, target - shift, step)
                 if short is None or short.makespan + shift > max(target, most) * (1 + 1e-9):
                     continue
                 longer = thicken(self.instance, short, limit)
@@ -334,9 +335,7 @@ class _Search:
                     reached = found is not None and found.makespan <= target * (1 + 1e-9)
                 if not reached:
                     failed = trial
-                    if (
-                        rung.work or rung.thin
-                    ):  # it takes long to fail, and what it did not settle it rarely settles nearby
+                    if rung.work:  # it takes long to fail, and what it did not settle it rarely settles nearby
                         break
 
 

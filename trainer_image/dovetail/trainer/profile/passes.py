@@ -41,9 +41,16 @@ def measure_model(
     results: dict[str, list[PassTimes]] = {"embedding": [], "layer": [], "head": []}
     stages = [_stage(short, ref, rank, device, dtype) for rank in range(_STAGES)]
     for size in micro_batches:
-        first, layer, last = (_measure(stage, size, tokens, device, repeats, clock) for stage in stages)
-        rest = {"embedding": _less(first, layer), "layer": layer, "head": _less(last, layer)}
-        for part, values in rest.items():
+        first, layer, last = _measure(stages, size, tokens, device, repeats, clock)
+        # The first stage computes both halves in the second one, those of its layer too.
+        both = [sum(halves) for halves in zip(layer["input_gradient"], layer["weight_gradient"], strict=True)]
+        without = {**layer, "weight_gradient": both}
+        parts = {
+            "embedding": {name: _median(first[name], without[name]) for name in _PARTS},
+            "layer": {name: _median(layer[name]) for name in _PARTS},
+            "head": {name: _median(last[name], layer[name]) for name in _PARTS},
+        }
+        for part, values in parts.items():
             times = {name: value for name, value in values.items() if name != "activation_bytes"}
             saved = int(values["activation_bytes"])
             results[part].append(PassTimes.model_validate({**times, "micro_batch": size, "activation_bytes": saved}))
@@ -75,14 +82,35 @@ def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: t
     return stage
 
 
-def _less(whole: dict[str, float], part: dict[str, float]) -> dict[str, float]:
-    return {name: max(0.0, whole[name] - part[name]) for name in whole}
+def _median(values: Sequence[float], less: Sequence[float] | None = None) -> float:
+    """Of the values, or of what they are above those measured next to them; at least 0."""
+    taken = values if less is None else [a - b for a, b in zip(values, less, strict=True)]
+    return max(0.0, statistics.median(taken))
 
 
 def _measure(
-    stage: Stage, size: int, tokens: int, device: torch.device, repeats: int, clock: Clock
-) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in _PARTS}
+    stages: Sequence[Stage], size: int, tokens: int, device: torch.device, repeats: int, clock: Clock
+) -> list[dict[str, list[float]]]:
+    """All repeats of each stage; stages take turns, so that whatever else the machine does hits all alike."""
+    found: list[dict[str, list[float]]] = [{name: [] for name in _PARTS} for _ in stages]
+    for turn in range(2 * repeats + 2):
+        for stage, seconds in zip(stages, found, strict=True):
+            _pass(stage, turn % 2 == 1, size, tokens, device, clock, seconds)
+    # The first turn of each kind allocates and warms up; forwards happen in both kinds.
+    skipped = {name: 2 if name in ("forward", "activation_bytes") else 1 for name in _PARTS}
+    return [{name: seconds[name][skipped[name] :] for name in _PARTS} for seconds in found]
+
+
+def _pass(
+    stage: Stage,
+    split: bool,
+    size: int,
+    tokens: int,
+    device: torch.device,
+    clock: Clock,
+    seconds: dict[str, list[float]],
+) -> None:
+    """One forward and backward, the backward in two halves if `split`; appends to `seconds`."""
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -96,35 +124,31 @@ def _measure(
     words = torch.randint(1, stage.config.vocab_size, (size, tokens), generator=generator).to(device)
     weights = [p for p in stage.parameters() if p.requires_grad]
     dtype = weights[0].dtype
-    for turn in range(2 * repeats + 2):
-        split = turn % 2 == 1
-        inputs = words if stage.is_first else torch.randn(size, tokens, stage.hidden_size, device=device, dtype=dtype)
-        if not stage.is_first:
-            inputs.requires_grad_(True)
-        meter = SavedBytes(stage.parameters())
-        with timed("forward"), meter:
-            output = _loss(stage(inputs), words, stage) if stage.is_last else stage(inputs)
-            output = output.clone() if output._is_view() else output
-        gradient = None if stage.is_last else torch.ones_like(output)
-        if not split:
-            with timed("backward"):
-                torch.autograd.backward(output, gradient)
-        elif stage.is_first:
-            # Nobody waits for the gradient of tokens: the executor computes all of it in the second half.
-            with timed("input_gradient"):
-                pass
-            with timed("weight_gradient"):
-                torch.autograd.backward(output, gradient)
-        else:
-            with timed("input_gradient"):
-                given = None if gradient is None else [gradient]
-                _, groups = stage_backward_input([output], given, [inputs], iter(weights))
-            with timed("weight_gradient"):
-                stage_backward_weight(iter(weights), groups)
-        seconds["activation_bytes"].append(float(meter.bytes))
-        stage.zero_grad(set_to_none=True)
-    # The first turn of each kind allocates and warms up.
-    return {name: statistics.median(values[2 if name == "forward" else 1 :]) for name, values in seconds.items()}
+    inputs = words if stage.is_first else torch.randn(size, tokens, stage.hidden_size, device=device, dtype=dtype)
+    if not stage.is_first:
+        inputs.requires_grad_(True)
+    meter = SavedBytes(stage.parameters())
+    with timed("forward"), meter:
+        output = _loss(stage(inputs), words, stage) if stage.is_last else stage(inputs)
+        output = output.clone() if output._is_view() else output
+    gradient = None if stage.is_last else torch.ones_like(output)
+    if not split:
+        with timed("backward"):
+            torch.autograd.backward(output, gradient)
+    elif stage.is_first:
+        # Nobody waits for the gradient of tokens: the executor computes all of it in the second half.
+        with timed("input_gradient"):
+            pass
+        with timed("weight_gradient"):
+            torch.autograd.backward(output, gradient)
+    else:
+        with timed("input_gradient"):
+            given = None if gradient is None else [gradient]
+            _, groups = stage_backward_input([output], given, [inputs], iter(weights))
+        with timed("weight_gradient"):
+            stage_backward_weight(iter(weights), groups)
+    seconds["activation_bytes"].append(float(meter.bytes))
+    stage.zero_grad(set_to_none=True)
 
 
 def _loss(output: Tensor, words: Tensor, stage: Stage) -> Tensor:
