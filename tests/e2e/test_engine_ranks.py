@@ -103,7 +103,7 @@ def test_same_bits_after_restart_and_under_any_schedule(results: Results, world:
 def test_what_a_rank_sends_is_its_part_of_what_it_gathers(results: Results, world: int, layout: str) -> None:
     for rank in results[world]:
         assert rank[layout]["parts_agree"]
-        if world < 4:
+        if "lora" in rank[layout]:
             assert rank[layout]["lora"]["parts_agree"]
 
 
