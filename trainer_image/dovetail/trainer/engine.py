@@ -49,7 +49,7 @@ class Engine:
         self.step = 0
         self.ema: dict[str, Tensor] = {}
         self.measured = Collected()
-        self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what the last run sent between stages
+        self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what runs sent between stages
         # Optimizer steps that are decided but not applied everywhere, by model: see `run`.
         self._begun: dict[str, Step] = {}
 
@@ -133,7 +133,7 @@ class Engine:
             self.models[name].module.eval()
         counts = {name: pipe.mini_batch for name, pipe in pipes.items()}
         self.measured.add(executor.watch.seconds(), executor.saved_bytes, executor.peak_bytes, counts)
-        self.boundaries = {name: (pipe.boundary(), pipe.dtype) for name, pipe in pipes.items() if pipe.batches}
+        self.boundaries |= {name: (pipe.boundary(), pipe.dtype) for name, pipe in pipes.items() if pipe.batches}
         mine = {
             name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
         }
