@@ -167,8 +167,10 @@ class Generator:
                     f"no rollout could take the {len(self._pending)} remaining samples of iteration {iteration} within "
                     f"{self._settings.wait:.0f} s: {self._fleet.describe(KIND)}"
                 )
+            # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._settings.flush)
+                async with asyncio.timeout(self._settings.flush):
+                    await self._wake.wait()
             # Responses tend to end together, at a step of the server.
             await asyncio.sleep(GATHER_SECONDS)
             self._wake.clear()
