@@ -23,7 +23,7 @@ from dovetail.coordinator.samples import Assignment, Key, Sample, State
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.stream import RequestRefused, ServerFailure, stream
 from dovetail.coordinator.watch import given_up, leaves
-from dovetail.coordinator.work import Generated, Settings, Work, request_id
+from dovetail.coordinator.work import Generated, Settings, Work, mean_step, request_id
 from dovetail.planner.migration import Mechanism
 
 KIND = "rollout"
@@ -71,6 +71,7 @@ class Generator:
         self._known: set[tuple[str, str]] = set()
         self._destinations: frozenset[str] = frozenset()
         self._cut = Cut(generation.stop, decode)
+        self._step: float | None = None  # seconds of a decode step, in the call before
         self._leftovers: dict[tuple[str, str], list[str]] = {}
         for sample in store.take_interrupted():
             owner = (sample.instance or "", sample.incarnation or "")
@@ -119,6 +120,7 @@ class Generator:
             self._fleet.listeners.remove(self._wake.set)
             await self._stop()
         result.seconds = self._clock() - started
+        self._step = mean_step(self._flying.activity.values()) or self._step
         result.migrations, result.instances = self._migrations, dict(self._flying.activity)
         result.spans = [a.span(name, iteration) for name, a in sorted(self._flying.activity.items())]
         return result
@@ -250,7 +252,7 @@ class Generator:
             assignments.append(Assignment(work.key, name, instance.incarnation, instance.weight_version, work.stored))
         attempts = self._store.samples.assign(assignments)
         now, wall = self._clock(), time.time()
-        interval = self._settings.interval(len(works) + len(self._pending) + len(self._flying))
+        interval = self._settings.interval(len(works) + len(self._pending) + len(self._flying), self._step)
         for work, attempt in zip(works, attempts, strict=True):
             work.attempt, work.interval = attempt, interval
             self._flying.begin(work, now, wall)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dovetail.api.messages import Span
@@ -10,10 +11,12 @@ from dovetail.coordinator.interstage.migrations import Leave, Migration
 from dovetail.coordinator.kv_migration import Departure
 from dovetail.coordinator.samples import Key, Sample
 
-# An event costs the coordinator some 30 microseconds of CPU, be it of one token or of eight. With so many samples for
-# each token in an event, at 50 tokens a second, it spends at most a tenth of a core on them.
+# An event costs the coordinator some 30 microseconds of CPU, and the server more, be it of one token or of eight. With
+# so many samples for each token in an event, at 50 tokens a second, the coordinator spends at most a tenth of a core.
 SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
+# Small models decode so fast that their tokens share events worth this much: what a death then costs nobody notices.
+EVENT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class Settings:
     stream_interval: int | None = None
     max_fruitless: int = 50
 
-    def interval(self, samples: int) -> int:
-        """Tokens per event while so many samples are left: 1, so that a server that dies costs nothing, as long as one
-        core can follow; what is lost is generated again identically."""
+    def interval(self, samples: int, step: float | None = None) -> int:
+        """Tokens per event while so many samples are left and a decode step takes `step` seconds, if known: 1, so that
+        a server that dies costs nothing, unless steps are short or one core could not follow; what is lost is generated
+        again identically."""
         if self.stream_interval is not None:
             return self.stream_interval
-        return min(MOST_PER_EVENT, max(1, -(-samples // SAMPLES_PER_TOKEN)))
+        short = 1 if not step else int(EVENT_SECONDS / step)
+        return min(MOST_PER_EVENT, max(1, -(-samples // SAMPLES_PER_TOKEN), short))
 
 
 @dataclass
@@ -138,3 +143,10 @@ class Work:
 def request_id(key: Key, attempt: int) -> str:
     """Unique per attempt, so that an old request can be aborted without touching its successor."""
     return f"dovetail-{key.iteration}-{key.prompt}-{key.sample}-{attempt}"
+
+
+def mean_step(activities: Iterable[Activity]) -> float | None:
+    """Seconds of a request's decode step on average; None where none was seen."""
+    seen = [found for activity in activities for found in activity.decode.values()]
+    steps = sum(count for count, _ in seen)
+    return sum(seconds for _, seconds in seen) / steps if steps else None
