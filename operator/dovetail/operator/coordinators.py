@@ -89,10 +89,9 @@ class Coordinators:
                 timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             ) as reply:
                 document = await reply.json() if reply.status == 200 else None
-            (
-                progress.fields(document or {}),
-                progress.plan_problem(document or {}),
-            )  # what cannot be read counts as no answer
+            # What cannot be read counts as no answer.
+            progress.fields(document or {})
+            progress.plan_problem(document or {})
         except (aiohttp.ClientError, OSError, TimeoutError, TypeError, ValueError, AttributeError):
             return None
         return document if isinstance(document, dict) else None
