@@ -157,21 +157,22 @@ def _score(
     last = 0.0
     bars: list[Bar] = []
     if not candidate.folded:
-        generated = max(ends)
         for share in candidate.actor_training:
             waiting["actor"] = deque(order)
-            for d in range(share.dp):
-                gpus = [(share.pool, gpu) for gpu in _gpus(share, d)]
-                copies.append(_Copy("actor", share, gpus, (work.actor, "lm")))
-                for gpu in gpus:
-                    free[gpu] = max(free.get(gpu, 0.0), generated)
+            copies += [
+                _Copy("actor", share, [(share.pool, gpu) for gpu in _gpus(share, d)], (work.actor, "lm"))
+                for d in range(share.dp)
+            ]
+    generated = max(ends)
 
     def start(copy: _Copy) -> float:
         queue = waiting[copy.task]
         if not queue:
             return float("inf")
         rows = queue[min(len(queue), copy.share.micro_batch) - 1]
-        return max(earliest, ends[rows], *(free.get(gpu, 0.0) for gpu in copy.gpus))
+        # The actor's own pass is the trainers', who begin when all samples are there.
+        begin = generated if copy.task == "actor" else earliest
+        return max(begin, ends[rows], *(free.get(gpu, 0.0) for gpu in copy.gpus))
 
     heap = [(start(copy), i) for i, copy in enumerate(copies)]
     heapq.heapify(heap)
