@@ -170,3 +170,15 @@ def test_static_batches_and_passes_before_training() -> None:
     gathered = simulate(flattened(migration=0.2), work, INVENTORY, prompts, lengths)
     assert gathered.migrated > 0 == ours.migrated
     assert ours.tokens == int(lengths.sum())
+
+
+def test_inference_on_trainers_follows_the_samples_though_the_actors_pass_waits_for_all() -> None:
+    rng = np.random.default_rng(1)
+    work = workload(128)
+    scored = (Share("a", dp=8, micro_batch=4),)
+    candidate = replace(separated(0.2), reference=scored, reward=scored, critic=scored, folded=False)
+    played = simulate(candidate, work, INVENTORY, work.prompt.draw(128, rng), work.response.draw(128, rng))
+    first = {name: min(b.start for b in played.bars if b.name == name) for name in ("reference", "actor")}
+    generated = played.phases["swap"] + played.phases["generation"]
+    assert first["reference"] < 0.8 * generated
+    assert first["actor"] >= generated - 1e-9
