@@ -71,6 +71,17 @@ def test_the_last_threshold_counts_until_there_is_a_new_one() -> None:
     assert fusion.gather(left[:2], ["r0", "r1", "r2"]) is not None
 
 
+def test_a_roomy_destination_takes_more_than_costs_its_steps_nothing() -> None:
+    fusion = stage(60, ["r0", "r1"])
+    fusion.profiles = dict.fromkeys(fusion.profiles, replace(ASSUMED, saturation=2))
+    left: list[tuple[Key, str | None]] = [(Key(1, i, 0), f"r{i % 2}") for i in range(9)]
+    assert fusion.gather(left, ["r0", "r1"]) is None
+    assert fusion.decision is not None
+    fusion.decision = replace(fusion.decision, roomy=True)
+    assert fusion.gather(left, ["r0", "r1"]) == ("r0",)
+    assert fusion.moves == 4
+
+
 @pytest.mark.parametrize("threshold", [None, 0])
 def test_nobody_migrates_when_off_or_at_zero(threshold: int | None) -> None:
     assert stage(threshold).gather([(Key(1, 0, 0), "r0")], ["r0", "r1"]) is None

@@ -34,7 +34,7 @@ def rollout_of(scorer: str) -> str:
 
 @dataclass
 class StageFusion:
-    """One iteration's. `decision` None: not decided yet (`provisional` counts until then), or off.
+    """One iteration's. `decision` None: not decided yet (`provisional`, `roomy_before` count until then), or off.
 
     `destinations`: where the tail was gathered, `freed`: the other rollouts; `remaining`: how many samples were left
     then. `generated`: none are left to generate."""
@@ -43,6 +43,7 @@ class StageFusion:
     kv_per_sample: int
     decision: Decision | None = None
     provisional: int | None = None
+    roomy_before: bool = False
     destinations: tuple[str, ...] = ()
     freed: tuple[str, ...] = ()
     remaining: int | None = None
@@ -54,11 +55,18 @@ class StageFusion:
         """Unfinished samples at which the tail is gathered; 0: never; None: inference waits for generation's end."""
         return self.provisional if self.decision is None else self.decision.threshold
 
+    @property
+    def roomy(self) -> bool:
+        """Whether destinations take what they have room for: see `Decision`."""
+        return self.roomy_before if self.decision is None else self.decision.roomy
+
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
         """The generator's `Tail`: the destinations, once the samples left are as few as the threshold."""
         if self.destinations or not self.threshold or len(unfinished) > self.threshold or not unfinished:
             return None
         profiles = {name: self.profiles.get(name, ASSUMED) for name in sorted(eligible)}
+        if self.roomy:
+            profiles = {name: profile.roomy() for name, profile in profiles.items()}
         plan = plan_migration(list(unfinished), profiles, self.kv_per_sample)
         if plan is None:
             return None
@@ -85,18 +93,12 @@ class Fusion:
             self._controller.restore(saved)
         setting = spec.plan.inter_stage_fusion
         self._fraction = None if isinstance(setting, str) else setting
+        self._roomy = not isinstance(setting, str)
         self.measurements: dict[str, Measurements] = {}
 
     def measured(self, group: str) -> Measurements:
         """What is known of the instances of a group."""
         return self.measurements.setdefault(group, Measurements(self._assumed))
-
-    def _profile(self, group: str) -> StageProfile:
-        """As measured. Whoever names the fraction has weighed slower steps against freed servers: then a destination
-        takes what it has room for, not only what costs its steps nothing."""
-        profile = self.measured(group).profile()
-        pinned = not isinstance(self._spec.plan.inter_stage_fusion, str)
-        return replace(profile, saturation=profile.max_samples) if pinned else profile
 
     @asynccontextmanager
     async def stage(
@@ -105,16 +107,17 @@ class Fusion:
         """One iteration's, whose threshold is decided while its generation begins; until then the last one's counts.
         Raises what deciding raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
-        stage = StageFusion({i.name: self._profile(i.group) for i in instances}, longest)
+        stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
         if self._spec.plan.inter_stage_fusion == "Off" or not instances:
             yield stage
             return
         profiles = [stage.profiles[i.name] for i in instances]
         stage.provisional = None if self._fraction is None else int(self._fraction * len(prompt_lengths))
+        stage.roomy_before = self._roomy
 
         async def decide() -> None:
             stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
-            self._fraction = stage.decision.fraction
+            self._fraction, self._roomy = stage.decision.fraction, stage.decision.roomy
             self._log("fusion.decided", iteration=iteration, **describe(stage.decision))
 
         deciding = asyncio.create_task(decide())

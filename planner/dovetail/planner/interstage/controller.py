@@ -20,13 +20,18 @@ HYSTERESIS = 0.01
 DRAWS = 4
 DRAWN_SAMPLES = 2048
 
+# A fraction of the batch (None: off), and whether destinations take what they have room for.
+Choice = tuple[float | None, bool]
+OFF: Choice = (None, False)
+
 
 @dataclass(frozen=True)
 class Decision:
     """`threshold`: unfinished samples at which the rest migrates; 0: none does, but free instances score; None: off.
 
     `prediction`: of one draw of the lengths; `serial_seconds` and `fused_seconds`: means of all draws.
-    `scanned`: mean seconds of the stage by threshold as a share of the batch."""
+    `scanned`: mean seconds of the stage by threshold as a share of the batch. `roomy`: destinations take what they have
+    room for (`StageProfile.roomy`), where longer steps cost less than what a freed instance saves; else BS_max."""
 
     threshold: int | None
     fraction: float | None
@@ -35,6 +40,7 @@ class Decision:
     serial_seconds: float
     fused_seconds: float
     scanned: dict[float, float]
+    roomy: bool = False
 
     @property
     def predicted_speedup(self) -> float:
@@ -56,8 +62,7 @@ class ThresholdController:
         self._early = early
         self._history = LengthHistory(max_tokens)
         self._decisions = 0
-        # Fraction in use; None: off.
-        self._current: float | None = None
+        self._current: Choice = OFF
         self._chosen = False
 
     def observe(self, response_lengths: Sequence[int]) -> None:
@@ -70,54 +75,69 @@ class ThresholdController:
         Takes 1 s for 512 samples on 16 instances, 5 s for 10,000 on 256: not for an event loop's own thread.
         Raises ProfileError for numbers that cannot be."""
         count = len(prompt_lengths)
-        candidates: list[float | None] = [None]
-        if self._setting == "Auto" and len(profiles) > 0:
-            candidates += [0.0, *SCANNED] if self._early else SCANNED
-        elif not isinstance(self._setting, str):
-            candidates.append(self._setting)
-        thresholds = [None if f is None else int(f * count) for f in candidates]
+        choices = self._choices(profiles)
+        thresholds = {choice: None if choice[0] is None else int(choice[0] * count) for choice in choices}
         rng = np.random.default_rng([self._seed, self._decisions])
         self._decisions += 1
-        draws = [
-            scan(
-                self._history.draw(count, rng).tolist(),
-                prompt_lengths,
-                profiles,
-                thresholds,
-                self._max_tokens,
-                self._early,
-            )
-            for _ in range(min(DRAWS, max(1, DRAWN_SAMPLES // max(1, count))))
-        ]
-        seconds = {f: float(np.mean([d[k].fused_seconds for d in draws])) for k, f in enumerate(candidates)}
-        fraction, reason = self._choose(seconds)
-        self._current, self._chosen = fraction, True
-        k = candidates.index(fraction)
+
+        def played() -> dict[Choice, Prediction]:
+            lengths = self._history.draw(count, rng).tolist()
+            found: dict[Choice, Prediction] = {}
+            for roomy in (False, True):
+                mine = [choice for choice in choices if choice[1] == roomy]
+                held = [p.roomy() for p in profiles] if roomy else profiles
+                if mine:
+                    wanted = [thresholds[choice] for choice in mine]
+                    predictions = scan(lengths, prompt_lengths, held, wanted, self._max_tokens, self._early)
+                    found |= zip(mine, predictions, strict=True)
+            return found
+
+        draws = [played() for _ in range(min(DRAWS, max(1, DRAWN_SAMPLES // max(1, count))))]
+        seconds = {choice: float(np.mean([draw[choice].fused_seconds for draw in draws])) for choice in choices}
+        chosen, reason = self._choose(seconds)
+        self._current, self._chosen = chosen, True
+        scanned: dict[float, float] = {}
+        for (fraction, _), each in seconds.items():
+            if fraction is not None:
+                scanned[fraction] = min(each, scanned.get(fraction, each))
         return Decision(
-            thresholds[k],
-            fraction,
+            thresholds[chosen],
+            chosen[0],
             reason,
-            draws[0][k],
-            seconds[None],
-            seconds[fraction],
-            {f: s for f, s in seconds.items() if f is not None},
+            draws[0][chosen],
+            seconds[OFF],
+            seconds[chosen],
+            scanned,
+            chosen[1],
         )
 
-    def _choose(self, seconds: dict[float | None, float]) -> tuple[float | None, str]:
+    def _choices(self, profiles: Sequence[StageProfile]) -> list[Choice]:
+        """Off, and what the setting allows. Whoever names a fraction has weighed longer steps against freed servers."""
+        if not isinstance(self._setting, str):
+            return [OFF, (self._setting, True)]
+        if self._setting == "Off" or not profiles:
+            return [OFF]
+        found: list[Choice] = [OFF, *((f, False) for f in ([0.0, *SCANNED] if self._early else SCANNED))]
+        # Without early scoring the rule is the paper's, BS_max.
+        if self._early and any(p.bs_max < p.max_samples for p in profiles):
+            found += [(fraction, True) for fraction in SCANNED]
+        return found
+
+    def _choose(self, seconds: dict[Choice, float]) -> tuple[Choice, str]:
         if self._setting == "Off":
-            return None, "plan.interStageFusion is Off"
+            return OFF, "plan.interStageFusion is Off"
         if self._setting != "Auto":
-            return float(self._setting), "pinned by plan.interStageFusion"
+            return (float(self._setting), True), "pinned by plan.interStageFusion"
         # The fewest migrations among equals.
-        best = min(seconds, key=lambda f: (seconds[f], f is not None, f or 0.0))
+        best = min(seconds, key=lambda c: (seconds[c], c[0] is not None, c[0] or 0.0, c[1]))
         known = f"lengths of {self._history.iterations} iterations" if self._history.iterations else "prior lengths"
-        current = self._current if self._chosen else None
-        if seconds[current] <= min(seconds[None], seconds[best] + HYSTERESIS * seconds[None]):
+        current = self._current if self._chosen and self._current in seconds else OFF
+        if seconds[current] <= min(seconds[OFF], seconds[best] + HYSTERESIS * seconds[OFF]):
             best = current
-            why = "no threshold saves enough" if best is None else "the one in use is still about the best"
+            why = "no threshold saves enough" if best == OFF else "the one in use is still about the best"
         else:
             why = "the best of those scanned"
-        saved = 1 - 1 / ratio(seconds[None], seconds[best])
+        saved = 1 - 1 / ratio(seconds[OFF], seconds[best])
         return best, f"{why}, by {known}: {100 * saved:.0f}% of generation and inference saved"
 
     def as_json(self) -> dict[str, Any]:
@@ -125,11 +145,13 @@ class ThresholdController:
         return {
             "recent": self._history.as_json(),
             "decisions": self._decisions,
-            "current": self._current,
+            "current": self._current[0],
+            "roomy": self._current[1],
             "chosen": self._chosen,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """The reverse of `as_json`."""
         self._history.restore(saved["recent"])
-        self._decisions, self._current, self._chosen = saved["decisions"], saved["current"], saved["chosen"]
+        self._decisions, self._chosen = saved["decisions"], saved["chosen"]
+        self._current = saved["current"], saved.get("roomy", False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -100,6 +101,10 @@ class StageProfile:
         if self.saturation is not None:
             return min(self.saturation, self.max_samples)
         return max(b for b in range(1, self.max_samples + 1) if b == 1 or self.steps[b] <= SATURATED * self.steps[1])
+
+    def roomy(self) -> Self:
+        """The same, but as a destination it takes what it has room for, though its steps get longer."""
+        return replace(self, saturation=self.max_samples)
 
     def slots(self, kv_per_sample: int) -> int:
         """Samples that a destination takes: BS_max, fewer where KV memory is short (RLHFuse section 4.2)."""
