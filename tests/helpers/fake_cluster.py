@@ -263,3 +263,16 @@ class FakeCluster:
             and names.SURPLUS_LABEL not in p["metadata"]["labels"]
             and p["status"]["phase"] in ("Pending", "Running")
         )
+
+
+def a_cluster(**spec: Any) -> FakeCluster:
+    """With a job of this spec, and nothing else yet."""
+    return FakeCluster(manifest(**spec))
+
+
+def running(**spec: Any) -> FakeCluster:
+    """With a job of this spec that runs."""
+    cluster = a_cluster(**spec)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    return cluster

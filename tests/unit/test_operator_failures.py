@@ -1,0 +1,145 @@
+"""`reconcile` on a fake cluster: what goes wrong with pods, how it is explained, and when it ends the job."""
+
+import pytest
+
+from helpers.fake_cluster import a_cluster, running
+
+
+def restarting(most):
+    return {"maxRestarts": most}
+
+
+def test_a_dead_pod_degrades_the_job_until_it_is_replaced():
+    cluster = running()
+    cluster.end(cluster.pod("trainer"), 1, "trainer-0 ended (exit code 1): CUDA error: device lost")
+    cluster.reconcile()
+    degraded = cluster.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "TrainerFailed")
+    assert "of group train failed with exit code 1" in degraded["message"]
+    assert "CUDA error: device lost" in degraded["message"]
+    assert cluster.condition("Running")["reason"] == "TrainerFailed"
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.condition("Running")["status"] == "True"
+    assert not cluster.over()
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "extra", "reason", "words"),
+    [
+        ("coordinator", 1, {"message": "spec.models.actor: /m is no model"}, "CoordinatorFailed", "/m is no model"),
+        ("trainer", 2, {"message": "bad plan"}, "TrainerFailed", "bad plan"),
+        ("rollout", 2, {"message": "line one\nno such group\n"}, "RolloutFailed", "no such group"),
+    ],
+)
+def test_exit_codes_that_no_restart_mends_fail_the_job(role, code, extra, reason, words):
+    cluster = running()
+    cluster.end(cluster.pod(role), code, **extra)
+    cluster.settle()
+    failed = cluster.condition("Failed")
+    assert (failed["status"], failed["reason"]) == ("True", reason)
+    assert words in failed["message"]
+    assert f"exit code {code}" in failed["message"]
+    assert not [p for p in cluster.pods() if p["status"]["phase"] in ("Pending", "Running")]
+    assert cluster.document["status"]["completionTime"]
+
+
+def test_running_out_of_memory_is_told():
+    cluster = running(failurePolicy=restarting(0))
+    cluster.end(cluster.pod("trainer"), 137, reason="OOMKilled")
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "OOMKilled"
+    assert "raise it in the podTemplate" in cluster.condition("Failed")["message"]
+
+
+def test_restarts_are_counted_over_all_pods():
+    cluster = running(failurePolicy=restarting(2))
+    for role in ("trainer", "rollout", "trainer"):
+        assert not cluster.over()
+        cluster.pass_time(1)
+        cluster.end(cluster.pod(role), 1, f"{role} died")
+        cluster.settle()
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "TrainerFailed"
+    assert failed["message"].endswith("(failures of pods: 3, failurePolicy.maxRestarts: 2)")
+    assert "trainer died" in failed["message"]
+    assert ("JobSet", "demo") not in cluster.objects, "it would hold GPUs"
+
+
+def test_disruptions_do_not_count():
+    cluster = running(failurePolicy=restarting(0))
+    cluster.end(cluster.pod("trainer"), 143, disrupted=True)
+    cluster.reconcile()
+    assert cluster.condition("Degraded")["reason"] == "PodEvicted"
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def test_an_unschedulable_pod_is_explained_and_fails_the_job_in_time():
+    cluster = a_cluster(failurePolicy={"startTimeoutSeconds": 60})
+    cluster.reconcile()
+    cluster.step()
+    cluster.unschedulable(cluster.pod("trainer"))
+    cluster.pass_time(20)
+    result = cluster.reconcile()
+    scheduled = cluster.condition("Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    assert "3 Insufficient nvidia.com/gpu" in scheduled["message"]
+    assert result.requeue <= 40.0
+    cluster.pass_time(41)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "Unschedulable"
+    assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
+    assert cluster.pods() == [], "half-started jobs hold no GPUs"
+
+
+def test_without_a_timeout_it_waits():
+    cluster = a_cluster()
+    cluster.reconcile()
+    cluster.step()
+    cluster.unschedulable(cluster.pod("trainer"))
+    cluster.pass_time(1e6)
+    cluster.reconcile()
+    assert not cluster.over()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "reason", "words"),
+    [
+        (("ImagePullBackOff", 'Back-off pulling image "some/image:1"'), "ImagePullFailed", "some/image:1"),
+        (
+            ("CreateContainerConfigError", 'secret "hub" not found'),
+            "SecretOrConfigMapMissing",
+            'secret "hub" not found',
+        ),
+    ],
+)
+def test_pods_that_cannot_start_are_explained(waiting, reason, words):
+    cluster = a_cluster()
+    cluster.reconcile()
+    cluster.step()
+    cluster.waiting(cluster.pod("rollout"), *waiting)
+    events = cluster.reconcile().events
+    condition = cluster.condition("Running")
+    assert (condition["status"], condition["reason"]) == ("False", reason)
+    assert words in condition["message"]
+    assert [(e.type, e.reason) for e in events if e.reason == reason] == [("Warning", reason)]
+
+
+def test_the_deadline_counts_from_the_last_start():
+    cluster = running(activeDeadlineSeconds=100)
+    cluster.pass_time(90)
+    cluster.edit(suspend=True)
+    cluster.settle()
+    cluster.pass_time(90)
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert not cluster.over()
+    assert cluster.reconcile().requeue <= 100
+    cluster.pass_time(101)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert cluster.pods() == []
+
+
+# ---------------------------------------------------------------- no plan
