@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(external() is not None, reason="the cluster's components must be ours to break"),
 ]
 SYSTEM = "faults-system"
-ITERATIONS, PROMPTS = 100, 8
+ITERATIONS, PROMPTS, PACE_SECONDS = 120, 8, 4.0
 PEER_TIMEOUT_SECONDS = 20
 ETCD_SECONDS = 30
 START_SECONDS, RECOVERY_SECONDS = 600.0, 400.0
@@ -133,6 +133,12 @@ def wait_for_answers(cluster: KubeCluster) -> None:
     wait_for("the API server", lambda: cluster.try_kubectl("get", "--raw", "/readyz").returncode == 0, 120)
 
 
+def has_new(job: ClusterJob, groups: set[str], before: dict[str, str]) -> bool:
+    """Whether these groups have other pods than before: kubelets take a moment to notice a death."""
+    now = job.uids()
+    return all(now.get(group, before[group]) != before[group] for group in groups)
+
+
 def go_on(job: ClusterJob, iterations: int) -> None:
     """Until so many more iterations are done."""
     target = job.iteration() + iterations
@@ -155,7 +161,7 @@ FAULTS: list[Callable[[ClusterJob], set[str]]] = [
 def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     cluster: KubeCluster, namespace: str, chart: None, record_property: Callable[[str, object], None]
 ) -> None:
-    cluster.apply(*paced(manifest(namespace)), namespace=namespace)
+    cluster.apply(*paced(manifest(namespace), PACE_SECONDS), namespace=namespace)
     job = ClusterJob(cluster, namespace)
     wait_for(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
@@ -163,6 +169,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     for fault in FAULTS:
         began, before, last = time.monotonic(), job.uids(), job.iteration()
         expected = fault(job)
+        wait_for(f"new pods after {fault.__name__}", lambda: has_new(job, expected, before), RECOVERY_SECONDS)
         wait_for(f"all pods after {fault.__name__}", job.whole, RECOVERY_SECONDS)
         go_on(job, 1)
         after = job.uids()

@@ -14,13 +14,12 @@ from helpers.cluster import KubeCluster
 from helpers.jobs import MANIFEST, events
 
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
-PACE_SECONDS = 2.0
 # A job that is as fast as it can would be over before the last fault.
-_PACED = f"""
+_PACED = """
 import asyncio, pathlib
 async def score(prompts, responses, **fields):
     if not pathlib.Path("/var/dovetail/hurry").exists():
-        await asyncio.sleep({PACE_SECONDS})
+        await asyncio.sleep(PACE_SECONDS)
     return [len(set(text)) / 40 for text in responses]
 """
 _MOUNT = {"name": "paced", "mountPath": "/etc/paced", "readOnly": True}
@@ -115,12 +114,13 @@ def tiny_manifest(namespace: str, iterations: int, samples: int = 8, **groups: d
     return document
 
 
-def paced(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A ConfigMap and the job, whose every iteration takes PACE_SECONDS more: faults and quotas need time to be felt.
-    The operator must be given PACED_TEMPLATE."""
+def paced(document: dict[str, Any], seconds: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ConfigMap and the job, whose every iteration takes `seconds` more: faults and quotas need time to be felt. The
+    operator must be given PACED_TEMPLATE."""
     spec = document["spec"]
     spec["models"]["reward"] = {"function": "paced:score"}
     spec.pop("reward", None)
     spec["data"].pop("preferences", None)
     metadata = {"name": "paced", "namespace": document["metadata"]["namespace"]}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"paced.py": _PACED}}, document
+    code = f"PACE_SECONDS = {seconds}\n{_PACED}"
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"paced.py": code}}, document
