@@ -8,6 +8,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,7 +170,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     for fault in FAULTS:
         began, before, last = time.monotonic(), job.uids(), job.iteration()
         expected = fault(job)
-        wait_for(f"new pods after {fault.__name__}", lambda: has_new(job, expected, before), RECOVERY_SECONDS)
+        wait_for(f"new pods after {fault.__name__}", partial(has_new, job, expected, before), RECOVERY_SECONDS)
         wait_for(f"all pods after {fault.__name__}", job.whole, RECOVERY_SECONDS)
         go_on(job, 1)
         after = job.uids()
