@@ -276,3 +276,8 @@ def running(**spec: Any) -> FakeCluster:
     cluster.settle()
     assert cluster.condition("Running")["status"] == "True"
     return cluster
+
+
+def restarting(most: int) -> dict[str, int]:
+    """A failure policy."""
+    return {"maxRestarts": most}

@@ -2,11 +2,7 @@
 
 import pytest
 
-from helpers.fake_cluster import a_cluster, running
-
-
-def restarting(most):
-    return {"maxRestarts": most}
+from helpers.fake_cluster import a_cluster, restarting, running
 
 
 def test_a_dead_pod_degrades_the_job_until_it_is_replaced():

@@ -3,15 +3,11 @@
 import pytest
 
 from dovetail.operator import names
-from helpers.fake_cluster import a_cluster, running
+from helpers.fake_cluster import a_cluster, restarting, running
 
 
 def kinds(things):
     return [thing["kind"] for thing in things]
-
-
-def restarting(most):
-    return {"maxRestarts": most}
 
 
 def test_a_job_starts_runs_and_completes():

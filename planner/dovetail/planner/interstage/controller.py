@@ -72,7 +72,8 @@ class ThresholdController:
     def decide(self, prompt_lengths: Sequence[int], profiles: Sequence[StageProfile]) -> Decision:
         """For an iteration with these prompts on these instances. Deterministic given what was observed before.
 
-        Takes 1 s for 512 samples on 16 instances, 5 s for 10,000 on 256: not for an event loop's own thread.
+        Takes 1 s for 512 samples on 16 instances, 5 s for 10,000 on 256, twice that where both rules for
+        destinations are played: not for an event loop's own thread.
         Raises ProfileError for numbers that cannot be."""
         count = len(prompt_lengths)
         choices = self._choices(profiles)
