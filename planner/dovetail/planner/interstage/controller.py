@@ -72,8 +72,8 @@ class ThresholdController:
     def decide(self, prompt_lengths: Sequence[int], profiles: Sequence[StageProfile]) -> Decision:
         """For an iteration with these prompts on these instances. Deterministic given what was observed before.
 
-        Takes 1 s for 512 samples on 16 instances, 5 s for 10,000 on 256, twice that where both rules for
-        destinations are played: not for an event loop's own thread.
+        Takes 1 s for 512 samples on 16 instances, 5 s for 10,000 on 256, more where both rules for destinations are
+        played: not for an event loop's own thread.
         Raises ProfileError for numbers that cannot be."""
         count = len(prompt_lengths)
         choices = self._choices(profiles)
@@ -83,15 +83,9 @@ class ThresholdController:
 
         def played() -> dict[Choice, Prediction]:
             lengths = self._history.draw(count, rng).tolist()
-            found: dict[Choice, Prediction] = {}
-            for roomy in (False, True):
-                mine = [choice for choice in choices if choice[1] == roomy]
-                held = [p.roomy() for p in profiles] if roomy else profiles
-                if mine:
-                    wanted = [thresholds[choice] for choice in mine]
-                    predictions = scan(lengths, prompt_lengths, held, wanted, self._max_tokens, self._early)
-                    found |= zip(mine, predictions, strict=True)
-            return found
+            wanted, roomy = thresholds.values(), [choice[1] for choice in choices]
+            found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, self._early, roomy)
+            return dict(zip(choices, found, strict=True))
 
         draws = [played() for _ in range(min(DRAWS, max(1, DRAWN_SAMPLES // max(1, count))))]
         seconds = {choice: float(np.mean([draw[choice].fused_seconds for draw in draws])) for choice in choices}

@@ -71,9 +71,14 @@ def scan(
     thresholds: Iterable[int | None],
     max_tokens: int | None = None,
     early: bool = True,
+    roomy: Iterable[bool] = (),
 ) -> list[Prediction]:
-    """`simulate` for several thresholds, in their order; what they have in common is simulated once."""
+    """`simulate` for several thresholds, in their order; what they have in common is simulated once.
+
+    `roomy`: for each threshold, whether destinations take what they have room for (`StageProfile.roomy`); by default
+    none do."""
     thresholds = list(thresholds)
+    wide = list(roomy) or [False] * len(thresholds)
     _check(lengths, prompt_lengths, profiles, thresholds)
     lengths, prompts = [int(n) for n in lengths], [int(n) for n in prompt_lengths]
     longest = max(prompts) + max(max_tokens or 0, max(lengths))
@@ -86,17 +91,19 @@ def scan(
     base.run(0)
     serial = _inference(base, None, early)
     results = []
-    for threshold in thresholds:
+    for threshold, with_room in zip(thresholds, wide, strict=True):
         if threshold is None:
             results.append(_prediction(base, serial, serial, None, (), {}, None, 0.0))
         else:
-            results.append(_fused(started[threshold].copy(), serial, base, threshold, longest, early))
+            results.append(_fused(started[threshold].copy(), serial, base, threshold, longest, early, with_room))
     return results
 
 
-def _fused(decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool) -> Prediction:
+def _fused(
+    decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool, roomy: bool
+) -> Prediction:
     begun, cost = decode.now, 0.0
-    plan = _gathered(decode, longest)
+    plan = _gathered(decode, longest, [p.roomy() for p in decode.profiles] if roomy else decode.profiles)
     at = None if plan is None else decode.now
     if plan is not None:
         cost = decode.migrate(plan.moves)
@@ -106,12 +113,12 @@ def _fused(decode: Decode, serial: _Scored, base: Decode, threshold: int, longes
     return _prediction(decode, scored, serial, threshold, destinations, moves, at, cost, base)
 
 
-def _gathered(decode: Decode, longest: int) -> MigrationPlan[int, int] | None:
+def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
     """Go on until what is left fits on fewer instances than there are, as the coordinator does; None: it never did."""
-    if len(decode.profiles) == 1:
+    if len(destinations) == 1:
         return None
-    profiles = dict(enumerate(decode.profiles))
-    slots = [p.slots(longest) for p in decode.profiles]
+    profiles = dict(enumerate(destinations))
+    slots = [p.slots(longest) for p in destinations]
     # Where no instance has more than its room, more than this fits on no fewer.
     room = sum(slots) - min(slots)
     while decode.remaining:
