@@ -1,9 +1,9 @@
 """The coordinator's own cost: its real generator and store against emulated vLLM servers in another process.
 
-The servers speak vLLM's streaming protocol over HTTP and only wait between the events: what is measured is what the
-coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), STEP: seconds of a decode step (0.03),
-INTERVAL: tokens in an event (default: by the number of samples, as the coordinator does), MEAN: tokens of a mean
-response (200), PROFILE: a file for cProfile.
+The servers (`interstage.emulated`) speak vLLM's streaming protocol over HTTP and only wait between the steps: what is
+measured is what the coordinator spends. Prints one JSON line. SAMPLES (10000), INSTANCES (256), STEP: seconds of a
+decode step (0.03), INTERVAL: tokens in an event (default: by the number of samples, as the coordinator does), MEAN:
+tokens of a mean response (200), PROFILE: a file for cProfile.
 
 `lag`: how late the event loop wakes a sleeper; `turn`: CPU time of one turn of the loop, which is what lag would be at
 most on a machine with nothing else to do."""
@@ -19,20 +19,20 @@ import resource
 import tempfile
 import time
 from dataclasses import asdict, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from interstage.emulated import most_files, serve
 
 from dovetail.api.messages import Register
-from dovetail.api.sampling import SEED
 from dovetail.api.types import Generation
 from dovetail.coordinator.fleet import Fleet
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.samples import NewSample, State
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.work import Settings
+from dovetail.planner.interstage import StageProfile
 
 MAX_TOKENS = 2048
 PROMPT_TOKENS = 128
@@ -44,126 +44,6 @@ def length_of(seed: int, mean: float) -> int:
     """Log-normal, the longest about ten times the median."""
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - 0.745**2 / 2, 0.745)
     return int(np.clip(np.rint(drawn), 1, MAX_TOKENS))
-
-
-# ------------------------------------------------------------ the servers
-
-
-class Server(asyncio.Protocol):
-    """One connection of an instance. Its streams are written by the instance's clock, so a server is cheap."""
-
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        self.buffer = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
-            head = self.buffer[:end].lower()
-            size = int(head.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in head else 0
-            if len(self.buffer) < end + 4 + size:
-                return
-            body, self.buffer = self.buffer[end + 4 : end + 4 + size], self.buffer[end + 4 + size :]
-            self.route(head.split(b" ")[1], json.loads(body))
-
-    def route(self, path: bytes, body: dict[str, Any]) -> None:
-        if path == b"/inference/v1/abort_requests":
-            # A busy machine makes the coordinator doubt its servers.
-            self.instance.abort(body["request_ids"])
-            self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-        else:
-            self.instance.begin(self, body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.instance.streams.pop(self, None)
-
-
-class Instance:
-    """`streams`: connection -> [tokens made, tokens to make]. A tick is one event of every stream."""
-
-    def __init__(self, step: float, mean: float) -> None:
-        self.step, self.mean = step, mean
-        self.streams: dict[Server, list[int]] = {}
-        self.names: dict[Server, str] = {}
-        self.interval = 1
-
-    def begin(self, server: Server, body: dict[str, Any]) -> None:
-        params = body["sampling_params"]
-        self.interval = params["stream_interval"]
-        made = len(body["token_ids"]) - PROMPT_TOKENS
-        self.names[server] = "generate-tokens-" + body["request_id"]
-        self.streams[server] = [made, length_of(params["extra_args"][SEED], self.mean)]
-        server.transport.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-
-    def abort(self, names: list[str]) -> None:
-        for server in [s for s in self.streams if self.names[s] in names]:
-            server.transport.write(event(0, "abort"))
-            del self.streams[server]
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self.step * self.interval)
-            for server, state in list(self.streams.items()):
-                made, total = state
-                count = min(self.interval, total - made)
-                state[0] += count
-                server.transport.write(event(count, "stop" if state[0] == total else None))
-                if state[0] == total:
-                    del self.streams[server]
-
-
-EVENTS: dict[tuple[int, str | None], bytes] = {}
-
-
-def event(count: int, reason: str | None) -> bytes:
-    """A chunk with `count` tokens, as vLLM writes it; with a reason the stream ends."""
-    if (count, reason) not in EVENTS:
-        tokens = [1000 + 17 * k for k in range(count)]
-        content = [
-            {"token_id": t, "logprob": -1.25, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": -1.25}]}
-            for t in tokens
-        ]
-        choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
-        choice["logprobs"] = {"content": content}
-        message = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
-        last = reason is not None
-        parts = [f"data: {json.dumps(message)}\n\n".encode()] + [b"data: [DONE]\n\n"] * last
-        EVENTS[count, reason] = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + b"0\r\n\r\n" * last
-    return EVENTS[count, reason]
-
-
-def servers(count: int, step: float, mean: float, pipe: Connection) -> None:
-    """A process of `count` instances: sends their ports, then serves until the pipe closes."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        ports, tasks = [], []
-        for _ in range(count):
-            instance = Instance(step, mean)
-            listening = await loop.create_server(lambda i=instance: Server(i), "127.0.0.1", 0, backlog=1024)
-            ports.append(listening.sockets[0].getsockname()[1])
-            tasks.append(asyncio.create_task(instance.run()))
-        pipe.send(ports)
-        over = asyncio.Event()
-        loop.add_reader(pipe.fileno(), over.set)
-        await over.wait()
-
-    most_files()
-    asyncio.run(main())
-
-
-def most_files() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-# ------------------------------------------------------------ the coordinator
 
 
 async def watch_lag(lags: list[float]) -> None:
@@ -269,14 +149,17 @@ def main() -> None:
     most_files()
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=servers, args=(instances, step, mean, theirs), daemon=True)
+    lengths = {seed: length_of(seed, mean) for seed in range(1, samples + 1)}
+    # A step takes as long with every sample of an instance as with one.
+    profile = StageProfile(((1, step), (samples, step)), 0.0, 0.0, max_samples=samples)
+    process = context.Process(target=serve, args=(profile, instances, lengths, PROMPT_TOKENS, theirs), daemon=True)
     process.start()
     if not ours.poll(60):
         raise RuntimeError("the emulated servers did not start within 60 s")
     ports = ours.recv()
     profiler = cProfile.Profile() if "PROFILE" in os.environ else None
     # The longest response, never waiting for the coordinator.
-    ideal = step * max(length_of(seed, mean) for seed in range(1, samples + 1))
+    ideal = step * max(lengths.values())
     try:
         with tempfile.TemporaryDirectory() as folder:
             if profiler is not None:
