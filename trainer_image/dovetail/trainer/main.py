@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
     """Run the rank until it is told to stop; 0."""
+    client = CoordinatorClient(env.coordinator, env.token, patience)
     # Slow imports and settings of torch come after everything that can be wrong with the environment.
     import torch
 
@@ -67,7 +68,6 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     torch.manual_seed(job.spec.seed)
 
     incarnation = uuid.uuid4().hex
-    client = CoordinatorClient(env.coordinator, env.token, patience)
     metrics = TrainerMetrics()
     if env.metrics_port:
         metrics.serve(env.metrics_port, env.host)
