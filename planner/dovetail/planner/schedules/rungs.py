@@ -14,6 +14,7 @@ class Rung(NamedTuple):
     work: float = 0.0  # CP-SAT's deterministic seconds, each run
     runs: int = 0
     thin: int = 0  # tries with fewer micro-batches of the larger model
+    near: float = 1.0  # anneal where the best is this near to the target
 
 
 LATENCY = (
@@ -26,19 +27,25 @@ LATENCY = (
 )
 MEMORY = (
     Rung(1 / 16, rules=1),
-    Rung(1 / 2, thin=1),
-    Rung(1 / 2, thin=3),
+    Rung(1 / 2, thin=2),
+    Rung(1 / 2, thin=4),
     Rung(work=0.7, runs=4),
     Rung(1 / 4, rules=1),
-    Rung(thin=4),
+    Rung(1 / 2, thin=8),
     Rung(work=6.0, runs=2),
     Rung(rules=1),
     Rung(rules=1, annealing=3),
-    Rung(thin=8),
+    Rung(1 / 2, thin=16),
     Rung(rules=2, annealing=5),
     Rung(work=5.0, runs=8),
 )
-THINNED = (Rung(1 / 16, rules=1), Rung(1 / 2, rules=1), Rung(1 / 4, annealing=2), Rung(rules=1))
-ANNEALED_SIZE = 600  # passes; in larger thinned problems new rules find more in the same time
+THINNED = (
+    Rung(1 / 16, rules=1),
+    Rung(1 / 2, rules=1),
+    Rung(1 / 4, annealing=2, near=1.015),
+    Rung(rules=1),
+)
+SPARES = (2, 1, 2, 3)  # quarters of its pipeline that the larger model keeps beside what fills it, in turn
+POLISH = 1.01  # of the target: a repeated steady part that ends so late is annealed
 CLOSING = Rung(work=2.5, runs=4)
 NEAR = 1.05  # of the bound: farther away it is not what CP-SAT should be asked for first
