@@ -150,6 +150,11 @@ class Plan(Model):
         default="Auto",
         description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
     )
+    activation_bytes: dict[str, list[int]] = Field(
+        default_factory=dict,
+        description="Of actor and critic, by stage: what one micro-batch of the longest sequences holds, by the memory "
+        "model; empty where the models are not known or have no pipeline.",
+    )
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
     rollouts: list[Rollout]

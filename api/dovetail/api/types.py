@@ -294,6 +294,11 @@ class PlanPins(Model):
     intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "Serial"] = Field(
         default="Auto", description="How actor and critic training share the pipeline."
     )
+    activation_memory: PositiveFloat | None = Field(
+        default=None,
+        description="Most GiB that actor's and critic's micro-batches in flight may hold on a trainer rank; schedules "
+        "keep to it. Default: on GPUs what serial 1F1B takes, on CPUs no limit.",
+    )
     parallelism: Literal["Auto"] | ParallelismByModel = Field(
         default="Auto", description="Layouts of the trained models over the trainer ranks."
     )

@@ -10,6 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from dovetail.coordinator.summary import write_json
 from dovetail.planner.schedules.choose import Choice
 from dovetail.planner.schedules.export import document
 from dovetail.planner.schedules.families import FAMILIES
-from dovetail.planner.schedules.problem import ProblemError, serial_memory
+from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
 from dovetail.planner.schedules.schedule import Schedule
 from dovetail.planner.schedules.search import Effort
 from dovetail.planner.training import (
@@ -59,6 +60,7 @@ class Scheduling:
         self._spec, self._plan, self._records, self._log = spec, plan, records, log
         self._path = run_dir / "schedule.json"
         self._times = Times()
+        self._times.expect(plan.activation_bytes)
         self._current: Schedule | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._learned = 0
@@ -66,6 +68,7 @@ class Scheduling:
         self._seconds: list[float] = []
         self._layouts: dict[str, Layout] = {}
         self._reverse: bool | None = None
+        self._splits: bool | None = None  # whether backwards can be split, once the ranks have said so
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -97,6 +100,8 @@ class Scheduling:
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self._layouts)
+        said = [part.splits for part in result.times if part.splits is not None]
+        self._splits = all(said) if said else self._splits
         self._learned += 1
         self._peak_bytes = result.metrics.get("activation_peak_bytes", 0.0)
         self._seconds = [
@@ -134,17 +139,29 @@ class Scheduling:
 
     def _allowed(self) -> list[str]:
         """Families that this job can run."""
+        names = PINS[self._spec.plan.intra_stage_fusion]
+        return [name for name in names if self._can_split() or not FAMILIES[name].split]
+
+    def _can_split(self) -> bool:
+        """FSDP2, which also casts to lower precision, reduces gradients as a whole backward ends. The ranks say whether
+        it holds their stages (not small ones on CPUs); until they have, it may."""
+        if self._splits is not None:
+            return self._splits
         layouts = shared_layouts(self._plan.parallelism, False)
         sharded = any(layout.dp > layout.pipelines for layout in layouts.values())
         lower = any(getattr(self._spec.models, m).dtype.value not in ("Auto", "float32") for m in layouts)
-        gpu = self._limited()
-        names = PINS[self._spec.plan.intra_stage_fusion]
-        # FSDP2, which also casts to lower precision, reduces gradients as a whole backward ends.
-        return [name for name in names if not (FAMILIES[name].split and (sharded or lower or gpu))]
+        return not (sharded or lower or self._limited())
 
     def _limited(self) -> bool:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
+
+    def _limit(self, problem: Problem, in_bytes: bool) -> float | None:
+        """The manifest's, where sizes are known to compare it with; else on GPUs, what serial 1F1B takes."""
+        given = self._spec.plan.activation_memory
+        if given is not None and in_bytes:
+            return given * 2**30
+        return serial_memory(problem) * (1 + 1e-6) if given is not None or self._limited() else None
 
     def _refine(self, times: Times) -> None:
         try:
@@ -159,12 +176,10 @@ class Scheduling:
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
-        problem = training_problem(either, counts, together, times)
-        limit = serial_memory(problem) * (1 + 1e-6) if self._limited() else None
-        problem, halves = (
-            training_problem(either, counts, together, times, split=split, memory_limit=limit)
-            for split in (False, True)
-        )
+        free, free_halves = (training_problem(either, counts, together, times, split=split) for split in (False, True))
+        in_bytes = times.complete("bytes", either, counts)
+        limit = self._limit(free, in_bytes)
+        problem, halves = (replace(p, memory_limit=limit) for p in (free, free_halves))
         effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
         choice = choose_schedule(problem, halves, PINS["Auto"], effort)
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed()}
@@ -185,7 +200,7 @@ class Scheduling:
             self._current = best
         else:
             self._current = self._turned(now, problem, halves, effort)
-        self._write(choice)
+        self._write(choice, choose_schedule(free, free, ["serial"], effort, self._reverse).best, in_bytes)
 
     def _turned(self, found: Schedule, problem: Any, halves: Any, effort: Effort) -> Schedule:
         """A serial schedule, which runs either way, for the way that the stages are placed."""
@@ -195,11 +210,10 @@ class Scheduling:
 
     # ------------------------------------------------------------ report
 
-    def _write(self, choice: Choice) -> None:
+    def _write(self, choice: Choice, serial: Schedule, in_bytes: bool) -> None:
         """schedule.json, for the report: every family's time and memory, and the timelines before and after."""
         current = self._current
         assert current is not None
-        serial = choice.schedules["serial"]
         write_json(
             self._path,
             {
@@ -212,6 +226,8 @@ class Scheduling:
                 "speedup": serial.makespan / current.makespan,
                 "serial_memory": serial.peak,
                 "memory": current.peak,
+                "memory_limit": current.instance.problem.memory_limit,
+                "in_bytes": in_bytes,
                 "measured_peak_bytes": self._peak_bytes,
                 "measured_seconds": statistics.median(self._seconds) if self._seconds else None,
                 "families": {

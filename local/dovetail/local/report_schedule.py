@@ -72,6 +72,8 @@ def _facts(found: Mapping[str, Any]) -> str:
         rows.append(("A message from stage to stage", f"{1e3 * float(found['communication']):.2f} ms"))
     rows.append(("Peak activation memory of a rank, predicted", _size(found, float(found["memory"]))))
     rows.append(("The same of serial 1F1B", _size(found, float(found["serial_memory"]))))
+    if found.get("memory_limit"):
+        rows.append(("Limit of activation memory", _size(found, float(found["memory_limit"]))))
     if found.get("measured_peak_bytes"):
         rows.append(("Peak activation memory of a rank, measured", f"{found['measured_peak_bytes'] / 2**20:.1f} MiB"))
     body = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
@@ -79,7 +81,7 @@ def _facts(found: Mapping[str, Any]) -> str:
 
 
 def _size(found: Mapping[str, Any], value: float) -> str:
-    return f"{value / 2**20:.1f} MiB" if _in_seconds(found) else f"{value:.2f} units"
+    return f"{value / 2**20:.1f} MiB" if found.get("in_bytes", _in_seconds(found)) else f"{value:.2f} units"
 
 
 def _families(found: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from dovetail.api.plan import (
     world_size,
 )
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.activations import LimitError, activation_bytes, check_limit
 from dovetail.planner.hardware import GPU
 from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.job import Infeasible, Placed, place
@@ -67,6 +68,7 @@ def make_plan(
         trainers=_trainers(spec),
         rollouts=rollouts,
         schedule=spec.plan.intra_stage_fusion if _pipelined(spec, parallelism) else "Serial",
+        activation_bytes=_activations(spec, configs or {}, parallelism),
         warnings=_warnings(spec, parallelism, chosen=placed is not None),
         prediction=placed.prediction if placed is not None else None,
     )
@@ -79,6 +81,19 @@ def _placed(
         return place(spec, configs, measured)
     except (Infeasible, ConfigError) as error:
         raise PlanError(str(error)) from error
+
+
+def _activations(
+    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], parallelism: Mapping[str, Parallelism]
+) -> dict[str, list[int]]:
+    if Stage.PPO not in spec.stages:
+        return {}
+    try:
+        sizes = activation_bytes(spec, configs, parallelism)
+        check_limit(spec, sizes)
+    except (LimitError, ConfigError) as error:
+        raise PlanError(str(error)) from error
+    return sizes if _pipelined(spec, parallelism) else {}
 
 
 def _interleaved(spec: RLHFJobSpec) -> RLHFJobSpec:

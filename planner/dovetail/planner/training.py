@@ -68,6 +68,7 @@ class Times:
         self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._profiled: dict[tuple[str, int], dict[str, Floats]] = {}
         self._profiled_transfer = 0.0
+        self._sizes: dict[str, list[int]] = {}
 
     @property
     def measured(self) -> bool:
@@ -88,6 +89,11 @@ class Times:
                 raise ProblemError(f"the profile has no {name}, only {', '.join(profile.models)}; measure it")
             self._profiled[name, layout.pp] = stage_times(name, profile.models[name], layout.pp, micro_batch)
         self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
+
+    def expect(self, sizes: Mapping[str, Sequence[int]]) -> None:
+        """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`), for where they
+        are neither measured nor profiled."""
+        self._sizes = {model: list(each) for model, each in sizes.items()}
 
     def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
         """Take measurements in: half of what is known from now on, so that one odd moment counts for little."""
@@ -124,15 +130,23 @@ class Times:
         return np.tile(result, mini_batches)
 
     def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
-        """A profile's value; of a model that was measured here, only the shares of its two halves of a backward."""
+        """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
+        halves of a backward."""
         stages = self._profiled.get((model, layout.pp))
         if stages is None:
-            return None
+            sizes = np.array(self._sizes.get(model, []), dtype=np.float64)
+            if kind != "bytes" or len(sizes) != layout.pp:
+                return None
+            return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
         share = stages[kind]
         if any(key[0] == model for key in self._seconds):
             whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
             return None if whole is None else whole * (share / stages["B"])[None, :, None]
         return np.tile(share[None, :, None], (layout.pipelines, 1, count))
+
+    def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
+        """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
+        return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in ("actor", "critic"))
 
     def communication(self, positions: int) -> float | Floats:
         """Seconds of a message from position to position, (N, N), the slowest of both models; one number where they
@@ -161,7 +175,8 @@ def training_problem(
     ProblemError where the numbers do not fit together."""
 
     known = times or Times()
-    if any(known.array(m, "F", layouts[m], micro_batches[m], 1) is None for m in ("actor", "critic")):
+    sizes, sized = known, known.complete("bytes", layouts, micro_batches)
+    if not known.complete("F", layouts, micro_batches):
         known = Times()  # seconds of one model and units of the other would not go together
 
     def model(name: str) -> Model:
@@ -188,7 +203,7 @@ def training_problem(
             share[:, 0, :] = NO_INPUT_GRADIENT
             halves = longer * share, longer * (1 - share)
         backward = halves[0] + halves[1] if split else np.maximum(whole, least)
-        size = values("bytes")
+        size = sizes.array(name, "bytes", layout, count, mini_batches) if sized else None
         return Model(
             name,
             layout.pp,
