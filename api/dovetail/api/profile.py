@@ -41,6 +41,60 @@ class Link(Model):
     bytes_per_second: float = Field(gt=0)
 
 
+class Cost(Model):
+    """Seconds once, and for each of what it counts."""
+
+    fixed: Seconds
+    each: Seconds
+
+
+class GenerationCosts(Model):
+    """Of a vLLM server that has the machine to itself."""
+
+    begin: Seconds = Field(description="Of the phase.")
+    sample: Seconds = Field(description="A request: its prefill, and what the server and the coordinator do for it.")
+    step: Seconds = Field(description="A decode step.")
+    token: Seconds = Field(description="A sample in a decode step.")
+    cores: float = Field(gt=0, description="That a server which generates keeps busy, helpers included.")
+
+
+class ScoringCosts(Model):
+    """Of a scorer that has the machine to itself."""
+
+    begin: Seconds = Field(description="Of the phase, once nothing is left to generate.")
+    chunk: dict[str, Seconds] = Field(description="Samples scored together, by model.")
+    token: dict[str, Seconds] = Field(description="Of prompt or response, by model.")
+    cores: float = Field(gt=0)
+
+
+class TrainingCosts(Model):
+    """Of a trainer rank that has the machine to itself."""
+
+    begin: Seconds = Field(description="Of the phase.")
+    step: Seconds = Field(description="An optimizer step of all models, beside the passes.")
+    exchange: Seconds = Field(description="More of it where ranks add up gradients.")
+    message: Seconds = Field(description="Between two pipeline stages.")
+    models: dict[str, Cost] = Field(
+        description="Forward and backward of a micro-batch, and of each of its tokens, padding included."
+    )
+    cores: float = Field(gt=0)
+
+
+class Machine(Model):
+    """What PPO iterations of a job's models cost on one machine, whose cores all processes share."""
+
+    cores: PositiveInt
+    generation: GenerationCosts
+    scoring: ScoringCosts
+    training: TrainingCosts
+    weights: Cost = Field(description="The phase; each: rollout.")
+    other: Cost = Field(description="The rest of an iteration; each: sample.")
+    prompt_tokens: float = Field(gt=0, description="Of the job's prompts, on average.")
+    end_rate: float | None = Field(
+        default=None, gt=0, le=1, description="Of the policy's tokens, how many end a response; null: SFT changes it."
+    )
+
+
 class Profile(Model):
     """Measured times of the models of a job on one kind of device."""
 
@@ -50,3 +104,6 @@ class Profile(Model):
     tokens: PositiveInt = Field(description="Length of the measured sequences.")
     models: dict[str, ModelTimes] = Field(min_length=1)
     link: Link | None = None
+    machine: Machine | None = Field(
+        default=None, description="Measured with whole iterations (`dovetail profile --iterations`), on CPUs."
+    )

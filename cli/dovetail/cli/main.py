@@ -16,7 +16,7 @@ from dovetail.api.manifest import ManifestError, parse, read_yaml
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.cli.overrides import apply_overrides
-from dovetail.cli.profile import profile, read_profile
+from dovetail.cli.profile import profile
 from dovetail.cli.run import INTERRUPTED
 from dovetail.cli.run import run_job as run_to_the_end
 from dovetail.cli.schedule import schedule
@@ -78,17 +78,24 @@ _seed = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Short fo
 
 
 def _load(
-    manifest: Path, overrides: Sequence[str], seed: int | None = None, hardware_path: Path | None = None
+    manifest: Path,
+    overrides: Sequence[str],
+    seed: int | None = None,
+    hardware_path: Path | None = None,
+    profile_path: Path | None = None,
+    run_dir: Path | None = None,
 ) -> tuple[RLHFJob, Plan]:
-    """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there."""
+    """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there. Times
+    are those of `profile_path`, or of a profile in the run directory."""
     from dovetail.api.files import layer_counts
     from dovetail.api.validation import warnings
-    from dovetail.cli.planning import configurations, hardware
+    from dovetail.cli.planning import configurations, hardware, local_profile
     from dovetail.planner.simple import make_plan
 
     written, job, base = _read(manifest, overrides, seed)
     configs = configurations(job.spec, base)
-    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path))
+    measured = local_profile(profile_path, run_dir or Path("runs") / job.metadata.name)
+    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured)
     for warning in dict.fromkeys([*warnings(written.spec), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)
     return job, made
@@ -132,7 +139,8 @@ def cli() -> None:
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Times from dovetail profile, for the first schedule of actor and critic.",
+    help="Times from dovetail profile, for the plan and the first schedule of actor and critic.  [default: "
+    "profile.json in the run directory, if there is one]",
 )
 @_set
 @_seed
@@ -158,9 +166,11 @@ def run(
     """
     if resume and overwrite:
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
-    job, plan = _load(manifest, overrides, seed)
-    measured = read_profile(profile_path) if profile_path is not None else None
+    from dovetail.cli.planning import local_profile
+
+    job, plan = _load(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir)
     folder = run_dir or Path("runs") / job.metadata.name
+    measured = local_profile(profile_path, folder)
     given = [f"--set {shlex.quote(o)}" for o in overrides]
     given += [f"--seed {seed}"] if seed is not None else []
     given += [f"--run-dir {shlex.quote(str(run_dir))}"] if run_dir is not None else []
@@ -282,6 +292,13 @@ def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Measured figures of GPUs, which go before the data sheets'.",
 )
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="This machine's times from dovetail profile --iterations, for groups on CPUs.  [default: profile.json in "
+    "runs/<job name>, if there is one]",
+)
 def plan(
     manifest: Path,
     overrides: tuple[str, ...],
@@ -292,6 +309,7 @@ def plan(
     cluster: bool,
     strategy: Strategy,
     hardware_path: Path | None,
+    profile_path: Path | None,
 ) -> None:
     """Show what would run where: processes, parallelism and batches, with predicted times and memory.
 
@@ -307,7 +325,7 @@ def plan(
     there = planning.inventory(inventory_path, cluster, measured)
     groups: Plan | str
     try:
-        job, groups = _load(manifest, overrides, hardware_path=hardware_path)
+        job, groups = _load(manifest, overrides, hardware_path=hardware_path, profile_path=profile_path)
     except PlanError as error:
         if there is None or as_json or output is not None:
             raise
@@ -330,7 +348,7 @@ def plan(
     elif isinstance(groups, Plan):
         chosen = planning.on_groups(job.spec, configs, measured) if html_path is not None else None
         if not as_json:
-            planning.show_groups(console, groups)
+            planning.show_groups(console, groups, lambda: planning.unpredicted(manifest, job, configs, profile_path))
     if html_path is not None:
         planning.write_html(html_path, job.metadata.name, chosen, notes)
 

@@ -14,12 +14,14 @@ from rich.console import Console
 
 from dovetail.api.files import model_configs
 from dovetail.api.plan import Plan
-from dovetail.api.types import RLHFJobSpec
+from dovetail.api.profile import Profile
+from dovetail.api.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.cli.plan import plan_tables
 from dovetail.cli.prediction import prediction_tables
 from dovetail.local.errors import RunError, UsageError
 from dovetail.planner.hardware import GPU, HardwareError, parse
-from dovetail.planner.placement.configs import ConfigError
+from dovetail.planner.machine.place import mismatch
+from dovetail.planner.placement.configs import ConfigError, needed, owner
 from dovetail.planner.placement.inventory import Inventory, InventoryError, read
 from dovetail.planner.placement.job import Chosen, Infeasible, place
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
@@ -120,16 +122,46 @@ def on_inventory(
         raise UsageError(f"{error}.") from error
 
 
-def show_groups(console: Console, plan: Plan) -> None:
-    """The plan on the manifest's own groups."""
+def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
+    """The one given, or the run directory's if it has one. Raises UsageError."""
+    from dovetail.cli.profile import read_profile
+
+    here = run_dir / "profile.json"
+    return read_profile(path or here) if path is not None or here.exists() else None
+
+
+def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profile_path: Path | None) -> str:
+    """Why a job's plan has no prediction, and what would change that."""
+    spec, run_dir = job.spec, Path("runs") / job.metadata.name
+    command = f"dovetail profile {manifest} --iterations -o {profile_path or run_dir / 'profile.json'}"
+    if Stage.PPO not in spec.stages:
+        return "the job has no PPO iterations (spec.stages)"
+    for model in ("actor", "reference", "reward", "critic"):
+        name = owner(spec, model) if needed(spec, model) else None
+        source = getattr(spec.models, name).source if name is not None else None
+        if source is not None and source.scratch is None and name not in configs:
+            where = source.hugging_face or source.path
+            get = f"; get it with: hf download {where} config.json" if source.hugging_face else ""
+            return f"the configuration of spec.models.{name}, {where}, is not on this machine{get}"
+    cpu = [g.name for g in spec.groups if g.on_cpu]
+    if len(cpu) < len(spec.groups):
+        return f"group {cpu[0]} runs on CPUs and others on GPUs; give all of them gpu.product, or none"
+    profile = local_profile(profile_path, run_dir)
+    if profile is None or profile.machine is None:
+        return f"its groups run on CPUs, and this machine has not been measured; measure it with: {command}"
+    if (other := mismatch(spec, configs, profile)) is not None:
+        return f"this machine was measured with another {other}; measure it again with: {command}"
+    return "actor and critic are pinned to different layouts; pin both of spec.plan.parallelism alike"
+
+
+def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> None:
+    """The plan on the manifest's own groups; `why_not`: the reason where nothing is predicted."""
     console.print(plan_tables(plan))
     if plan.prediction is not None:
         console.print(prediction_tables(plan.prediction))
     else:
-        console.print(
-            "Nothing is predicted: a group has no GPUs, a model's configuration is not at hand, or there is no PPO. "
-            "The layouts follow from the batch sizes."
-        )
+        text = f"Nothing is predicted: {why_not()}.\nThe layouts follow from the batch sizes."
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_inventory(console: Console, chosen: Chosen, notes: list[str], groups: Plan | str) -> None:

@@ -19,7 +19,9 @@ _WORDS = {
 
 def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
     """Where each task runs, memory by part, times, and what was decided against."""
-    parts: list[Table | str] = [_tasks(found, title), "", *_facts(found), "", _memory(found)]
+    parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
+    if found.memory:
+        parts += ["", _memory(found)]
     if found.alternatives:
         parts += ["", _alternatives(found)]
     return Group(*parts)
@@ -42,7 +44,9 @@ def placement_name(placement: str, note: str) -> str:
 
 
 def _tasks(found: Prediction, title: str) -> Table:
-    table = _table(title, ("task", "group", "GPUs", "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
+    # Of CPUs no memory is predicted.
+    places = "GPUs" if found.memory else "processes"
+    table = _table(title, ("task", "group", places, "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
     for task in found.tasks:
         micro = "" if task.task == "generation" else str(task.micro_batch)
         layout = f"{task.pp},{task.tp},{task.dp}"
@@ -61,12 +65,13 @@ def _facts(found: Prediction) -> Iterator[str]:
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.phases.items() if seconds)
     yield f"Placement: {placement_name(found.placement, found.note)}"
     yield f"Schedule of actor and critic: {found.schedule}"
-    threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
-    yield f"Migration of generation's tail: {threshold}"
+    if found.memory:
+        threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
+        yield f"Migration of generation's tail: {threshold}"
     speed = f"{found.samples_per_second:.3g} samples/s"
     price = "" if found.samples_per_dollar is None else f", {found.samples_per_dollar:.3g} samples per unit of price"
     yield f"Iteration: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
-    yield f"Hardware figures: {found.hardware}; {found.examined} iterations estimated"
+    yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"
 
 
 def _memory(found: Prediction) -> Table:

@@ -1,7 +1,8 @@
-"""`dovetail profile`: measure a job's models and this machine's messages for the schedule chooser."""
+"""`dovetail profile`: measure a job's models and this machine, for the schedule chooser and the planner."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -12,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dovetail.api.messages import ModelRef
-from dovetail.api.profile import ModelTimes, Profile
-from dovetail.api.types import ModelSource, RLHFJobSpec
+from dovetail.api.profile import Machine, ModelTimes, Profile
+from dovetail.api.types import ModelSource, RLHFJob, RLHFJobSpec
 from dovetail.local.errors import RunError, UsageError
 
 
@@ -30,29 +31,87 @@ from dovetail.local.errors import RunError, UsageError
 @click.option("--tokens", type=click.IntRange(2), help="Length of a sequence.  [default: spec.data.maxTokens]")
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Passes to take the median of.")
 @click.option("--no-link", is_flag=True, help="Do not measure messages between two processes.")
+@click.option(
+    "--iterations",
+    is_flag=True,
+    help="Also run four short jobs with these models, to learn what whole PPO iterations cost on this machine (CPUs).",
+)
+@click.option(
+    "--hardware",
+    "hardware_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write this machine's FLOP/s and bandwidths here, for dovetail plan --hardware.",
+)
 def profile(
-    manifest: Path, output: Path, micro_batches: tuple[int, ...], tokens: int | None, repeats: int, no_link: bool
+    manifest: Path,
+    output: Path,
+    micro_batches: tuple[int, ...],
+    tokens: int | None,
+    repeats: int,
+    no_link: bool,
+    iterations: bool,
+    hardware_path: Path | None,
 ) -> None:
     """Measure the passes of a job's actor and critic on this machine.
 
     Times forward and backward passes and the backward's two halves, of embedding, one layer and head apart, the bytes
     of activations, and latency and bandwidth of messages between two processes. Weights are random; only
     configurations are read. `dovetail run --profile` and `dovetail schedule --profile` take the file.
-    """
-    from dovetail.api.validation import load_manifest
 
-    spec = load_manifest(manifest).spec
+    With --iterations (some minutes) `dovetail plan` predicts this job's iterations on this machine, and others with the
+    same models; it finds the file itself in the run directory:
+
+    \b
+      dovetail profile job.yaml --iterations -o runs/job/profile.json
+    """
+    from dovetail.api.validation import absolute_paths, load_manifest
+
     base = manifest.resolve().parent
+    job = absolute_paths(load_manifest(manifest), base)
+    spec = job.spec
     sizes = sorted(set(micro_batches) or {spec.ppo.micro_batch_size, max(1, spec.ppo.micro_batch_size // 2)})
     console = Console()
     with console.status("measuring") as status:
         made = _measure(spec, base, sizes, tokens or spec.data.max_tokens, repeats, not no_link, status.update)
-    try:
-        output.write_text(made.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
+        if hardware_path is not None:
+            status.update("measuring FLOP/s and bandwidths")
+            _write(hardware_path, _hardware(made))
+        if iterations:
+            machine = _iterations(job, made.models["actor"].layers, status.update)
+            made = made.model_copy(update={"machine": machine})
+    _write(output, made.model_dump_json(by_alias=True, indent=2) + "\n")
     console.print(profile_table(made))
-    console.print(f"\nWritten: {output}", highlight=False, soft_wrap=True)
+    for written in [output] + ([hardware_path] if hardware_path is not None else []):
+        console.print(f"\nWritten: {written}", highlight=False, soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _iterations(job: RLHFJob, layers: int, show: Callable[[str], None]) -> Machine:
+    from dovetail.api.types import Stage
+    from dovetail.local.calibrate import measure_machine
+
+    if Stage.PPO not in job.spec.stages:
+        raise UsageError("--iterations measures PPO iterations, but spec.stages has no ppo; leave it out.")
+    if not all(group.on_cpu for group in job.spec.groups):
+        raise UsageError("--iterations measures a machine whose groups all run on CPUs; leave it out.")
+    with tempfile.TemporaryDirectory(prefix="dovetail-profile-") as folder:
+        return measure_machine(job, layers, Path(folder), show)
+
+
+def _hardware(made: Profile) -> str:
+    import torch
+
+    from dovetail.trainer.profile import hardware_toml
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return hardware_toml(device, made.link if torch.cuda.device_count() > 1 else None)
 
 
 def _measure(

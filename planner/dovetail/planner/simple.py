@@ -19,9 +19,11 @@ from dovetail.api.plan import (
     trainer_world,
     world_size,
 )
+from dovetail.api.profile import Profile
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.activations import LimitError, activation_bytes, check_limit
 from dovetail.planner.hardware import GPU
+from dovetail.planner.machine.place import Local, place_locally
 from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.job import Infeasible, Placed, place
 from dovetail.planner.placement.manifest import pin_errors, product_errors
@@ -37,21 +39,22 @@ def make_plan(
     layers: Mapping[str, int] | None = None,
     configs: Mapping[str, Mapping[str, Any]] | None = None,
     measured: Mapping[str, GPU] | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
     """The plan of a manifest that `dovetail.api.validation.check` accepts. Deterministic.
 
     `configs`: the models' config.json, by the model that names the source (models from scratch need none); `measured`:
     hardware figures that go before the data sheets'. Where these tell all models and GPUs, the fastest layout that
-    fits is taken (`dovetail.planner.placement`). Else Auto parallelism takes the most data-parallel ranks that every
-    batch of the model can be shared by, and pipeline stages for the rest; `layers[model]` bounds these. Raises
-    PlanError."""
+    fits is taken (`dovetail.planner.placement`); on CPUs the fastest by `profile`, if it has measured whole iterations
+    of these models. Else Auto parallelism takes the most data-parallel ranks that every batch of the model can be
+    shared by, and pipeline stages for the rest; `layers[model]` bounds these. Raises PlanError."""
     world = trainer_world(spec)
     models = trained_models(spec)
     if models and world == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
     if errors := product_errors(spec, measured) + pin_errors(spec):
         raise PlanError(errors[0])
-    placed = _placed(spec, configs or {}, measured) if models else None
+    placed = _placed(spec, configs or {}, measured, profile) if models else None
     if placed is not None:
         parallelism = {model: placed.layouts[model] for model in models}
     else:
@@ -75,10 +78,13 @@ def make_plan(
 
 
 def _placed(
-    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None
-) -> Placed | None:
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    measured: Mapping[str, GPU] | None,
+    profile: Profile | None,
+) -> Placed | Local | None:
     try:
-        return place(spec, configs, measured)
+        return place(spec, configs, measured) or place_locally(spec, configs, profile)
     except (Infeasible, ConfigError) as error:
         raise PlanError(str(error)) from error
 

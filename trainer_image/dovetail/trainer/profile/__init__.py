@@ -1,6 +1,7 @@
 """Measured times of models and of messages on this machine: what `dovetail profile` writes."""
 
+from dovetail.trainer.profile.hardware import hardware_toml
 from dovetail.trainer.profile.links import measure_link
 from dovetail.trainer.profile.passes import measure_model
 
-__all__ = ["measure_link", "measure_model"]
+__all__ = ["hardware_toml", "measure_link", "measure_model"]

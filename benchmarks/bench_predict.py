@@ -1,0 +1,170 @@
+"""Whole PPO iterations on this machine, predicted and measured.
+
+    python benchmarks/bench_predict.py [--iterations 6] [--runs FOLDER] [--json FILE]
+
+First the machine is measured as `dovetail profile --iterations` does it: four short jobs of one model. Then jobs of
+other sizes, placements and schedules are predicted with what these told, and run: one set of constants, nothing of a
+job that is predicted is used. Seconds are medians over its iterations after the first two. At last, one job's possible
+plans: whether the one that is predicted to be the fastest is. The model ends a response with probability 1/32 a token
+(e2e/model.py). With --runs, run directories are kept, and those that are there already are read instead of run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from e2e.settings import Folder, Settings
+
+from dovetail.api.plan import trained_models
+from dovetail.api.profile import Machine
+from dovetail.api.types import RLHFJob
+from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant
+from dovetail.local.calibrate.jobs import WARMUP
+from dovetail.local.calibrate.measure import cores, end_rate, run_one
+from dovetail.local.calibrate.observe import PHASES
+from dovetail.planner.machine import Observed, fit
+from dovetail.planner.machine.place import predicted_phases
+from dovetail.planner.simple import make_plan
+
+LAYERS = 4
+BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)
+MICRO = 4
+# The job whose plans are compared.
+JOB = Shape(48, 24, 4, 96, trainers=2, rollouts=2)
+PLANS = {
+    "separation, dp 2": JOB,
+    "separation, pp 2": replace(JOB, pp=2),
+    "interleaving, dp 2": replace(JOB, placement="Interleaving"),
+    "interleaving, pp 2": replace(JOB, placement="Interleaving", pp=2),
+}
+JOBS = {
+    "long responses": Shape(32, 16, 4, 160, trainers=2, rollouts=2),
+    "one trainer": Shape(32, 8, 2, 64, trainers=1, rollouts=2),
+    "one rollout": Shape(16, 16, 1, 128, trainers=2, rollouts=1, fusion=0.0),
+    "flattening": Shape(64, 32, 8, 64, trainers=2, rollouts=2, placement="Flattening", fusion=0.0),
+    "flattening, one pod": Shape(32, 16, 2, 128, placement="Flattening"),
+    "interleaving, two epochs": Shape(64, 16, 4, 48, epochs=2, trainers=2, rollouts=2, placement="Interleaving"),
+    "pipeline, serial": Shape(32, 16, 2, 32, trainers=2, rollouts=2, pp=2, schedule="Serial"),
+    "pipeline, fused": Shape(64, 32, 4, 96, trainers=2, rollouts=2, pp=2, fusion="Auto"),
+}
+
+
+def base_job(folder: Folder) -> RLHFJob:
+    from e2e.ours import manifest
+
+    job = manifest(folder, BASE)
+    ppo = job.spec.ppo.model_copy(update={"micro_batch_size": MICRO})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})
+
+
+def measured(job: RLHFJob, run_dir: Path) -> list[Observed]:
+    """Runs the job unless it is there. Raises RunError."""
+    plan = make_plan(job.spec) if (run_dir / "summary.json").exists() else run_one(job, run_dir)
+    return observe(job.spec, plan, run_dir, WARMUP)
+
+
+def medians(seen: Sequence[Observed]) -> dict[str, float]:
+    """Of each phase, and of the whole iteration."""
+    phases = {name: statistics.median(o.phases[name] for o in seen) for name in PHASES}
+    return {**phases, "seconds": statistics.median(sum(o.phases.values()) for o in seen)}
+
+
+def predicted(job: RLHFJob, machine: Machine) -> dict[str, float]:
+    models = [m for m in ("actor", "critic") if m in trained_models(job.spec)]
+    plan = make_plan(job.spec)
+    placement = job.spec.plan.placement
+    assert placement != "Auto"
+    phases = predicted_phases(job.spec, machine, models, plan.parallelism["actor"], placement)
+    return {**phases, "seconds": sum(phases.values())}
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's."""
+    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="seconds of an iteration, predicted / measured")
+    table.add_column("job")
+    for name in ("iteration", "error", *PHASES):
+        table.add_column(name, justify="right")
+    for line in lines:
+        p, m = line["predicted"], line["measured"]
+        cells = [f"{p[name]:.2f} / {m[name]:.2f}" for name in PHASES]
+        table.add_row(line["job"], f"{p['seconds']:.2f} / {m['seconds']:.2f}", f"{line['error']:+.1%}", *cells)
+    Console(width=150).print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 if predictions are as good as promised, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=6, help="of a job, with two that are not measured")
+    parser.add_argument("--runs", type=Path, help="keep run directories here, and read those that are there")
+    parser.add_argument("--json", type=Path, help="also append the JSON lines to this file")
+    options = parser.parse_args(argv)
+    if options.iterations <= WARMUP:
+        parser.error(f"--iterations must be above {WARMUP}")
+    from e2e.model import make_models
+
+    with tempfile.TemporaryDirectory() as temporary:
+        work: Path = (options.runs or Path(temporary)).resolve()
+        folder = Folder(work / "models")
+        if not folder.path.exists():
+            make_models(folder, replace(BASE, batch=64))
+        job = base_job(folder)
+        seen = []
+        for number, each in enumerate(calibration_jobs(job, LAYERS, options.iterations)):
+            seen += measured(each, work / f"calibration-{number}")
+        machine = fit(seen, cores(), end_rate(seen))
+        print(machine.model_dump_json())
+        lines: list[dict[str, Any]] = []
+        for name, shape in {**JOBS, **PLANS}.items():
+            made = variant(job, shape, options.iterations)
+            expected = predicted(made, machine)
+            found = medians(measured(made, work / name.replace(", ", "-").replace(" ", "-")))
+            error = expected["seconds"] / found["seconds"] - 1
+            lines.append(
+                {"measurement": "predict", "job": name, "predicted": expected, "measured": found, "error": error}
+            )
+    show(lines)
+    lines.append(judged(lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    print(text, end="")
+    if options.json is not None:
+        with options.json.open("a") as file:
+            file.write(text)
+    last = lines[-1]
+    return 0 if last["median_error"] < 0.1 and last["rank_correlation"] > 0.9 and last["chosen_over_best"] < 1.05 else 1
+
+
+def judged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    both = [(line["predicted"]["seconds"], line["measured"]["seconds"]) for line in lines]
+    plans = [line for line in lines if line["job"] in PLANS]
+    chosen = min(plans, key=lambda line: float(line["predicted"]["seconds"]))
+    return {
+        "measurement": "predict summary",
+        "jobs": len(lines),
+        "median_error": statistics.median(abs(line["error"]) for line in lines),
+        "worst_error": max(abs(line["error"]) for line in lines),
+        "rank_correlation": rank_correlation(*zip(*both, strict=True)),
+        "chosen": chosen["job"],
+        "chosen_over_best": chosen["measured"]["seconds"] / min(line["measured"]["seconds"] for line in plans),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
