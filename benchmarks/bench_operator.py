@@ -4,13 +4,17 @@ A cluster of hack/devcluster (root, Linux) is brought up and taken down again. F
 jobs are created by hand, equal to those that the operator makes; then the jobs. Both are timed from the first creation
 until all Jobs and pods exist. Then the jobs run, with coordinators that answer: what the operator asks of the API
 server when nothing happens, and how long an event takes to be acted on. Prints a table and one JSON line. JOBS (1000),
-QUIET: seconds of nothing (30), EVENTS (200), CLUSTER: its name (bench)."""
+QUIET: seconds of nothing (30), EVENTS (200), CLUSTER: its name (bench).
+
+Everything shares this machine's cores, so CPU seconds of each program until all pods are ready are told beside the
+times: they are much the same on a busy machine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
 import resource
 import signal
 import statistics
@@ -18,7 +22,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hack/devcluster"))
 
 import psutil
 import yaml
-from operator_scale.stage import claim, manifest, pod_template, stage
+from operator_scale.stage import claim, cpu, manifest, pod_template, stage
 
 from dovetail.api.manifest import parse
 from dovetail.api.resolve import resolve
@@ -52,19 +57,22 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is to be taken down
     jobs, quiet = int(os.environ.get("JOBS", "1000")), float(os.environ.get("QUIET", "30"))
     events = min(jobs, int(os.environ.get("EVENTS", "200")))
-    with stage(os.environ.get("CLUSTER", "bench")) as cluster, tempfile.TemporaryDirectory() as folder:
-        for name in (ALONE, OPERATED):
+    name = os.environ.get("CLUSTER", "bench")
+    with stage(name) as cluster, tempfile.TemporaryDirectory() as folder:
+        for space in (ALONE, OPERATED):
             cluster.apply(
-                {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, claim(name), namespace=name
+                {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}}, claim(space), namespace=space
             )
         install(cluster, [OPERATED])
         os.environ["KUBECONFIG"] = str(cluster.kubeconfig)
         facts: dict[str, Any] = {"jobs": jobs}
-        facts["jobset_alone"] = asyncio.run(alone(jobs))
+        with costs(facts, "jobset_alone", name, cluster, jobs):
+            facts["jobset_alone"] = asyncio.run(alone(jobs))
         print(f"JobSet alone: {facts['jobset_alone']}", file=sys.stderr, flush=True)
         with operating(cluster, Path(folder)) as process:
             usage = Usage(process)
-            facts["operator"] = asyncio.run(operated(jobs, usage))
+            with costs(facts, "operator", name, cluster, jobs):
+                facts["operator"] = asyncio.run(operated(jobs, usage))
             print(f"operator: {facts['operator']}", file=sys.stderr, flush=True)
             facts["quiet"] = asyncio.run(at_rest(quiet, usage))
             facts["events"] = asyncio.run(reactions(events))
@@ -85,6 +93,28 @@ def operating(cluster: KubeCluster, folder: Path) -> Iterator[OperatorProcess]:
         process.stop()
 
 
+@contextmanager
+def costs(facts: dict[str, Any], key: str, name: str, cluster: KubeCluster, jobs: int) -> Iterator[None]:
+    """Adds to facts[key] what a job costs the cluster's programs in the block: CPU milliseconds, requests."""
+    used, asked = cpu(name), requests(cluster)
+    yield
+    spent, told = cpu(name), requests(cluster) - asked
+    facts[key]["cpu_ms_of_a_job"] = {program: milli((spent[program] - used[program]) / jobs) for program in used}
+    facts[key]["api_requests_of_a_job"] = {what: round(count / jobs, 2) for what, count in told.most_common(30)}
+    facts[key]["all_api_requests_of_a_job"] = round(told.total() / jobs, 1)
+
+
+def requests(cluster: KubeCluster) -> Counter[str]:
+    """What the API server was asked so far by everybody, watches aside, such as `PATCH pods/status`."""
+    found: Counter[str] = Counter()
+    for line in cluster.kubectl("get", "--raw", "/metrics").splitlines():
+        if line.startswith("apiserver_request_total{") and 'verb="WATCH"' not in line:
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            what = "/".join(part for part in (labels["resource"], labels["subresource"]) if part)
+            found[f"{labels['verb']} {what}"] += int(float(line.rpartition(" ")[2]))
+    return found
+
+
 class Usage:
     """What the operator has used of memory and CPU, its planner's process with it, and of the API server."""
 
@@ -101,7 +131,10 @@ class Usage:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._process.port}/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()
         values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
-        return {"cpu": cpu, "requests": values["dovetail_operator_api_requests"]}
+        reconciles = sum(
+            value for name, value in values.items() if name.startswith("dovetail_operator_reconciles_total")
+        )
+        return {"cpu": cpu, "requests": values["dovetail_operator_api_requests"], "reconciles": reconciles}
 
 
 async def submit(make: Callable[[int], dict[str, Any]], count: int) -> None:
@@ -143,7 +176,9 @@ async def alone(jobs: int) -> dict[str, float]:
             replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"] = "default"
         return thing
 
-    return await timed(jobs, ALONE, make, [])
+    facts = await timed(jobs, ALONE, make, [])
+    await until("all pods are ready", lambda: ready(jobs), lambda: None)
+    return facts
 
 
 async def operated(jobs: int, usage: Usage) -> dict[str, float]:
@@ -159,7 +194,8 @@ async def operated(jobs: int, usage: Usage) -> dict[str, float]:
         if now["requests"] == before:
             break
         before = now["requests"]
-    return facts | {"requests_per_job": round(now["requests"] / jobs, 2), "cpu_s": round(now["cpu"], 1)}
+    mine = {f"{what}_per_job": round(now[what] / jobs, 2) for what in ("requests", "reconciles")}
+    return facts | mine | {"cpu_s": round(now["cpu"], 1), "own_cpu_ms_of_a_job": milli(now["cpu"] / jobs)}
 
 
 async def timed(
@@ -201,6 +237,17 @@ async def until(what: str, check: Callable[[], Awaitable[bool]], look: Callable[
         assert time.monotonic() - began < DEADLINE, f"{what}: not within {DEADLINE:.0f} s"
         await asyncio.sleep(2)
         look()
+
+
+async def ready(jobs: int) -> bool:
+    """Whether the JobSets made by hand say so of all their Jobs."""
+    api = await connect()
+    try:
+        found = await Client(api).list(BY_KIND["JobSet"], ALONE)
+    finally:
+        await api.close()
+    parts = [part for jobset in found for part in jobset.get("status", {}).get("replicatedJobsStatus") or []]
+    return sum(part["ready"] for part in parts) == jobs * JOBS_OF_A_JOB
 
 
 async def running(jobs: int) -> bool:
@@ -267,14 +314,21 @@ def quantile(values: Sequence[float], share: float) -> float:
     return values[min(len(values) - 1, int(len(values) * share))]
 
 
+def told(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in figures.items())
+
+
 def report(facts: dict[str, Any]) -> None:
-    made, quiet, event = facts["operator"], facts["quiet"], facts["events"]
+    made, quiet, event, alone = facts["operator"], facts["quiet"], facts["events"], facts["jobset_alone"]
     lines = [
         f"{facts['jobs']} jobs of {PODS} pods",
-        f"all pods exist       {made['all_pods_s']:.1f} s; JobSet alone {facts['jobset_alone']['all_pods_s']:.1f} s: "
+        f"all pods exist       {made['all_pods_s']:.1f} s; JobSet alone {alone['all_pods_s']:.1f} s: "
         f"{facts['times_jobset_alone']:.2f} times",
         f"all children exist   {made['all_children_s']:.1f} s: {made['jobs_per_second']} jobs/s",
-        f"requests of a job    {made['requests_per_job']}",
+        f"requests of a job    {made['requests_per_job']} of {made['all_api_requests_of_a_job']}; JobSet alone "
+        f"{alone['all_api_requests_of_a_job']}",
+        f"CPU ms of a job      operator {made['own_cpu_ms_of_a_job']}, {told(made['cpu_ms_of_a_job'])}",
+        f"JobSet alone         {told(alone['cpu_ms_of_a_job'])}",
         f"event to applied     median {event['median_ms']} ms, 99th percentile {event['p99_ms']} ms",
         f"at rest              {quiet['requests']:.0f} requests in {quiet['seconds']:.0f} s, {quiet['cpu_cores']} CPUs",
         f"memory               {facts['memory_mib']} MiB; CPU until all run {made['cpu_s']} s",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from devcluster import addons, lifecycle
 from devcluster.settings import find
@@ -22,6 +23,15 @@ PODS = 2000  # of a node
 KWOK = {"type": "kwok"}
 # All of them but the one that ends the pods of Jobs as soon as they run.
 STAGES = tuple(stage for stage in addons.KWOK_STAGES if not stage.endswith("/pod-complete"))
+
+PROGRAMS = {
+    "etcd": "etcd",
+    "kube-apiserver": "api_server",
+    "kube-controller-manager": "controller_manager",
+    "kube-scheduler": "scheduler",
+    "manager": "jobset",
+    "kwok": "kwok",
+}
 
 
 def node(number: int) -> dict[str, Any]:
@@ -59,6 +69,21 @@ def stage(name: str) -> Iterator[KubeCluster]:
         yield kube
     finally:
         lifecycle.down(name)
+
+
+def cpu(name: str) -> dict[str, float]:
+    """CPU seconds that each of the cluster's programs has used; `other`: kubelets and what is around them."""
+    cluster = find(name)
+    assert cluster is not None
+    init = Supervisor(cluster).pid()
+    used = dict.fromkeys([*PROGRAMS.values(), "other"], 0.0)
+    for process in psutil.Process(init).children(recursive=True):
+        try:
+            program = Path(process.cmdline()[0]).name
+            used[PROGRAMS.get(program, "other")] += sum(process.cpu_times()[:2])
+        except (psutil.Error, IndexError):
+            continue  # gone meanwhile, or a zombie
+    return used
 
 
 def pod_template() -> dict[str, Any]:

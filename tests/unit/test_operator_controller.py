@@ -10,6 +10,7 @@ import pytest
 from dovetail.operator.client import KubeError
 from dovetail.operator.controller import Controller
 from dovetail.operator.metrics import Metrics
+from dovetail.operator.pace import STATUS_SECONDS, Pace
 from dovetail.operator.planning import read_job
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
@@ -93,6 +94,8 @@ def condition(client, kind):
 
 def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     controller, client = a_controller()
+    clock = [100.0]
+    controller._pace = Pace(lambda: clock[0])
     asyncio.run(controller.process(KEY))
     kinds = [kind for call, kind in client.calls if call != "create" or kind == "Secret"]
     assert kinds.index("Secret") < kinds.index("JobSet")
@@ -100,11 +103,15 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     assert kinds.index("Role") < kinds.index("RoleBinding") < kinds.index("JobSet")
     assert ("create", "Event") in client.calls
     client.calls.clear()
+    again = asyncio.run(controller.process(KEY))
+    assert client.calls == [], "its own replies are remembered, before any watch event"
+    assert again == pytest.approx(STATUS_SECONDS), "nothing urgent, so soon after the first status"
+    clock[0] += STATUS_SECONDS
     asyncio.run(controller.process(KEY))
     assert client.calls == [("status", "")], "the JobSet is there now"
     client.calls.clear()
-    asyncio.run(controller.process(KEY))
-    assert client.calls == [], "its own replies are remembered, before any watch event"
+    assert asyncio.run(controller.process(KEY)) is None
+    assert client.calls == []
 
 
 @pytest.mark.parametrize("status", [403, 422, 500])

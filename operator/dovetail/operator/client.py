@@ -41,6 +41,8 @@ async def connect() -> client.ApiClient:
         config.load_incluster_config(settings)
     else:
         await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
+    # Else aiohttp looks for a .netrc file with every request; a proxy is what the kubeconfig says.
+    settings.client_session_kwargs = {"trust_env": False}
     return client.ApiClient(settings)
 
 
@@ -116,10 +118,11 @@ class Client:
         headers = {"Accept": "application/json", "Content-Type": content}
         try:
             async with asyncio.timeout(self._seconds):
-                request = await self._api.param_serialize(
-                    method, url, header_params=headers, body=body, auth_settings=["BearerToken"]
+                # Without the body, which is plain: it would be copied item by item.
+                verb, address, *more = await self._api.param_serialize(
+                    method, url, header_params=headers, auth_settings=["BearerToken"]
                 )
-                reply = await self._api.call_api(*request)
+                reply = await self._api.call_api(verb, address, more[0], body)
                 text = bytes(await reply.read()).decode(errors="replace")
         except client.ApiException as error:
             raise KubeError(int(error.status or 0), sentence(error.body or str(error.reason))) from error

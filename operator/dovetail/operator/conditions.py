@@ -69,5 +69,7 @@ class Conditions:
                 continue
             good = new.reason in GOOD
             found.append(JobEvent("Normal" if good else "Warning", new.reason, new.message or new.reason))
+        if any(event.reason == reasons.ALL_READY for event in found):
+            found = [event for event in found if event.reason != reasons.ALL_SCHEDULED]
         # Failed and Degraded often say the same.
         return list({(e.reason, e.message): e for e in found}.values())

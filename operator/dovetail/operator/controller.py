@@ -21,6 +21,7 @@ from dovetail.operator.drift import Drift
 from dovetail.operator.log import log
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.mounts import Mounts
+from dovetail.operator.pace import Pace
 from dovetail.operator.planning import Planner
 from dovetail.operator.reconcile import Refused, Result, Seen, is_over, old_status, reconcile
 from dovetail.operator.render.context import Context
@@ -59,6 +60,7 @@ class Controller:
         self._tokens = Tokens(client)
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
+        self._pace = Pace(time.monotonic)
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
@@ -115,6 +117,7 @@ class Controller:
         if document is None:
             self._coordinators.forget(key)
             self._mounts.forget(key)
+            self._pace.forget(key)
             return None
         uid, children = str(document["metadata"]["uid"]), self.store.children(key)
         token = self._tokens.known(uid)
@@ -131,6 +134,7 @@ class Controller:
             self._tokens.forget(uid)
             self._coordinators.forget(key)
             await self._report(document, result.status, result.events)
+            self._pace.forget(key)
             await self._delete(document, result)
             return result.requeue
         try:
@@ -145,12 +149,12 @@ class Controller:
                 await self._report(document, status, events)
             raise
         await self._delete(document, result)
-        await self._report(document, result.status, result.events)
+        later = await self._report(document, result.status, result.events)
         if any(c.reason == reasons.CONFIG_MISSING for c in result.status.conditions):
             self._tokens.doubt(uid)
         if token is None and self._tokens.known(uid) is not None:
             return 0.0  # the coordinator can be asked from now on
-        return result.requeue
+        return min((seconds for seconds in (later, result.requeue) if seconds is not None), default=None)
 
     # ------------------------------------------------------------ effects
 
@@ -175,16 +179,21 @@ class Controller:
             log("job.expired", job=f"{namespace}/{document['metadata']['name']}")
             await self._client.delete(KIND, namespace, document["metadata"]["name"], str(document["metadata"]["uid"]))
 
-    async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> None:
-        """Write the status if it says something new, and then the events of what is new."""
+    async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> float | None:
+        """Write the status if it says something new, and then the events of what is new. Seconds until that may be
+        done, if it is too soon."""
         wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
         if wanted == document.get("status"):
-            return
+            return None
+        key = document["metadata"]["namespace"], document["metadata"]["name"]
+        if (wait := self._pace.wait(key, document.get("status") or {}, wanted)) > 0:
+            return wait
+        self._pace.wrote(key)
         try:
             self.store.put({"kind": KIND, **await self._client.write_status(document, wanted)})
         except KubeError as error:
             if error.status == 404:
-                return  # deleted meanwhile
+                return None  # deleted meanwhile
             if error.status in (409, 422):
                 metadata = document["metadata"]
                 fresh = await self._client.get(RLHFJOB, metadata["namespace"], metadata["name"])
@@ -194,6 +203,7 @@ class Controller:
             raise
         for event in events:
             await self._record(document, event)
+        return None
 
     async def _record(self, document: Object, event: JobEvent) -> None:
         """A core/v1 Event; one that cannot be written is no trouble."""

@@ -25,6 +25,7 @@ class Look:
 
     context: Context
     started: bool
+    running: bool
     versions: Mapping[tuple[str, str], Any]
 
     def same(self, other: Look) -> bool:
@@ -35,6 +36,7 @@ class Look:
             and mine.settings is theirs.settings
             and mine.sizes == theirs.sizes
             and self.started == other.started
+            and self.running == other.running
             and self.versions == other.versions
         )
 
@@ -58,8 +60,8 @@ class Drift:
         self._fine[look.context.uid] = look
 
 
-def look_at(context: Context, children: Children, started: bool) -> Look:
-    """`started`: the job has a JobSet."""
+def look_at(context: Context, children: Children, started: bool, running: bool) -> Look:
+    """`started`: the job has a JobSet; `running`: and a pod of it runs."""
     versions = {}
     for (kind, name), thing in children.objects.items():
         if kind in KINDS:
@@ -68,4 +70,4 @@ def look_at(context: Context, children: Children, started: bool) -> Look:
             version = metadata.get("generation" if kind == "PodDisruptionBudget" else "resourceVersion")
             more = (metadata.get("labels"), metadata.get("ownerReferences"))
             versions[kind, name] = (metadata.get("uid"), version or object(), *more)
-    return Look(context, started, versions)
+    return Look(context, started, running, versions)

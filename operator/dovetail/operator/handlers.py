@@ -29,21 +29,34 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
     )
 
 
+# Events of one job come in bursts: its pods start together.
+GATHER_SECONDS = 0.02
+
+
 class _Feed:
-    """Events from kopf's thread to the controller's loop, which is woken once for all that have come meanwhile."""
+    """Events from kopf's thread to the controller's loop, which is woken once for what comes within GATHER_SECONDS."""
 
     def __init__(self, controller: Controller, loop: asyncio.AbstractEventLoop) -> None:
         self._controller = controller
         self._loop = loop
         self._lock, self._turn = Lock(), asyncio.Lock()
         self._waiting: list[tuple[Any, bool]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def give(self, thing: Any, deleted: bool) -> None:
         with self._lock:
             self._waiting.append((thing, deleted))
             if len(self._waiting) > 1:
                 return
-        asyncio.run_coroutine_threadsafe(self._take(), self._loop)
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._loop.call_later(GATHER_SECONDS, self._start)
+
+    def _start(self) -> None:
+        task = self._loop.create_task(self._take())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _take(self) -> None:
         async with self._turn:  # in the order in which they came

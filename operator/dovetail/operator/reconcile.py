@@ -34,8 +34,7 @@ from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.settings import Settings
 
-# How soon to look again at what no event tells of.
-AGAIN_SECONDS = 2.0
+AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
 
 
 @dataclass(frozen=True)
@@ -298,17 +297,20 @@ class _Reconciler:
     # ------------------------------------------------------------ objects
 
     def _furniture(self) -> list[Object]:
-        """What is missing or was changed by somebody else. Running pods read the plan they started with, and a claim
-        cannot change."""
+        """What is missing or was changed by somebody else. Running pods read the plan they started with, a claim cannot
+        change, and a disruption budget comes with the first pod that runs: before, each pod would change its status."""
         found: list[Object] = []
-        look = look_at(self._context, self._children, started := self._jobset is not None)
+        running = any(p.get("status", {}).get("phase") == "Running" for p in live(self._pods))
+        look = look_at(self._context, self._children, started := self._jobset is not None, running)
         if self._seen.drift.none_since(look):
             return found
         for thing in furniture(self._context):
             kind, name = thing["kind"], thing["metadata"]["name"]
             there = self._children.get(kind, name)
             fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and started)
-            if there is None or (not (fixed and self._is_mine(there)) and not matches(thing, there)):
+            if there is None:
+                found += [thing] if running or kind != "PodDisruptionBudget" else []
+            elif not (fixed and self._is_mine(there)) and not matches(thing, there):
                 found.append(thing)
         if not found:
             self._seen.drift.found_fine(look)
