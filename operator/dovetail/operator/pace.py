@@ -1,0 +1,45 @@
+"""How often a job's status is written: what is urgent at once, what comes by itself as pods start at a bounded rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dovetail.operator import reasons
+from dovetail.operator.store import Key
+
+# Pods of one job become ready one by one within a moment: their job's status need not follow each.
+STATUS_SECONDS = 2.0
+CALM = {reasons.CREATING, reasons.STARTING, reasons.ALL_SCHEDULED, reasons.ALL_READY}
+
+
+class Pace:
+    """Of all jobs. `clock`: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._wrote: dict[Key, float] = {}
+
+    def wait(self, key: Key, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
+        """Seconds until the status that is wanted may be written over the known one: 0 for a job's first, for that of a
+        new generation, and for every condition that changes otherwise than as pods start."""
+        same = known.get("observedGeneration") == wanted.get("observedGeneration")
+        if not same or not _changed(known, wanted) <= CALM:
+            return 0.0
+        last = self._wrote.get(key)
+        return 0.0 if last is None else max(0.0, last + STATUS_SECONDS - self._clock())
+
+    def wrote(self, key: Key) -> None:
+        self._wrote[key] = self._clock()
+
+    def forget(self, key: Key) -> None:
+        """The job is over, or gone."""
+        self._wrote.pop(key, None)
+
+
+def _changed(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[str]:
+    """The reasons, old and new, of conditions that say something else than before."""
+    old, new = (
+        {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", ())} for status in (known, wanted)
+    )
+    return {reason for kind in new if old.get(kind) != new[kind] for _, reason in (old.get(kind, new[kind]), new[kind])}
