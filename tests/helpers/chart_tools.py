@@ -17,20 +17,15 @@ sys.path.insert(0, str(REPOSITORY / "hack/devcluster"))
 from devcluster import binaries  # noqa: E402
 
 CHART = REPOSITORY / "helm" / "dovetail"
-PACKAGES = {"helm": "helm", "helm-unittest": "helm-unittest", "kubeconform": "kubeconform", "promtool": "prometheus"}
 
 
 def tool(program: str) -> str:
     """The program of hack/devcluster's cache, or the PATH's, or built now (minutes); skips where there is no Go."""
-    module = PACKAGES[program]
-    known = module in binaries.MODULES
-    if known and binaries.folder(module).is_dir():
+    if binaries.folder(program).is_dir():  # a module of its own
         return str(binaries.path_of(program))
     found = shutil.which(program)
     if found:
         return found
-    if not known:
-        pytest.skip(f"{program} is not on the PATH (Debian's package {module} has it)")
     if shutil.which("go") is None:
         pytest.skip(f"{program} is not on the PATH, and there is no Go to build it")
     return str(binaries.path_of(program))
