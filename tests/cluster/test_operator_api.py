@@ -4,12 +4,14 @@ import json
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dovetail.operator import names
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
 
@@ -152,11 +154,28 @@ def answers(process: OperatorProcess) -> bool:
         return False
 
 
+@contextmanager
+def a_running_pod(server: KubeCluster, uid: str) -> Iterator[None]:
+    """Of job demo, as the operator sees it; nothing runs here."""
+    where = ("-n", NAMESPACES[0])
+    container = {"name": "dovetail", "image": "none"}
+    metadata = {"name": "demo-train-0", "labels": names.labels("demo", uid, "train")}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
+    server.apply(pod, namespace=NAMESPACES[0])
+    patch = json.dumps({"status": {"phase": "Running"}})
+    server.kubectl("patch", "pod", "demo-train-0", *where, "--subresource=status", "--type=merge", "-p", patch)
+    yield
+    server.kubectl("delete", "pod", "demo-train-0", *where, "--force", "--grace-period=0")
+
+
 def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: OperatorProcess) -> None:
     submit(server, manifest())
     uid = server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["uid"]
     wait_for("the JobSet", lambda: owned(server, "jobset", uid))
-    assert {kind: len(owned(server, kind, uid)) for kind in KINDS} == dict.fromkeys(KINDS, 1)
+    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0}
+    assert {kind: len(owned(server, kind, uid)) for kind in KINDS} == made
+    with a_running_pod(server, uid):
+        wait_for("a budget once there is a pod to protect", lambda: owned(server, "poddisruptionbudget", uid))
     wait_for("the status", lambda: condition(server, "Planned").get("status") == "True")
     assert server.get("secret", "demo-token", "-n", NAMESPACES[0])["immutable"] is True
 
