@@ -120,6 +120,8 @@ class Table:
         seed = self.seed if known is None else self.seed + 1000
         effort = Effort(share, self.clock, 1, seed, enough=enough(index) if known is None else 0.0)
         found = find(problem, FAMILIES["fused"], effort, known)
+        if known is not None and (known.makespan, known.peak) <= (found.makespan, found.peak):
+            found = known
         check_steps(problem, steps(found))
         (self.out / f"{index:02}.json").write_text(json.dumps(document(found)) + "\n")
         return index, found, self.clock() - start

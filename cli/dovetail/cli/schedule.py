@@ -240,6 +240,16 @@ def _show(console: Console, problem: Problem, choice: Choice) -> None:
         )
     for name in choice.refused:
         table.add_row(name, "does not fit", *[""] * 5)
+    if (own := choice.dedicated) is not None:
+        table.add_row(
+            f"own ranks {own.ranks[0]}+{own.ranks[1]}",
+            f"{own.makespan:g}",
+            "",
+            f"{baseline / own.makespan:.3f}",
+            f"{100 * (own.makespan / choice.best.makespan - 1):.1f} %",
+            f"{own.peak:g}",
+            f"{own.peak / unit:.2f}",
+        )
     limit = zero_bubble_limit(problem)
     table.add_row("no bubbles", f"{limit:g}", "", f"{baseline / limit:.3f}", "", "", "")
     console.print(table)

@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -240,6 +240,7 @@ class Scheduling:
                     for name, found in choice.schedules.items()
                 },
                 "refused": choice.refused,
+                "dedicated": None if choice.dedicated is None else asdict(choice.dedicated),
                 "before": document(serial),
                 "after": document(current),
             },

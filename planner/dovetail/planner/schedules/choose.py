@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dovetail.planner.schedules.dedicated import Dedicated, dedicated
 from dovetail.planner.schedules.families import FAMILIES, family_names
 from dovetail.planner.schedules.problem import Problem, ProblemError
 from dovetail.planner.schedules.schedule import Schedule
@@ -15,11 +16,13 @@ Finder = Callable[[Problem, str, Effort], Schedule]
 
 @dataclass(frozen=True)
 class Choice:
-    """`schedules`: the best of each family that fits; `refused`: why each of the others does not."""
+    """`schedules`: the best of each family that fits; `refused`: why each of the others does not; `dedicated`: the same
+    work where each model has ranks of its own, where that fits."""
 
     best: Schedule
     schedules: dict[str, Schedule]
     refused: dict[str, str]
+    dedicated: Dedicated | None = None
 
     def loss(self, family: str) -> float:
         """How much longer the family takes than the best: 0.08 is 8 % longer."""
@@ -47,4 +50,4 @@ def choose(problem: Problem, effort: Effort, families: Sequence[str] | None = No
     if not found:
         raise ProblemError("no family fits: " + "; ".join(refused.values()))
     best = min(found.values(), key=lambda s: (round(s.makespan, 9), s.peak))
-    return Choice(best, found, refused)
+    return Choice(best, found, refused, dedicated(problem))

@@ -19,8 +19,8 @@ class Rung(NamedTuple):
 
 LATENCY = (
     Rung(1 / 16, rules=1),
-    Rung(1 / 2, thin=1),
-    Rung(1 / 4, rules=1, work=0.3, runs=2),
+    Rung(1 / 4, rules=1),
+    Rung(1 / 2, thin=1, work=0.3, runs=2),
     Rung(rules=1),
     Rung(thin=2),
     Rung(rules=1, annealing=6, work=2.5, runs=4),
