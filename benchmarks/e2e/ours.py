@@ -16,8 +16,8 @@ from dovetail.planner.simple import make_plan
 from e2e.settings import Folder, Settings
 
 PHASES = ("generation", "inference", "training", "weights", "other")
-# Rows of like length share a micro-batch: small ones hold little padding, and two rows still fill a core.
-MICRO_BATCH = 2
+# A rank's share of a mini-batch in one piece: rows are packed, so a larger micro-batch only saves overhead.
+MICRO_BATCH = 8
 
 
 def manifest(folder: Folder, settings: Settings, trainers: int = 2, rollouts: int = 2) -> RLHFJob:

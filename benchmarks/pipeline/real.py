@@ -18,6 +18,7 @@ from dovetail.planner.schedules.instance import zero_bubble_limit
 from dovetail.planner.schedules.problem import Problem
 from dovetail.planner.schedules.search import Effort
 from dovetail.planner.training import Times, choose_schedule, rank_actions, shared_layouts, training_problem
+from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups
 
@@ -77,12 +78,14 @@ class Bench:
 
         def one(model: str) -> MicroBatch:
             tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+            packed = Sequences(tokens, lengths).pack(range(len(tokens)), torch.ones_like(tokens, dtype=torch.bool))
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                value = token_loss(output, tokens) if model == "actor" else output.square().mean()
+                rows = output.view(*shape, -1)
+                value = token_loss(rows, tokens) if model == "actor" else output.square().mean()
                 return value / self.s["micro_batches"], {}
 
-            return MicroBatch(tokens, lengths, loss)
+            return MicroBatch(packed, loss)
 
         return {model: [one(model) for _ in range(count)] for model, count in self.counts.items()}
 
@@ -241,7 +244,7 @@ def torch_rounds(bench: Bench) -> list[float]:
         bench.groups.barrier()
         start = time.perf_counter()
         for held, schedule in schedules:
-            tokens = torch.cat([b.tokens for b in work[held.name]])
+            tokens = torch.cat([b.packed.tokens.view(size, -1) for b in work[held.name]])
             given = (tokens,) if held.is_first else ()
             schedule.step(*given, target=tokens if held.is_last else None)
             bench.groups.barrier()

@@ -15,6 +15,7 @@ from dovetail.coordinator.schedule_words import Chosen, write_words
 from dovetail.planner.schedules.problem import Model, Problem
 from dovetail.planner.schedules.search import Effort
 from dovetail.planner.training import choose_schedule, rank_actions, shared_layouts
+from dovetail.trainer.batches import Sequences
 from dovetail.trainer.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups
 
@@ -36,7 +37,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """(B, T) tokens or (B, T, H) to (B, T, H); the weight's gradient takes no time."""
+    """(1, T) tokens or (1, T, H) to (1, T, H); the weight's gradient takes no time."""
 
     hidden_size = WIDTH
 
@@ -46,7 +47,7 @@ class SleepingStage(nn.Module):
         self.seconds = (forward, backward)
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
         hidden = inputs[..., None].expand(-1, -1, WIDTH).float() if self.is_first else inputs
         found: torch.Tensor = _Sleep.apply(hidden * self.weight, *self.seconds)
         return found
@@ -87,14 +88,15 @@ def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> Problem:
 
 
 def _once(groups: Groups, layouts: dict[str, Layout], actions: Any, settings: dict[str, Any]) -> float:
-    tokens = torch.ones(1, 1, dtype=torch.int64)
+    one = Sequences(torch.ones(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    packed = one.pack([0], torch.ones(1, 1, dtype=torch.bool))
     pipes = {}
     for name in layouts:
         held = groups.of(name)
         forward = settings["unit"] * (1 if name == "actor" else settings["ratio"])
         stage: Any = SleepingStage(held.pp_rank == 0, held.pp_rank == held.pp_size - 1, forward, 2 * forward)
         total = settings["micro_batches"] * settings["mini_batches"]
-        batches = [MicroBatch(tokens, tokens[0], lambda output: (output.sum(), {})) for _ in range(total)]
+        batches = [MicroBatch(packed, lambda output: (output.sum(), {})) for _ in range(total)]
         pipes[name] = Pipe(
             stage, held, batches, torch.device("cpu"), torch.float32, mini_batch=settings["micro_batches"]
         )

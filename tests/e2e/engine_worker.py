@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from dovetail.api.messages import Action, Load, ModelRef
 from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 
@@ -81,17 +82,19 @@ def micro_batches(head: str, step: int, dp_rank: int, dp_size: int) -> list[Micr
 
 def micro_batch(head: str, tokens: torch.Tensor, lengths: torch.Tensor, total: int) -> MicroBatch:
     """A cross entropy or squared error, divided by `total` sequences."""
-    mask = torch.arange(tokens.shape[1])[None] < lengths[:, None]
+    # A sequence's last token predicts nothing.
+    read = torch.arange(tokens.shape[1])[None] < lengths[:, None] - (head == "lm")
+    packed = Sequences(tokens, lengths).pack(range(len(tokens)), read)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if head == "lm":
-            each = F.cross_entropy(output[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none") * mask[:, 1:]
+            each = F.cross_entropy(output, packed.targets, reduction="none")
         else:
-            each = (output - tokens / VOCAB).square() * mask
+            each = (output - tokens[read] / VOCAB).square()
         value = each.sum() / total
         return value, {"loss": value.detach(), "count": torch.tensor(float(tokens.shape[0]))}
 
-    return MicroBatch(tokens, lengths, loss)
+    return MicroBatch(packed, loss)
 
 
 def serial_actions(engine: Engine, count: int, order: tuple[str, ...] = ("actor", "critic")) -> list[Action]:
@@ -304,12 +307,12 @@ def victim(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[st
         module, calls = engine.models["critic"].module, 0
         inner = module.forward
 
-        def forward(inputs: torch.Tensor) -> torch.Tensor:
+        def forward(inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
             nonlocal calls
             calls += 1
             if calls == 2:
                 os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            return inner(inputs)
+            return inner(inputs, *rest)
 
         module.forward = forward
     train(engine, range(3, 5))

@@ -76,6 +76,48 @@ def test_stages_equal_the_whole_model_in_outputs_and_gradients(family: str, tied
             torch.testing.assert_close(total[name], gradient, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("lengths", [(7, 3, 11, 3), (6, 6), (9,)], ids=str)
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences_equal_padded_ones_in_outputs_and_gradients(
+    family: str, head: str, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    hugging_face(build_stage(ref(family))).save_pretrained(tmp_path)
+    wanted = torch.tensor([0, 2, 5])
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    tokens = torch.randint(1, 64, inside.shape, generator=torch.Generator().manual_seed(1))
+    found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+    for size, packed in ((1, False), (1, True), (2, True)):
+        stages = [build_stage(ModelRef(head=head, path=str(tmp_path)), rank, size) for rank in range(size)]
+        if head == "value":
+            torch.nn.init.ones_(stages[-1].score.weight)
+        hidden = tokens[inside][None] if packed else tokens
+        for stage in stages:
+            stage.requires_grad_(True)
+            hidden = stage(hidden, lengths, wanted) if packed else stage(hidden)
+        output = hidden if packed else hidden[inside][wanted]
+        output.square().mean().backward()
+        total: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                key = stage.checkpoint_name(name)
+                total[key] = total.get(key, 0) + parameter.grad
+        found.append((output, total))
+    (outputs, gradients), *others = found
+    for output, total in others:
+        torch.testing.assert_close(output, outputs, atol=1e-6, rtol=1e-5)
+        assert set(total) == set(gradients)
+        for name, gradient in gradients.items():
+            largest = float(gradient.abs().max())  # of some, as of keys' biases, 0
+            torch.testing.assert_close(total[name], gradient, atol=1e-6 + 1e-5 * largest, rtol=0)
+
+
+def test_a_loss_that_wants_no_output_has_no_gradient() -> None:
+    stage = build_stage(ref("llama")).requires_grad_(True)
+    stage(torch.ones(1, 5, dtype=torch.int64), (2, 3), torch.zeros(0, dtype=torch.int64)).sum().backward()
+    assert all(not parameter.grad.any() for parameter in stage.parameters())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scratch_weights_do_not_depend_on_the_split(family: str) -> None:
     whole = dict(build_stage(ref(family, tie_word_embeddings=True)).named_parameters())

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from dovetail.api.types import PPO
 from dovetail.api.wire import unpack
-from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded
+from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.steps.experience import (
     Samples,
     recomputes_old_logprobs,
-    response_logits_positions,
+    response_positions,
     targets,
 )
 from dovetail.trainer.steps.sft import predictions
@@ -38,10 +38,30 @@ def test_ranks_get_nearly_as_many_tokens() -> None:
     assert max(loads) - min(loads) <= 2
 
 
-def test_rows_of_like_length_share_a_micro_batch_wherever_they_are() -> None:
-    lengths = [90, 50, 10, 10, 90, 50, 20, 20]
-    parts = split(lengths, 2, 2)
-    assert all(len({lengths[row] for row in rows}) == 1 for rank in parts for rows in rank), "no token is padding"
+def test_micro_batches_of_a_rank_have_nearly_as_many_tokens_the_largest_first() -> None:
+    lengths = [90, 50, 10, 10, 90, 51, 20, 20]
+    sums = [[sum(lengths[row] for row in rows) for rows in rank] for rank in split(lengths, 1, 2)]
+    assert sums == [[100, 100, 71, 70]]
+
+
+@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_packing_drops_the_padding_alone(data: st.DataObject, lengths: list[int]) -> None:
+    count, width = len(lengths), max(lengths)
+    tokens = torch.arange(1, count * width + 1).view(count, width)
+    sequences = Sequences(tokens, torch.tensor(lengths))
+    rows = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=5))
+    inside = torch.arange(width) < sequences.lengths.unsqueeze(1)
+    drawn = data.draw(st.lists(st.booleans(), min_size=count * width, max_size=count * width))
+    marked = torch.tensor(drawn).view(count, width) & inside
+    packed = sequences.pack(rows, marked[rows])
+    assert packed.lengths == tuple(lengths[row] for row in rows)
+    assert packed.tokens[0].tolist() == [t for row in rows for t in tokens[row, : lengths[row]].tolist()]
+    assert packed.tokens[0, packed.wanted].tolist() == [t for row in rows for t in tokens[row][marked[row]].tolist()]
+    ends = {int(tokens[row, lengths[row] - 1]) for row in rows}
+    for place, target in zip(packed.wanted.tolist(), packed.targets.tolist(), strict=True):
+        assert int(packed.tokens[0, place]) in ends or target == int(packed.tokens[0, place + 1])
+    values = packed.tokens[0, packed.wanted].float()
+    assert torch.equal(unpacked(values, marked[rows]), torch.where(marked[rows], tokens[rows], 0).float())
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_reason() -> None:
@@ -90,7 +110,8 @@ def test_a_position_is_learnt_when_the_token_it_predicts_is_marked() -> None:
 
 
 def test_response_token_r_belongs_to_the_output_before_it() -> None:
-    assert response_logits_positions(torch.tensor([2, 4]), 3, 6).tolist() == [[1, 2, 3], [3, 4, 5]]
+    places = response_positions(torch.tensor([2, 4, 1]), torch.tensor([3, 2, 0]), 6)
+    assert [row.nonzero().flatten().tolist() for row in places] == [[1, 2, 3], [3, 4], []]
 
 
 # ---------------------------------------------------------------- the whole batch

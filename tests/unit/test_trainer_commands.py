@@ -187,6 +187,23 @@ def test_the_ratio_is_one_at_the_weights_that_sampled() -> None:
     assert metrics["optimizer_steps"] == 1
 
 
+def test_the_size_of_micro_batches_changes_nothing_but_rounding() -> None:
+    """With samples without a response among them: alone, they make a micro-batch that nothing is learnt from."""
+    arrays = unpack(ppo_batch(1, ptx=6))
+    arrays["response_lengths"][[1, 6, 7]] = 0
+    found = []
+    for size in (1, 2, 8):
+        ppo = {"miniBatchSize": 8, "epochs": 1, "microBatchSize": size, "entropyCoef": 0.1, "ptxCoef": 0.5}
+        with LocalTrainer(job(ppo=ppo)) as trainer:
+            trainer.metrics(load_command(Stage.PPO))
+            step = trainer.step(Stage.PPO, 1, pack(arrays), ["actor", "critic"], 8 // size)
+            metrics = trainer.metrics(step)
+        found.append({k: v for k, v in metrics.items() if k not in ("seconds", "activation_peak_bytes")})
+    assert found[0]["policy_loss"] != 0
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_group_baselines_need_no_critic(advantage: str) -> None:
     arrays = unpack(ppo_batch(1))

@@ -6,6 +6,7 @@ depend on the pipeline split."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,8 @@ class Stage(nn.Module):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
+        from dovetail.models.attention import NAME
+
         self.config = config
         self.head: Head = head
         self.pp_rank, self.pp_size = pp_rank, pp_size
@@ -52,7 +55,7 @@ class Stage(nn.Module):
         self.layer_ids = layer_range(config.num_hidden_layers, pp_rank, pp_size)
         self.hidden_size = int(config.hidden_size)
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation="sdpa")
+            whole = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation=NAME)
         source = whole.model.decoder if self.opt else whole.model
         body = nn.Module()
         if self.is_first:
@@ -113,28 +116,44 @@ class Stage(nn.Module):
                 # Not a submodule: float32 whatever the stage's dtype, and no part of its state dict.
                 object.__setattr__(self, "rotary", self.rotary_type(config=self.config))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """First stage: token ids (B, T) int64. Later stages: the previous stage's output (B, T, H).
+    def forward(self, inputs: Tensor, lengths: Sequence[int] | None = None, wanted: Tensor | None = None) -> Tensor:
+        """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
+
+        With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other. Without, (B, T[,
+        H]): every row is a sequence, right-padded; outputs at pad positions mean nothing.
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`) or
-        values (B, T) float32 (head `value`). Attention is causal without a mask: sequences are right-padded, and the
-        outputs at pad positions mean nothing."""
-        body, time = self.body, inputs.shape[1]
-        positions = torch.arange(time, device=inputs.device).unsqueeze(0)
-        hidden = self._embed(inputs, positions) if self.is_first else inputs
-        extra = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, positions)}
+        values (B, T) float32 (head `value`); with `wanted` (n,) int64, positions among all B x T, only of those:
+        (n, V) or (n,)."""
+        body, device = self.body, inputs.device
+        extra: dict[str, Any] = {}
+        if lengths is None:
+            longest = inputs.shape[1]
+            positions = torch.arange(longest, device=device).unsqueeze(0)
+        else:
+            longest = max(lengths)
+            sizes = torch.tensor(lengths)
+            starts = F.pad(sizes.cumsum(0), (1, 0))
+            inside = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
+            positions = inside.to(device).unsqueeze(0)
+            extra = {"lengths": tuple(lengths), "starts": starts.to(device, torch.int32)}
+        hidden = self._embed(inputs, positions, longest) if self.is_first else inputs
+        if self.rotary is not None:
+            extra["position_embeddings"] = self.rotary(hidden, positions)
         for layer in body.layers.values():
             hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
-        return self._head(hidden) if self.is_last else hidden
+        if not self.is_last:
+            return hidden
+        return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted])
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         body = self.body
         hidden: Tensor = body.embed_tokens(tokens)
         if not self.opt:
             return hidden
-        if tokens.shape[1] > self.config.max_position_embeddings:
+        if longest > self.config.max_position_embeddings:
             raise ModelError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than the model's "
+                f"a sequence of {longest} tokens is longer than the model's "
                 f"max_position_embeddings, {self.config.max_position_embeddings}"
             )
         if hasattr(body, "project_in"):

@@ -1,11 +1,11 @@
-"""From a batch's arrays to micro-batches: checks, the split over data-parallel ranks, padding.
+"""From a batch's arrays to micro-batches: checks, the split over data-parallel ranks, packing.
 
 Everything here is a pure function of the batch, so every rank comes to the same split by itself."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,41 +59,54 @@ class Sequences:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
-    def take(self, rows: Sequence[int]) -> Sequences:
-        """These rows, cut to the longest of them."""
+    def pack(self, rows: Sequence[int], wanted: Tensor) -> Packed:
+        """These rows without their padding, where `wanted` (rows, T) bool marks the positions whose outputs matter;
+        none of them beyond a row's length."""
         index = torch.tensor(rows, dtype=torch.int64)
         lengths = self.lengths[index]
-        return Sequences(self.tokens[index, : int(lengths.max())], lengths)
+        width = int(lengths.max())
+        tokens = self.tokens[index, :width]
+        inside = torch.arange(width) < lengths.unsqueeze(1)
+        places = wanted[:, :width][inside].nonzero().squeeze(1)
+        return Packed(tokens[inside].unsqueeze(0), tuple(lengths.tolist()), places, shifted(tokens)[inside][places])
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences laid out one after the other: `tokens` (1, total) int64, and their `lengths`, which add up to total.
+
+    `wanted` (n,) int64: positions in 0..total-1 whose outputs matter, ascending; `targets` (n,) int64: the token after
+    each of them (any, after a sequence's last)."""
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    wanted: Tensor
+    targets: Tensor
+
+
+def unpacked(values: Tensor, where: Tensor) -> Tensor:
+    """`values` (n,) at the n places that `where` (B, T) bool marks, row by row, and 0 elsewhere: (B, T)."""
+    where = where.to(values.device)
+    return values.new_zeros(where.shape).masked_scatter(where, values)
 
 
 def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
     """Rows of each micro-batch of each data-parallel rank: `result[dp_rank][i]` has exactly `micro` rows.
 
-    Every rank gets as many rows, and nearly as many tokens; rows of like length share a micro-batch (longest first),
-    so that little is padding. Rows are either dealt out to ranks and then to micro-batches, or the other way round:
-    whichever leaves the busiest rank fewer tokens. Raises BadCommand when the rows cannot be dealt out evenly."""
+    Every rank gets as many rows, and nearly as many tokens; so does every micro-batch of a rank, the largest first.
+    Raises BadCommand when the rows cannot be dealt out evenly."""
     if len(lengths) % (dp * micro):
         raise BadCommand(
             f"{len(lengths)} sequences cannot be split into micro-batches of {micro} on {dp} data-parallel ranks; "
             "the (mini-)batch size must be a multiple of microBatchSize times dp"
         )
-
-    def padded(rows: list[int]) -> int:
-        return len(rows) * lengths[rows[0]]
-
-    def busiest(ranks: list[list[list[int]]]) -> int:
-        return max(sum(map(padded, parts)) for parts in ranks)
-
-    ranks_first = [_alike(rows, lengths, micro) for rows in partition(lengths, dp, equal_counts=True)]
-    batches = _alike(range(len(lengths)), lengths, micro)
-    owners = partition([padded(rows) for rows in batches], dp, equal_counts=True)
-    return min(ranks_first, [[batches[i] for i in mine] for mine in owners], key=busiest)
-
-
-def _alike(rows: Iterable[int], lengths: Sequence[int], micro: int) -> list[list[int]]:
-    """Micro-batches of `rows`, the longest first."""
-    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
-    return [ordered[i : i + micro] for i in range(0, len(ordered), micro)]
+    count = len(lengths) // (dp * micro)
+    result = []
+    for rows in partition(lengths, dp, equal_counts=True):
+        parts = partition([lengths[row] for row in rows], count, equal_counts=True)
+        mine = [[rows[i] for i in part] for part in parts]
+        result.append(sorted(mine, key=lambda part: -sum(lengths[row] for row in part)))
+    return result
 
 
 @dataclass(frozen=True)

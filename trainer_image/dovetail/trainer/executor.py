@@ -1,8 +1,8 @@
 """Run a rank's list of actions of several pipelined models: forwards, and backwards whole or in two halves.
 
 One host thread; one two-rank group per (model, direction) edge; receives are posted ahead of their action and sends
-are never waited for before the end, so compute only ever waits for the tensor it needs. Micro-batches have exact
-shapes, known to both ends from the batch, so no shape travels."""
+are never waited for before the end, so compute only ever waits for the tensor it needs. Micro-batches are
+packed and have no padding; both ends know their sizes from the batch, so no shape travels."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from dovetail.api.messages import Action
 from dovetail.models import Stage
+from dovetail.trainer.batches import Packed
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.measure import SavedBytes, Stopwatch
 
@@ -30,14 +31,13 @@ Record = Callable[[str, float, float], None]
 
 @dataclass
 class MicroBatch:
-    """Sequences of one forward pass.
+    """Sequences of one forward pass, and what the loss wants of it (see `Packed`).
 
-    `tokens` (B, T) int64, right-padded; `lengths` (B,) int64. `loss` maps the last stage's output (logits (B, T, V),
-    or values (B, T)) to a scalar, scaled so that the sum over all micro-batches and all dp ranks is the mini-batch's
-    loss, and to detached scalars that are summed the same way."""
+    `loss` maps the last stage's output (logits (n, V), or values (n,), at the n wanted positions) to a scalar, scaled
+    so that the sum over all micro-batches and all dp ranks is the mini-batch's loss, and to detached scalars that are
+    summed the same way."""
 
-    tokens: Tensor
-    lengths: Tensor
+    packed: Packed
     loss: Loss | None = None
 
 
@@ -67,14 +67,14 @@ class Pipe:
         self.weights = [p for p in self.stage.parameters() if p.requires_grad]
 
     def boundary(self) -> torch.Size:
-        """The shape (B, T, H) of what crosses a stage boundary for the micro-batch of middling size."""
-        shapes = sorted((batch.tokens.shape for batch in self.batches), key=lambda shape: shape.numel())
-        return torch.Size((*shapes[len(shapes) // 2], self.stage.hidden_size))
+        """The shape (1, tokens, H) of what crosses a stage boundary for the micro-batch of middling size."""
+        sizes = sorted(batch.packed.tokens.numel() for batch in self.batches)
+        return torch.Size((1, sizes[len(sizes) // 2], self.stage.hidden_size))
 
     def buffer(self, micro_batch: int) -> Tensor:
-        """An empty tensor of the shape that crosses a stage boundary: (B, T, H)."""
-        batch, time_ = self.batches[micro_batch].tokens.shape
-        return torch.empty(batch, time_, self.stage.hidden_size, dtype=self.dtype, device=self.device)
+        """An empty tensor of the shape that crosses a stage boundary: (1, tokens, H)."""
+        shape = self.batches[micro_batch].packed.tokens.shape
+        return torch.empty(*shape, self.stage.hidden_size, dtype=self.dtype, device=self.device)
 
 
 def check_actions(
@@ -123,13 +123,13 @@ def check_actions(
 
 def agree_on_work(pipes: dict[str, Pipe], schedule: str, control: Any, rank: int) -> None:
     """Raise `RuntimeError` on every rank if the ranks hold unlike schedules, or the stages of a pipeline micro-batches
-    of unlike shapes: their sends and receives would not match."""
+    of unlike sequences: their sends and receives would not match, nor would attention."""
     world = dist.get_world_size(control)
     if world == 1:
         return
     names = sorted(pipes)
-    shapes = [repr((name, [tuple(batch.tokens.shape) for batch in pipes[name].batches])) for name in names]
-    mine = torch.tensor([_number(text) for text in (schedule, *shapes)])
+    lengths = [repr((name, [batch.packed.lengths for batch in pipes[name].batches])) for name in names]
+    mine = torch.tensor([_number(text) for text in (schedule, *lengths)])
     others = [torch.empty_like(mine) for _ in range(world)]
     with peer_errors("comparing schedules with the other trainer ranks"):
         dist.all_gather(others, mine, group=control)
@@ -212,8 +212,10 @@ class Executor:
 
     def _forward(self, action: Action, pipe: Pipe, arrived: Tensor | None, training: bool) -> None:
         batch = pipe.batches[action.micro_batch]
+        packed = batch.packed
         key = (action.model, action.micro_batch)
-        inputs = batch.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
+        inputs = packed.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
+        wanted = packed.wanted.to(pipe.device, non_blocking=True) if pipe.stage.is_last else None
         if arrived is not None and training:
             inputs.requires_grad_(True)
         if pipe.before_forward is not None:
@@ -225,7 +227,7 @@ class Executor:
             meter if training else nullcontext(),
         ):
             with peer_errors(f"gathering weights of {action.model}"):
-                output = pipe.stage(inputs)
+                output = pipe.stage(inputs, packed.lengths, wanted)
             if action.model in self._splits and output._is_view():
                 output = output.clone()  # torch's split backward detaches it in place, which no view allows
             if pipe.stage.is_last and training:

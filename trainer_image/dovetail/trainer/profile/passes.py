@@ -124,12 +124,14 @@ def _pass(
     words = torch.randint(1, stage.config.vocab_size, (size, tokens), generator=generator).to(device)
     weights = [p for p in stage.parameters() if p.requires_grad]
     dtype = weights[0].dtype
-    inputs = words if stage.is_first else torch.randn(size, tokens, stage.hidden_size, device=device, dtype=dtype)
+    words, lengths = words.view(1, -1), (tokens,) * size
+    inputs = words if stage.is_first else torch.randn(*words.shape, stage.hidden_size, device=device, dtype=dtype)
     if not stage.is_first:
         inputs.requires_grad_(True)
     meter = SavedBytes(stage.parameters())
     with timed("forward"), meter:
-        output = _loss(stage(inputs), words, stage) if stage.is_last else stage(inputs)
+        output = stage(inputs, lengths)
+        output = _loss(output, words, stage) if stage.is_last else output
         output = output.clone() if output._is_view() else output
     gradient = None if stage.is_last else torch.ones_like(output)
     if not split:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.api.messages import Action
 from dovetail.api.types import RLHFJobSpec
 from dovetail.api.wire import Arrays
-from dovetail.trainer.batches import Padded, Sequences, split_padded
+from dovetail.trainer.batches import Packed, Padded, Sequences, split_padded
 from dovetail.trainer.engine import Engine, EngineModel
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch, check_actions
@@ -80,24 +80,25 @@ class Context:
         self,
         model: EngineModel,
         sequences: Sequences,
+        wanted: Tensor,
         micro: int,
         width: int,
-        read: Callable[[Tensor, list[int]], Tensor],
+        read: Callable[[Tensor, Packed, list[int]], Tensor],
     ) -> Tensor:
         """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
 
-        `read` maps the last stage's output and the micro-batch's rows to (rows, width). A collective call."""
+        `read` maps the last stage's output at the positions that `wanted` (N, T) bool marks, and the micro-batch and
+        its rows, to (rows, width). A collective call."""
         n = len(sequences)
         mine = split_padded(n, model.dp_size, micro)[model.dp_rank]
         by_tokens: dict[int, Padded] = {}
         work = []
         for part in mine:
-            rows = sequences.take(part.rows)
-            batch = MicroBatch(rows.tokens, rows.lengths)
+            batch = MicroBatch(sequences.pack(part.rows, wanted[part.rows]))
             by_tokens[id(batch)] = part
             work.append(batch)
         parts = self.engine.forward(
-            model.name, work, lambda output, batch: read(output, by_tokens[id(batch)].rows).float()
+            model.name, work, lambda output, batch: read(output, batch.packed, by_tokens[id(batch)].rows).float()
         )
         table = torch.zeros(n, width)
         place = self.groups.of(model.name)

@@ -94,10 +94,10 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def response_logits_positions(prompt_lengths: Tensor, width: int, time: int) -> Tensor:
-    """(B, width) int64: the position whose output belongs to response token r, the one before it; clamped into the
-    row for padding."""
-    return (prompt_lengths.unsqueeze(1) - 1 + torch.arange(width)).clamp(max=time - 1)
+def response_positions(prompt_lengths: Tensor, response_lengths: Tensor, time: int) -> Tensor:
+    """(B, time) bool: the positions whose outputs belong to response tokens, each the one before its token."""
+    first, places = prompt_lengths.unsqueeze(1) - 1, torch.arange(time)
+    return (first <= places) & (places < first + response_lengths.unsqueeze(1))
 
 
 def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:

@@ -13,7 +13,7 @@ from dovetail.api.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
 from dovetail.trainer.algorithms.losses import entropy_bonus, policy_loss, ptx_loss, value_loss
-from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded
+from dovetail.trainer.batches import Packed, Sequences, mini_batches, read, split, split_padded, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
@@ -21,7 +21,7 @@ from dovetail.trainer.steps.experience import (
     Samples,
     Targets,
     recomputes_old_logprobs,
-    response_logits_positions,
+    response_positions,
     targets,
 )
 from dovetail.trainer.steps.sft import predictions
@@ -208,8 +208,11 @@ def _add(totals: dict[str, float], stats: dict[str, float]) -> None:
 # ---------------------------------------------------------------- micro-batches
 
 
-def _cut(table: Tensor, rows: list[int], width: int, device: torch.device) -> Tensor:
-    return table[rows, :width].to(device)
+def _responses(samples: Samples, rows: list[int]) -> tuple[Packed, Tensor]:
+    """The rows packed, the outputs of their response tokens wanted; and which (rows, R) of a table these are."""
+    time = samples.sequences.tokens.shape[1]
+    wanted = response_positions(samples.prompt_lengths[rows], samples.response_lengths[rows], time)
+    return samples.sequences.pack(rows, wanted), samples.mask[rows]
 
 
 def _actor_micro_batch(
@@ -218,45 +221,45 @@ def _actor_micro_batch(
     """Clipped policy loss plus entropy bonus over the response tokens of `rows`."""
     config = context.spec.ppo
     temperature = context.spec.generation.temperature
-    part = samples.sequences.take(rows)
-    width = max(1, int(samples.response_lengths[rows].max()))
-    positions = response_logits_positions(samples.prompt_lengths[rows], width, part.tokens.shape[1])
+    packed, keep = _responses(samples, rows)
     normaliser = max(1, mini.response_tokens)
 
     def loss(logits: Tensor) -> tuple[Tensor, Stats]:
         device = logits.device
-        wanted, at = shifted(part.tokens).to(device), positions.to(device)
-        keep = _cut(samples.mask, rows, width, device)
+        wanted = packed.targets.to(device)
+
+        def cut(table: Tensor) -> Tensor:
+            return table[rows][keep].to(device)
+
         if config.entropy_coef > 0:
             logprobs, spread = logprobs_and_entropy(logits, wanted, temperature)
         else:
             logprobs = gather_logprobs(logits, wanted, temperature)
             with torch.no_grad():
                 spread = entropy(logits, temperature)
-        logprobs, spread = logprobs.gather(1, at), spread.gather(1, at)
-        weights = None if goals.weights is None else _cut(goals.weights, rows, width, device)
+        mask = torch.ones_like(wanted, dtype=torch.bool)
         total, stats = policy_loss(
             logprobs,
-            _cut(goals.old_logprobs, rows, width, device),
-            _cut(goals.advantages, rows, width, device),
-            keep,
+            cut(goals.old_logprobs),
+            cut(goals.advantages),
+            mask,
             normaliser=normaliser,
             clip=config.clip,
             dual_clip=config.dual_clip,
-            weights=weights,
+            weights=None if goals.weights is None else cut(goals.weights),
         )
-        bonus, more = entropy_bonus(spread, keep, normaliser=normaliser, coef=config.entropy_coef)
+        bonus, more = entropy_bonus(spread, mask, normaliser=normaliser, coef=config.entropy_coef)
         stats |= more
         if mini.first and goals.weights is None and "mismatch_abs" not in goals.metrics:
             # Before the first update these are the log-probabilities of the weights that sampled.
-            rollout = _cut(samples.rollout_logprobs, rows, width, device)
-            gap = mismatch_metrics(logprobs, rollout, keep, config.importance_sampling.cap)
+            rollout = cut(samples.rollout_logprobs)
+            gap = mismatch_metrics(logprobs, rollout, mask, config.importance_sampling.cap)
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
         if config.entropy_coef > 0:
             total = total + bonus
         return total, stats
 
-    return MicroBatch(part.tokens, part.lengths, loss)
+    return MicroBatch(packed, loss)
 
 
 def _critic_micro_batch(
@@ -264,9 +267,7 @@ def _critic_micro_batch(
 ) -> MicroBatch:
     """Clipped value loss, times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
     config = context.spec.ppo
-    part = samples.sequences.take(rows)
-    width = max(1, int(samples.response_lengths[rows].max()))
-    positions = response_logits_positions(samples.prompt_lengths[rows], width, part.tokens.shape[1])
+    packed, keep = _responses(samples, rows)
     returns = goals.returns
     assert returns is not None
     old_values = returns if goals.old_values is None else goals.old_values
@@ -274,16 +275,16 @@ def _critic_micro_batch(
     def loss(values: Tensor) -> tuple[Tensor, Stats]:
         device = values.device
         total, stats = value_loss(
-            values.gather(1, positions.to(device)),
-            _cut(old_values, rows, width, device),
-            _cut(returns, rows, width, device),
-            _cut(samples.mask, rows, width, device),
+            values,
+            old_values[rows][keep].to(device),
+            returns[rows][keep].to(device),
+            torch.ones_like(values, dtype=torch.bool),
             normaliser=max(1, mini.response_tokens),
             clip=config.value_clip,
         )
         return config.value_coef * total, stats
 
-    return MicroBatch(part.tokens, part.lengths, loss)
+    return MicroBatch(packed, loss)
 
 
 def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action]) -> dict[str, float]:
@@ -299,15 +300,14 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     work = []
     for padded in split_padded(len(mini.ptx_rows), model.dp_size, micro, at_least=count)[model.dp_rank]:
         rows = [mini.ptx_rows[i] for i in padded.rows]
-        part = ptx.sequences.take(rows)
-        keep = ptx.mask[rows, : part.tokens.shape[1]] & padded.weights.bool().unsqueeze(1)
+        packed = ptx.sequences.pack(rows, ptx.mask[rows] & padded.weights.bool().unsqueeze(1))
 
-        def loss(logits: Tensor, part: Sequences = part, keep: Tensor = keep) -> tuple[Tensor, Stats]:
-            logprobs = gather_logprobs(logits, shifted(part.tokens).to(logits.device))
+        def loss(logits: Tensor, packed: Packed = packed) -> tuple[Tensor, Stats]:
+            logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
             coef = context.spec.ppo.ptx_coef
-            return ptx_loss(logprobs, keep.to(logits.device), normaliser=normaliser, coef=coef)
+            return ptx_loss(logprobs, torch.ones_like(logprobs), normaliser=normaliser, coef=coef)
 
-        work.append(MicroBatch(part.tokens, part.lengths, loss))
+        work.append(MicroBatch(packed, loss))
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
@@ -316,12 +316,10 @@ def _policy_logprobs(context: Context, samples: Samples) -> Tensor:
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
 
-    def logprobs(logits: Tensor, rows: list[int]) -> Tensor:
-        part = samples.sequences.take(rows)
-        positions = response_logits_positions(samples.prompt_lengths[rows], width, part.tokens.shape[1])
-        found = gather_logprobs(logits, shifted(part.tokens).to(logits.device), temperature)
-        keep = samples.mask[rows].to(logits.device)
-        return torch.where(keep, found.gather(1, positions.to(logits.device)), 0.0)
+    def logprobs(logits: Tensor, packed: Packed, rows: list[int]) -> Tensor:
+        found = gather_logprobs(logits, packed.targets.to(logits.device), temperature)
+        return unpacked(found, samples.mask[rows])
 
-    model = context.model("actor")
-    return context.per_sequence(model, samples.sequences, context.spec.ppo.micro_batch_size, width, logprobs)
+    micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
+    wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
+    return context.per_sequence(context.model("actor"), samples.sequences, wanted, micro, width, logprobs)

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from dovetail.api.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import reward_loss
-from dovetail.trainer.batches import Sequences, split
+from dovetail.trainer.batches import Packed, Sequences, split
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
 
 
-def at_last_token(values: Tensor, lengths: Tensor) -> Tensor:
-    """The reward of each sequence: (B, T) values, (B,) lengths -> (B,)."""
-    return values.gather(1, (lengths - 1).to(values.device).unsqueeze(1)).squeeze(1)
+def last_tokens(sequences: Sequences) -> Tensor:
+    """(N, T) bool, true at each sequence's last token, where its reward is."""
+    return torch.arange(sequences.tokens.shape[1]) == sequences.lengths.unsqueeze(1) - 1
 
 
 def load_pairs(context: Context, key: str) -> Sequences:
@@ -39,17 +39,17 @@ def prepare_step(context: Context, step: Step) -> Run:
     pairs = load_pairs(context, step.batch)
     n = len(pairs) // 2
     lengths = (pairs.lengths[:n] + pairs.lengths[n:]).tolist()
+    last = last_tokens(pairs)
     micro_batches = split(lengths, model.dp_size, context.spec.reward.micro_batch_size)[model.dp_rank]
     actions = context.actions(step.actions, {"reward": len(micro_batches)})
 
     def micro_batch(rows: list[int]) -> MicroBatch:
-        part = pairs.take([*rows, *(row + n for row in rows)])
+        both = [*rows, *(row + n for row in rows)]
 
-        def loss(values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            rewards = at_last_token(values, part.lengths)
+        def loss(rewards: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return reward_loss(rewards[: len(rows)], rewards[len(rows) :], normaliser=n)
 
-        return MicroBatch(part.tokens, part.lengths, loss)
+        return MicroBatch(pairs.pack(both, last[both]), loss)
 
     work = [micro_batch(rows) for rows in micro_batches]
     schedule = digest(step.actions)
@@ -69,6 +69,10 @@ def prepare_step(context: Context, step: Step) -> Run:
     return run
 
 
+def _rewards(values: Tensor, _: Packed, __: list[int]) -> Tensor:
+    return values.unsqueeze(1)
+
+
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
     """Accuracy (a tie is wrong) and loss over all pairs of the batches."""
     model = context.model("reward")
@@ -78,13 +82,9 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
         totals = {"pairs": 0.0, "correct": 0.0, "loss": 0.0, "chosen": 0.0, "rejected": 0.0}
         for pairs in batches:
             n = len(pairs) // 2
-
-            def rewards(values: Tensor, rows: list[int], pairs: Sequences = pairs) -> Tensor:
-                return at_last_token(values, pairs.lengths[rows]).unsqueeze(1)
-
             with context.timeline.phase("reward evaluation"):
                 micro = 2 * context.spec.reward.micro_batch_size
-                found = context.per_sequence(model, pairs, micro, 1, rewards).squeeze(1)
+                found = context.per_sequence(model, pairs, last_tokens(pairs), micro, 1, _rewards).squeeze(1)
             _, stats = reward_loss(found[:n], found[n:], normaliser=1.0)
             totals["pairs"] += n
             totals["correct"] += float(stats["correct"])

@@ -8,7 +8,7 @@ from torch import Tensor
 from dovetail.api.messages import Evaluate, Step
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.losses import sft_loss
-from dovetail.trainer.batches import Sequences, read, shifted, split
+from dovetail.trainer.batches import Packed, Sequences, read, shifted, split, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
@@ -41,14 +41,13 @@ def prepare_step(context: Context, step: Step) -> Run:
         raise BadCommand(f"batch {step.batch} has no token to learn: its loss_mask is 0 everywhere")
 
     def micro_batch(rows: list[int]) -> MicroBatch:
-        part = sequences.take(rows)
+        packed = sequences.pack(rows, mask[rows])
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            wanted = shifted(part.tokens).to(logits.device)
-            keep = mask[rows, : part.tokens.shape[1]].to(logits.device)
-            return sft_loss(gather_logprobs(logits, wanted), keep, normaliser=normaliser)
+            logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+            return sft_loss(logprobs, torch.ones_like(logprobs), normaliser=normaliser)
 
-        return MicroBatch(part.tokens, part.lengths, loss)
+        return MicroBatch(packed, loss)
 
     work = [micro_batch(rows) for rows in micro_batches]
     schedule = digest(step.actions)
@@ -71,14 +70,12 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
         loss = tokens = 0.0
         for sequences, mask in batches:
 
-            def sums(logits: Tensor, rows: list[int], sequences: Sequences = sequences, mask: Tensor = mask) -> Tensor:
-                part = sequences.take(rows)
-                logprobs = gather_logprobs(logits, shifted(part.tokens).to(logits.device))
-                keep = mask[rows, : part.tokens.shape[1]].to(logits.device)
-                return -torch.where(keep, logprobs, 0.0).sum(dim=1, keepdim=True)
+            def sums(logits: Tensor, packed: Packed, rows: list[int], mask: Tensor = mask) -> Tensor:
+                logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+                return -unpacked(logprobs, mask[rows]).sum(dim=1, keepdim=True)
 
             with context.timeline.phase("sft evaluation"):
-                found = context.per_sequence(model, sequences, context.spec.sft.micro_batch_size, 1, sums)
+                found = context.per_sequence(model, sequences, mask, context.spec.sft.micro_batch_size, 1, sums)
             loss += float(found.double().sum())
             tokens += float(mask.sum())
         return {"loss": loss / tokens if tokens else 0.0, "tokens": tokens}
