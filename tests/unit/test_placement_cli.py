@@ -75,7 +75,7 @@ def test_a_job_without_gpus_is_planned_and_told_why_nothing_is_predicted(tmp_pat
     result = call(EXAMPLES / "quickstart.yaml")
     assert result.exit_code == 0
     assert "trainer rank 1 of 2" in result.output
-    assert "Nothing is predicted: a group has no GPUs" in result.output
+    assert "Nothing is predicted: its groups run on CPUs" in result.output
     refused = call(EXAMPLES / "quickstart.yaml", "--html", tmp_path / "plan.html")
     assert refused.exit_code == 2
     assert "nothing is predicted for this job; give --inventory" in refused.output

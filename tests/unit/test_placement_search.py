@@ -15,20 +15,9 @@ from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.search import Effort, Search
 from dovetail.planner.placement.strategies import choose
 from dovetail.planner.placement.structures import structures
-from dovetail.planner.shape import ModelShape
+from helpers.llama import llama
 
 A100, A40G, V100, A10 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-SXM4-40GB", "Tesla-V100-SXM2-32GB", "NVIDIA-A10"
-SIZES = {
-    "1": (16, 2048, 5504, 16),
-    "7": (32, 4096, 11008, 32),
-    "13": (40, 5120, 13824, 40),
-    "33": (60, 6656, 17920, 52),
-}
-
-
-def llama(size: str) -> ModelShape:
-    layers, hidden, inner, heads = SIZES[size]
-    return ModelShape("llama", layers, hidden, inner, heads, heads, hidden // heads, 32000)
 
 
 def work(actor="7", critic="7", batch=128, mini=64) -> Workload:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from dovetail.api.prediction import Prediction
-from dovetail.api.types import API_VERSION
-from dovetail.api.validation import load_manifest
 from dovetail.coordinator.ppo_stage import PPOStage
 from dovetail.coordinator.telemetry import Status
 from dovetail.operator import progress
 from dovetail.planner.simple import make_plan
+from helpers.plain import plain_spec
 
 PREDICTED = Prediction(
     placement="Separation",
@@ -29,17 +26,7 @@ PREDICTED = Prediction(
 
 
 def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
-    manifest = {
-        "apiVersion": API_VERSION,
-        "kind": "RLHFJob",
-        "metadata": {"name": "job"},
-        "spec": {
-            "models": {"actor": {"source": {"huggingFace": "a/b"}}},
-            "data": {name: [{"synthetic": {}}] for name in ("demonstrations", "preferences", "prompts")},
-            "groups": [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"]}],
-        },
-    }
-    spec = load_manifest(yaml.safe_dump(manifest)).spec
+    spec = plain_spec()
     plan = make_plan(spec).model_copy(update={"prediction": prediction})
     logged: list[tuple[str, Any]] = []
     engines = SimpleNamespace(

@@ -1,33 +1,18 @@
 """The simplest plan."""
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.api.plan import Plan, trained_models, world_size
-from dovetail.api.types import API_VERSION, Parallelism, RLHFJobSpec
-from dovetail.api.validation import load_manifest
+from dovetail.api.types import Parallelism, RLHFJobSpec
 from dovetail.planner.schedules import serial_1f1b, validate_schedule
 from dovetail.planner.simple import PlanError, make_plan
+from helpers.plain import plain_spec
 
 
 def spec(trainers=2, rollouts=2, **changes) -> RLHFJobSpec:
-    manifest = {
-        "apiVersion": API_VERSION,
-        "kind": "RLHFJob",
-        "metadata": {"name": "job"},
-        "spec": {
-            "models": {"actor": {"source": {"huggingFace": "a/b"}}},
-            "data": {name: [{"synthetic": {}}] for name in ("demonstrations", "preferences", "prompts")},
-            "groups": [
-                {"name": "t", "roles": ["trainer"], "replicas": trainers},
-                {"name": "r", "roles": ["rollout"], "replicas": rollouts},
-            ],
-        }
-        | changes,
-    }
-    return load_manifest(yaml.safe_dump(manifest)).spec
+    return plain_spec(trainers, rollouts, **changes)
 
 
 def test_auto_is_data_parallel_over_all_ranks():

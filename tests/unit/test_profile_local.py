@@ -21,7 +21,7 @@ from dovetail.api.types import RLHFJob
 from dovetail.api.validation import load_manifest
 from dovetail.cli.main import cli
 from dovetail.coordinator.experience import ExperienceFiles
-from dovetail.local.calibrate import calibration_jobs, observe
+from dovetail.local.calibrate import calibration_jobs, observe, run_lengths
 from dovetail.planner.hardware import parse
 from dovetail.planner.simple import make_plan
 from dovetail.trainer.profile import hardware_toml
@@ -99,6 +99,23 @@ def test_a_profile_in_the_run_directory_predicts(tmp_path: Path, monkeypatch: py
     assert set(found["phases"]) == {"generation", "inference", "training", "transfer", "other"}
     assert sum(found["phases"].values()) == pytest.approx(found["iterationSeconds"])
     assert found["samplesPerSecond"] == pytest.approx(128 / found["iterationSeconds"])
+
+
+def test_an_earlier_run_tells_how_long_responses_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "runs" / "quickstart"
+    write(run_dir / "profile.json", profile())
+    taken = []
+    for mean in (10.0, 40.0):
+        metrics = {"response_length": mean, "response_length_max": 2 * mean, "samples": 128.0}
+        (run_dir / "history.jsonl").write_text(json.dumps({"stage": "ppo", "step": 1, "metrics": metrics}) + "\n")
+        median, sigma = run_lengths(run_dir) or (0.0, 0.0)
+        drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, (400, 128))
+        assert drawn.mean() == pytest.approx(mean, rel=0.03)
+        assert np.median(drawn.max(1)) == pytest.approx(2 * mean, rel=0.1)
+        plan(tmp_path, monkeypatch)
+        found = json.loads(CliRunner().invoke(cli, ["plan", str(QUICKSTART), "--json"]).stdout)["prediction"]
+        taken.append(found["phases"]["generation"])
+    assert taken[1] > 2 * taken[0]
 
 
 def test_auto_takes_the_layout_and_placement_that_are_predicted_to_be_fastest() -> None:

@@ -93,6 +93,9 @@ class Machine(Model):
     end_rate: float | None = Field(
         default=None, gt=0, le=1, description="Of the policy's tokens, how many end a response; null: SFT changes it."
     )
+    responses: tuple[float, float] | None = Field(
+        default=None, description="Median and sigma of log-normal response lengths, where a run of the job tells them."
+    )
 
 
 class Profile(Model):

@@ -123,11 +123,18 @@ def on_inventory(
 
 
 def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
-    """The one given, or the run directory's if it has one. Raises UsageError."""
+    """The one given, or the run directory's if it has one; with the response lengths of the run that is there. Raises
+    UsageError."""
     from dovetail.cli.profile import read_profile
 
     here = run_dir / "profile.json"
-    return read_profile(path or here) if path is not None or here.exists() else None
+    found = read_profile(path or here) if path is not None or here.exists() else None
+    if found is None or found.machine is None:
+        return found
+    from dovetail.local.calibrate.observe import run_lengths
+
+    machine = found.machine.model_copy(update={"responses": run_lengths(run_dir)})
+    return found.model_copy(update={"machine": machine})
 
 
 def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profile_path: Path | None) -> str:

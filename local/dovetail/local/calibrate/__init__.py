@@ -2,6 +2,6 @@
 
 from dovetail.local.calibrate.jobs import Shape, calibration_jobs, variant
 from dovetail.local.calibrate.measure import measure_machine
-from dovetail.local.calibrate.observe import observe
+from dovetail.local.calibrate.observe import observe, run_lengths
 
-__all__ = ["Shape", "calibration_jobs", "measure_machine", "observe", "variant"]
+__all__ = ["Shape", "calibration_jobs", "measure_machine", "observe", "run_lengths", "variant"]

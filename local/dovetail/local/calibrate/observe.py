@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from dovetail.api.plan import Plan, trained_models
@@ -29,6 +32,23 @@ def observe(spec: RLHFJobSpec, plan: Plan, run_dir: Path, skip: int) -> list[Obs
         if row["stage"] == "ppo" and row["step"] > skip:
             found.append(_iteration(placed, layout, run_dir, int(row["step"]), row["metrics"]))
     return found
+
+
+def run_lengths(run_dir: Path) -> tuple[float, float] | None:
+    """Median and sigma of log-normal response lengths with the mean and the longest of a run's iterations; None where
+    there are none."""
+    try:
+        rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+        seen = [row["metrics"] for row in rows if row["stage"] == "ppo"]
+        mean, longest, count = (
+            statistics.median(m[name] for m in seen) for name in ("response_length", "response_length_max", "samples")
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    # The longest of n is about the (1 - 1 / 2n) quantile; ln mean = ln median + sigma^2 / 2.
+    z, gap = NormalDist().inv_cdf(1 - 0.5 / max(1.0, count)), math.log(max(1.0, longest / mean))
+    sigma = z - math.sqrt(max(0.0, z * z - 2 * gap))
+    return mean * math.exp(-sigma * sigma / 2), sigma
 
 
 def _placement(plan: Plan) -> str:

@@ -150,6 +150,7 @@ class Step:
         return (self.stages - 1) * self.both * self.skew
 
 
+@lru_cache(maxsize=32768)
 def training_step(
     shape: ModelShape,
     head: Head,
@@ -160,22 +161,8 @@ def training_step(
     system: System,
     c: Constants,
 ) -> Step:
-    """`trained`: share of the parameters that have gradients (LoRA: few). A backward is twice a forward, with
-    recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
-    return _training_step(shape, head, origin(share), cluster, work, trained, system, c)
-
-
-@lru_cache(maxsize=32768)
-def _training_step(
-    shape: ModelShape,
-    head: Head,
-    share: Share,
-    cluster: Cluster,
-    work: Workload,
-    trained: float,
-    system: System,
-    c: Constants,
-) -> Step:
+    """`share`: at its `origin`. `trained`: share of the parameters that have gradients (LoRA: few). A backward is twice
+    a forward, with recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
     tokens = mean(work.prompt) + mean(work.response)
     mini = min(work.mini_batch, work.batch)
     stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dovetail.api.types import Dtype, LoRA, Parallelism
-from dovetail.planner.iteration.costs import Step, inference_seconds, servers, together, training_step
+from dovetail.planner.iteration.costs import Step, inference_seconds, origin, servers, together, training_step
 from dovetail.planner.iteration.generation import Generated, generate, mean
 from dovetail.planner.iteration.memory import GPUMemory, memory
 from dovetail.planner.iteration.system import DOVETAIL, System
@@ -171,7 +171,7 @@ def _step(task: Task, share: Share, work: Workload, inventory: Inventory, system
     shape, head = work.model(task) or (work.actor, "lm")
     lora = work.actor_lora if task == "actor_training" else work.critic_lora
     part = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
-    return training_step(shape, head, share, inventory[share.pool].cluster, work, part, system, c)
+    return training_step(shape, head, origin(share), inventory[share.pool].cluster, work, part, system, c)
 
 
 def _training(candidate: Candidate, work: Workload, inventory: Inventory, system: System, c: Constants) -> float:

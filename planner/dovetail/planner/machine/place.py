@@ -131,13 +131,16 @@ def _option(
 
 
 def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prompts as long as measured on average; responses as the measured policy ends them, else with a long tail."""
+    """Prompts as long as measured on average; responses as in a run of the job, else as the measured policy ends them,
+    else with a long tail."""
     count, longest = spec.ppo.global_batch_size, spec.generation.max_tokens
     prompts = (min(round(machine.prompt_tokens), spec.data.max_prompt_tokens),) * count
-    if machine.end_rate is None:
-        drawn = Lengths.long_tailed(longest).draw(count, rng)
-    else:
+    if machine.responses is not None:
+        drawn = Lengths(*machine.responses, longest).draw(count, rng)
+    elif machine.end_rate is not None:
         drawn = np.minimum(rng.geometric(machine.end_rate, count), longest)
+    else:
+        drawn = Lengths.long_tailed(longest).draw(count, rng)
     return prompts, tuple(int(n) for n in drawn)
 
 
