@@ -60,7 +60,7 @@ def observed(each: Work, machine: Machine = MACHINE) -> Observed:
     slower = max(1.0, each.ranks * machine.training.cores / machine.cores)
     scoring = max(1.0, each.rollouts * machine.scoring.cores / machine.cores)
     passes = {
-        model: slower * (cost.fixed * each.steps * each.micro_batches + cost.each * sum(each.padded_tokens())) / each.pp
+        model: slower * (cost.fixed * each.steps * each.micro_batches + cost.each * each.tokens) / each.pp
         for model, cost in machine.training.models.items()
     }
     ends = [

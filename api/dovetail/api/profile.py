@@ -74,9 +74,7 @@ class TrainingCosts(Model):
     step: Seconds = Field(description="An optimizer step of all models, beside the passes.")
     exchange: Seconds = Field(description="More of it where ranks add up gradients.")
     message: Seconds = Field(description="Between two pipeline stages.")
-    models: dict[str, Cost] = Field(
-        description="Forward and backward of a micro-batch, and of each of its tokens, padding included."
-    )
+    models: dict[str, Cost] = Field(description="Forward and backward of a micro-batch, and of each of its tokens.")
     cores: float = Field(gt=0)
 
 

@@ -126,7 +126,7 @@ def _scoring(seen: Sequence[Observed], cores: int) -> ScoringCosts:
 def _passes(alone: Sequence[Observed]) -> dict[str, Cost]:
     found = {}
     for model in alone[0].passes:
-        features = [[o.work.steps * o.work.micro_batches, sum(o.work.padded_tokens())] for o in alone]
+        features = [[o.work.steps * o.work.micro_batches, o.work.tokens] for o in alone]
         fixed, each = nonnegative(features, [o.passes[model] for o in alone])
         found[model] = Cost(fixed=fixed, each=each)
     return found
@@ -137,7 +137,7 @@ def _busy(shared: Sequence[Observed], alone: Sequence[Observed], cores: int) -> 
     costs = _passes(alone)
     ratios = []
     for o in shared:
-        count, tokens = o.work.steps * o.work.micro_batches, sum(o.work.padded_tokens())
+        count, tokens = o.work.steps * o.work.micro_batches, o.work.tokens
         expected = sum(costs[m].fixed * count + costs[m].each * tokens for m in o.passes)
         ratios.append(sum(o.passes.values()) / expected / min(1.0, o.work.ranks / cores))
     return max(0.3, float(np.median(ratios)))

@@ -22,24 +22,22 @@ def seconds(work: Work, machine: Machine) -> dict[str, float]:
 def training_seconds(work: Work, machine: Machine) -> float:
     """All optimizer steps but the last one's update, which is part of the weights' phase."""
     costs = machine.training
-    passes = sum(_passes(work, machine, tokens) for tokens in work.padded_tokens())
     exchange = costs.exchange if work.dp > 1 else 0.0
-    return (
-        costs.begin + work.steps * (costs.step + exchange) + passes * slowdown(work.ranks * costs.cores, machine.cores)
-    )
+    passes = _passes(work, machine) * slowdown(work.ranks * costs.cores, machine.cores)
+    return costs.begin + work.steps * (costs.step + exchange) + passes
 
 
-def _passes(work: Work, machine: Machine, tokens: float) -> float:
-    """Of an optimizer step, on a machine without other work. With pipeline stages 1F1B, model by model (Serial), or
-    both together: PUZZLE's equation 1 (TimeSharing), or all but the pipeline's filling hidden (Fused)."""
-    count = work.micro_batches
+def _passes(work: Work, machine: Machine) -> float:
+    """Of all optimizer steps, on a machine without other work. With pipeline stages 1F1B, model by model (Serial), or
+    both together: PUZZLE's equation 1 (TimeSharing), or half of the pipeline's filling hidden too (Fused)."""
+    count = work.steps * work.micro_batches
     stages = []
     for model in work.models:
         cost = machine.training.models[model]
-        stages.append((count * cost.fixed + tokens * cost.each) / work.pp)
+        stages.append((count * cost.fixed + work.tokens * cost.each) / work.pp)
     busy = sum(stages)
     if work.pp == 1:
         return busy
-    fills = {"Serial": busy, "TimeSharing": max(stages)}.get(work.schedule, max(stages) / 2) / count
+    fills = {"Serial": busy, "TimeSharing": max(stages)}.get(work.schedule, max(stages) / 2) / work.micro_batches
     messages = 2 * (work.pp - 1) * count * len(stages) * machine.training.message
     return busy + (work.pp - 1) * fills + messages

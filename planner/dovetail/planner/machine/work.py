@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Work:
@@ -45,18 +43,10 @@ class Work:
         """Of a rank, model and optimizer step."""
         return self.mini_batch // (self.dp * self.micro_batch)
 
-    def padded_tokens(self) -> list[float]:
-        """Of a rank, in each optimizer step: rows of like length share a micro-batch and are padded to its longest,
-        and ranks get equal shares, as far as the longest micro-batch lets them (`dovetail.trainer.batches.split`)."""
-        lengths = np.array(self.prompts) + np.array(self.responses)
-        found = []
-        for epoch in range(self.epochs):
-            order = np.random.default_rng(epoch).permutation(len(lengths))
-            for start in range(0, len(lengths) - self.mini_batch + 1, self.mini_batch):
-                rows = np.sort(lengths[order[start : start + self.mini_batch]])[::-1]
-                widths = self.micro_batch * rows[:: self.micro_batch]
-                found.append(max(float(widths.sum()) / self.dp, float(widths[0])))
-        return found
+    @property
+    def tokens(self) -> float:
+        """Of a rank in all optimizer steps of a model: micro-batches are packed, and ranks get equal shares."""
+        return self.epochs * (sum(self.prompts) + sum(self.responses)) / self.dp
 
 
 def slowdown(busy_cores: float, cores: int) -> float:
