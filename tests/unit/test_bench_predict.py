@@ -1,0 +1,43 @@
+"""The benchmark of predictions: its judgement, and that its jobs are valid."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import bench_predict
+from e2e.settings import Folder
+from test_planner_machine import MACHINE
+
+from dovetail.local.calibrate import variant
+from dovetail.planner.simple import make_plan
+
+
+def line(job: str, predicted: float, measured: float) -> dict[str, object]:
+    seconds = {"predicted": {"seconds": predicted}, "measured": {"seconds": measured}}
+    return {"job": job, **seconds, "error": predicted / measured - 1}
+
+
+def test_what_is_said_of_all_jobs() -> None:
+    first, second, *_ = bench_predict.PLANS
+    lines = [line("a", 1.1, 1.0), line("b", 1.8, 2.0), line(first, 3.0, 3.3), line(second, 3.1, 3.0)]
+    told = bench_predict.judged(lines)
+    assert told["median_error"] == pytest.approx(0.0955, abs=1e-3)
+    assert told["worst_error"] == pytest.approx(0.1)
+    assert told["rank_correlation"] == pytest.approx(0.8)
+    assert (told["chosen"], told["chosen_over_best"]) == (first, pytest.approx(1.1))
+
+
+def test_its_jobs_differ_in_what_they_run(tmp_path: Path) -> None:
+    job = bench_predict.base_job(Folder(tmp_path))
+    jobs = {name: variant(job, shape) for name, shape in {**bench_predict.JOBS, **bench_predict.PLANS}.items()}
+    assert len(bench_predict.JOBS) >= 8
+    for each in jobs.values():
+        make_plan(each.spec)
+        found = bench_predict.predicted(each, MACHINE)
+        assert found["seconds"] == pytest.approx(sum(found[name] for name in bench_predict.PHASES))
+    assert {each.spec.plan.placement for each in jobs.values()} == {"Flattening", "Interleaving", "Separation"}
