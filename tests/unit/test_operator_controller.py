@@ -7,8 +7,10 @@ import json
 
 import pytest
 
+from dovetail.operator import names
 from dovetail.operator.client import KubeError
 from dovetail.operator.controller import Controller
+from dovetail.operator.history import History
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.pace import STATUS_SECONDS, Pace
 from dovetail.operator.planning import read_job
@@ -26,11 +28,17 @@ class Planner:
 
 
 class Coordinators:
+    def __init__(self):
+        self.told = History("secret")
+
     def report(self, key, children, token):
         return None
 
+    def history(self, key):
+        return self.told
+
     def forget(self, key):
-        pass
+        self.told = None
 
 
 class Client:
@@ -151,6 +159,23 @@ def test_a_job_that_changed_meanwhile_is_looked_at_again():
     assert condition(client, "Suspended")["status"] == "True"
 
 
+def test_a_history_that_cannot_be_kept_holds_up_nothing():
+    controller, client = a_controller()
+    asyncio.run(controller.process(KEY))
+    client.refuse["ConfigMap"] = KubeError(403, "exceeded quota")
+    jobset = copy.deepcopy(controller.store.children(KEY).get("JobSet", "demo"))
+    jobset["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    controller.store.put(jobset)
+    word = {"stage": "ppo", "iteration": 4, "metrics": {"reward": 2.0}}
+    ended = {"exitCode": 0, "message": json.dumps(word), "finishedAt": "2026-11-21T12:30:00Z"}
+    labels = jobset["metadata"]["labels"] | {names.ROLE_LABEL: names.COORDINATOR}
+    metadata = {"name": "c", "namespace": "default", "uid": "p", "resourceVersion": "9", "labels": labels}
+    status = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
+    controller.store.put({"kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
+    asyncio.run(controller.process(KEY))
+    assert condition(client, "Completed")["status"] == "True"
+
+
 def test_the_end_is_written_before_anything_is_deleted():
     controller, client = a_controller(failurePolicy={"maxRestarts": 0})
     asyncio.run(controller.process(KEY))
@@ -159,10 +184,15 @@ def test_the_end_is_written_before_anything_is_deleted():
     metadata = {"name": "demo-train-0", "namespace": "default", "uid": "j", "resourceVersion": "9", "labels": labels}
     controller.store.put({"kind": "Job", "metadata": metadata, "spec": {}, "status": {"failed": 1}})
     client.calls.clear()
+    metrics = {"reward": 1.0}
+    controller._coordinators.told.take([{"stage": "ppo", "step": 1, "time": 1.0, "metrics": metrics}])
     asyncio.run(controller.process(KEY))
     assert condition(client, "Failed")["reason"] == "MaxRestartsExceeded"
     calls = [call for call in client.calls if call[0] != "create"]
-    assert calls == [("status", ""), ("delete", "JobSet")]
+    assert calls == [("apply", "ConfigMap"), ("status", ""), ("delete", "JobSet")], "its history before that"
+    kept = controller.store.children(KEY).get("ConfigMap", "demo-history")
+    assert json.loads(kept["data"]["iterations.json"])[0]["metrics"] == metrics
+    assert kept["metadata"]["ownerReferences"][0]["uid"] == client.job["metadata"]["uid"]
     client.calls.clear()
     asyncio.run(controller.process(KEY))
     assert client.calls == [("delete", "JobSet")], "until it is gone"

@@ -12,6 +12,7 @@ from dovetail.api.messages import Span
 from dovetail.operator.api import coordinators
 from dovetail.operator.api.settings import ApiSettings
 from dovetail.operator.client import KubeError
+from dovetail.operator.history import ITERATIONS_KEY, History
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
 
@@ -145,6 +146,24 @@ def test_what_is_known_outlives_the_coordinator(api):
     assert "coordinator does not answer" in live["message"]
     assert live["status"]["state"] == "running", "the last that was heard"
     api.coordinator = type("Closed", (), {"close": lambda self: None})()
+
+
+@pytest.mark.parametrize(("uid", "steps"), [("uid-1", [1, 2]), ("another", [])])
+def test_what_the_operator_kept_of_a_finished_job_is_shown_after_a_restart(tmp_path, monkeypatch, uid, steps):
+    """To a replica that never saw it run; not what an earlier job of this name left."""
+    api, history = Api(tmp_path, monkeypatch, poll_seconds=0.0), History("secret")
+    history.take({"stage": "ppo", "step": step, "time": 1e9, "metrics": {"reward": 0.5}} for step in (1, 2))
+    kept = child("job-history", uid, data={ITERATIONS_KEY: history.text()})
+    api.kube.objects["/api/v1/namespaces/lab/configmaps/job-history"] = kept
+    api.coordinator.close()
+    assert api.get(f"{BASE}/job/iterations").json()["items"] == [], "it still runs"
+    api.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Completed")])
+    found = api.get(f"{BASE}/job/iterations").json()
+    assert [row["step"] for row in found["items"]] == steps
+    assert all(row["metrics"] == {"reward": 0.5} for row in found["items"])
+    assert found["complete"] is False
+    api.coordinator = type("Closed", (), {"close": lambda self: None})()
+    api.close()
 
 
 def test_running_jobs_are_watched_before_anybody_asks(tmp_path, monkeypatch):

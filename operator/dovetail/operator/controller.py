@@ -12,12 +12,13 @@ from typing import Any
 
 from dovetail.api.status import RLHFJobStatus
 from dovetail.api.types import KIND
-from dovetail.operator import names, reasons
-from dovetail.operator.children import Object
+from dovetail.operator import names, progress, reasons
+from dovetail.operator.children import Children, Object, parse_time
 from dovetail.operator.client import Client, KubeError
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.coordinators import Coordinators
 from dovetail.operator.drift import Drift
+from dovetail.operator.history import History, history_config_map, last_row
 from dovetail.operator.log import log
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.mounts import Mounts
@@ -131,6 +132,8 @@ class Controller:
             Seen(document, planned, children, reported, self._settings, mounts, self._drift), self._now()
         )
         if is_over(result.status):
+            if not isinstance(planned, Refused):  # it was not over before
+                await self._keep_history(key, Context(planned[0], uid, planned[1], self._settings), children)
             self._tokens.forget(uid)
             self._coordinators.forget(key)
             await self._report(document, result.status, result.events)
@@ -167,6 +170,17 @@ class Controller:
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
+
+    async def _keep_history(self, key: Key, context: Context, children: Children) -> None:
+        """Of a job that ends, before its status says so; one that cannot be kept holds up nothing."""
+        found = self._coordinators.history(key) or History("")
+        status, at = progress.last_status(children)
+        found.take([last_row(status, (parse_time(at) or self._now()).timestamp())], missing=True)
+        if text := found.text():
+            try:
+                self.store.put(await self._client.apply(history_config_map(context, text)))
+            except KubeError as error:
+                log("history.lost", job="/".join(key), error=str(error))
 
     async def _delete(self, document: Object, result: Result) -> None:
         namespace = document["metadata"]["namespace"]

@@ -12,10 +12,12 @@ import aiohttp
 from dovetail.api.env import COORDINATOR_PORT
 from dovetail.operator import progress
 from dovetail.operator.children import Children, is_over
+from dovetail.operator.history import History
 from dovetail.operator.store import Key
 
 TIMEOUT_SECONDS = 3.0
 AT_A_TIME = 64
+PAGES = 64  # of history in one go
 
 
 @dataclass
@@ -29,7 +31,7 @@ class _Followed:
 
 class Coordinators:
     """By pod address, so that no name service is needed. Each is asked every `seconds`; `changed` is called with the
-    job whose status has something new to tell."""
+    job whose status has something new to tell, once its finished steps have been asked for, too."""
 
     def __init__(
         self, session: aiohttp.ClientSession, seconds: float, changed: Callable[[Key], Awaitable[None]]
@@ -38,6 +40,7 @@ class Coordinators:
         self._seconds = seconds
         self._changed = changed
         self._followed: dict[Key, _Followed] = {}
+        self._histories: dict[Key, History] = {}
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     def report(self, key: Key, children: Children, token: str | None) -> dict[str, Any] | None:
@@ -46,17 +49,25 @@ class Coordinators:
         pod = progress.coordinator_pod(children)
         address = (pod or {}).get("status", {}).get("podIP")
         if pod is None or token is None or not address or is_over(pod) or pod["status"].get("phase") != "Running":
-            self.forget(key)
+            self._stop(key)
             return None
         there = self._followed.get(key)
         if there is not None and there.address == address:
             return there.answer
-        self.forget(key)
+        self._stop(key)
         self._followed[key] = _Followed(address, asyncio.create_task(self._follow(key, address, token)))
         return None
 
+    def history(self, key: Key) -> History | None:
+        """The steps that this job's coordinators have told of, if any."""
+        return self._histories.get(key)
+
     def forget(self, key: Key) -> None:
-        """Ask this job's coordinator no more."""
+        """Ask this job's coordinator no more; its steps are forgotten."""
+        self._stop(key)
+        self._histories.pop(key, None)
+
+    def _stop(self, key: Key) -> None:
         there = self._followed.pop(key, None)
         if there is not None:
             there.task.cancel()
@@ -65,7 +76,7 @@ class Coordinators:
         """Ask nobody any more."""
         tasks = [there.task for there in self._followed.values()]
         for key in list(self._followed):
-            self.forget(key)
+            self._stop(key)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, key: Key, address: str, token: str) -> None:
@@ -73,25 +84,48 @@ class Coordinators:
         while True:
             async with self._slots:
                 answer = await self._ask(address, token)
+                told = progress.fields(answer or {}), progress.plan_problem(answer or {})
+                news = answer is not None and told != known
+                if news:
+                    await self._catch_up(key, address, token)
             self._followed[key].answer = answer
-            told = progress.fields(answer or {}), progress.plan_problem(answer or {})
-            if answer is not None and told != known:
+            if news:
                 known = told
                 await self._changed(key)
             await asyncio.sleep(self._seconds)
 
+    async def _catch_up(self, key: Key, address: str, token: str) -> None:
+        """Take the steps since the last time."""
+        history = self._histories.get(key)
+        if history is None or history.token != token:  # of an earlier job with this name
+            history = self._histories[key] = History(token)
+        for _ in range(PAGES):
+            page = await self._get(address, token, f"/v1/history?offset={history.offset}") or {}
+            rows, offset = page.get("rows"), page.get("offset")
+            if not isinstance(rows, list) or not isinstance(offset, int) or offset <= history.offset:
+                return
+            history.take(rows)
+            history.offset = offset
+
     async def _ask(self, address: str, token: str) -> dict[str, Any] | None:
+        document = await self._get(address, token, "/v1/status")
+        try:  # what cannot be read counts as no answer
+            progress.fields(document or {})
+            progress.plan_problem(document or {})
+        except (TypeError, ValueError, AttributeError):
+            return None
+        return document
+
+    async def _get(self, address: str, token: str, path: str) -> dict[str, Any] | None:
+        """The JSON object there; None without a good answer."""
         host = f"[{address}]" if ":" in address else address
         try:
             async with self._session.get(
-                f"http://{host}:{COORDINATOR_PORT}/v1/status",
+                f"http://{host}:{COORDINATOR_PORT}{path}",
                 headers={"Authorization": f"Bearer {token}"},
                 timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
             ) as reply:
                 document = await reply.json() if reply.status == 200 else None
-            # What cannot be read counts as no answer.
-            progress.fields(document or {})
-            progress.plan_problem(document or {})
-        except (aiohttp.ClientError, OSError, TimeoutError, TypeError, ValueError, AttributeError):
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
         return document if isinstance(document, dict) else None

@@ -32,6 +32,11 @@ def plan_config_map(job: str) -> str:
     return f"{job}-plan"
 
 
+def history_config_map(job: str) -> str:
+    """The ConfigMap with what stays of a finished job's iterations."""
+    return f"{job}-history"
+
+
 def token_secret(job: str) -> str:
     """The Secret with the token that every HTTP route between the job's pods asks for."""
     return f"{job}-token"

@@ -57,8 +57,8 @@ def coordinator_pod(children: Children) -> Object | None:
     return max(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", "")), default=None)
 
 
-def last_word(children: Children) -> dict[str, Any]:
-    """The figures that a coordinator left when it ended well."""
+def last_status(children: Children) -> tuple[dict[str, Any], str]:
+    """The status that a coordinator left when it ended well, and when that was; else nothing."""
     pod = coordinator_pod(children) or {}
     for container in pod.get("status", {}).get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated") or {}
@@ -66,6 +66,11 @@ def last_word(children: Children) -> dict[str, Any]:
             try:
                 document = json.loads(ended.get("message") or "")
             except ValueError:
-                return {}
-            return fields(document) if isinstance(document, dict) else {}
-    return {}
+                return {}, ""
+            return (document, str(ended.get("finishedAt") or "")) if isinstance(document, dict) else ({}, "")
+    return {}, ""
+
+
+def last_word(children: Children) -> dict[str, Any]:
+    """The figures that a coordinator left when it ended well."""
+    return fields(last_status(children)[0])

@@ -15,10 +15,11 @@ from typing import Any
 import aiohttp
 
 from dovetail.operator import names
+from dovetail.operator.api import view
 from dovetail.operator.api.kube import Kube, Object, core_path, get
 from dovetail.operator.api.models import Iteration, Live
-from dovetail.operator.api.view import owned_by
 from dovetail.operator.client import KubeError
+from dovetail.operator.history import ITERATIONS_KEY
 
 # A coordinator that is gone is answered for from memory, of which a row takes up to 3 KB.
 REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
@@ -77,6 +78,8 @@ class Coordinators:
                     await self._ask(job, found)
                 except (Unreachable, KubeError) as error:
                     found.live = Live(reachable=False, message=str(error), status=found.live.status)
+                    if not found.rows and view.state_of(view.status_of(job)) in view.TERMINAL:
+                        found.rows = await self._kept(job)
                 found.asked = self._clock()
         self._forget()
         return found
@@ -104,6 +107,16 @@ class Coordinators:
             found.offset = offset
         found.live = Live(reachable=True, status=status)
 
+    async def _kept(self, job: Object) -> list[Iteration]:
+        """What the operator kept of a job that is over."""
+        namespace, name = job["metadata"]["namespace"], names.history_config_map(job["metadata"]["name"])
+        try:
+            found = await get(self._kube, core_path(namespace, "configmaps", name))
+            rows = json.loads(found["data"][ITERATIONS_KEY]) if view.owned_by(job, found) else []
+        except (KubeError, KeyError, TypeError, ValueError):
+            return []
+        return [row for item in rows if (row := _row(item)) is not None]
+
     async def _token(self, job: Object) -> str:
         name = names.token_secret(job["metadata"]["name"])
         try:
@@ -112,7 +125,7 @@ class Coordinators:
             if error.status == 404:
                 raise Unreachable("the job has not started yet") from error
             raise
-        if not owned_by(job, secret):
+        if not view.owned_by(job, secret):
             raise Unreachable(f"the Secret {name} is not this job's")
         try:
             return base64.b64decode(secret["data"][names.TOKEN_KEY], validate=True).decode()

@@ -1,0 +1,83 @@
+"""What stays of a job's curves when its coordinator is gone: a bounded number of its finished steps. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dovetail.api.types import Stage
+from dovetail.operator import names
+from dovetail.operator.render.context import Context, Object
+
+# At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
+MOST_ROWS = 100
+MOST_METRICS = 20
+ITERATIONS_KEY = "iterations.json"
+# What the curves and the timeline show. `seconds_*`: where an iteration's time went.
+KEPT = {"loss", "accuracy", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
+KEPT |= {"samples_per_second", "iteration_seconds"}
+_STAGES = {stage.value for stage in Stage}
+
+
+class History:
+    """Of one job, whose coordinator knows `token`. `offset`: where its rows go on."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self.offset = 0
+        self._rows: dict[tuple[str, int], str] = {}  # lines of JSON: a tenth of what objects take
+
+    def take(self, rows: Iterable[Any], *, missing: bool = False) -> None:
+        """Rows of history.jsonl, in order; `missing`: only those that are not here. Of a step that was replayed the
+        last counts; what is no row is passed over. With too many, every second goes: older ones are wider apart then.
+        """
+        for item in rows:
+            row = _row(item)
+            if row is None:
+                continue
+            place = row["stage"], row["step"]
+            if missing and place in self._rows:
+                continue
+            self._rows.pop(place, None)
+            self._rows[place] = json.dumps(row, separators=(",", ":"))
+            if len(self._rows) > MOST_ROWS:
+                for key in list(self._rows)[1:-1:2]:
+                    del self._rows[key]
+
+    def text(self) -> str:
+        """A JSON list; empty text without rows."""
+        return f"[{','.join(self._rows.values())}]" if self._rows else ""
+
+
+def _row(item: Any) -> dict[str, Any] | None:
+    try:
+        stage, step, time = str(item["stage"]), int(item["step"]), round(float(item["time"]), 1)
+        metrics = {
+            name: float(f"{value:.6g}")
+            for name, value in item["metrics"].items()
+            if (name in KEPT or name.startswith("seconds_")) and isinstance(value, int | float) and math.isfinite(value)
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    if stage not in _STAGES or not math.isfinite(time):
+        return None
+    return {"stage": stage, "step": step, "time": time, "metrics": dict(list(metrics.items())[:MOST_METRICS])}
+
+
+def last_row(document: Mapping[str, Any], time: float) -> dict[str, Any]:
+    """The last step that a coordinator's status tells of, as a row; it may be none."""
+    ppo = document.get("stage") == Stage.PPO.value
+    step = document.get("iteration" if ppo else "step")
+    return {"stage": document.get("stage"), "step": step, "time": time, "metrics": document.get("metrics")}
+
+
+def history_config_map(context: Context, text: str) -> Object:
+    """Written once, when the job ends; the status API shows it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": context.metadata(names.history_config_map(context.name), "history"),
+        "data": {ITERATIONS_KEY: text},
+    }
