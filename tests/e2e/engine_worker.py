@@ -83,7 +83,7 @@ def micro_batches(head: str, step: int, dp_rank: int, dp_size: int) -> list[Micr
 def micro_batch(head: str, tokens: torch.Tensor, lengths: torch.Tensor, total: int) -> MicroBatch:
     """A cross entropy or squared error, divided by `total` sequences."""
     # A sequence's last token predicts nothing.
-    read = torch.arange(tokens.shape[1])[None] < lengths[:, None] - (head == "lm")
+    read = torch.arange(tokens.shape[1])[None] < lengths[:, None] - int(head == "lm")
     packed = Sequences(tokens, lengths).pack(range(len(tokens)), read)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
