@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from bench_interstage_paper import MODELS, profile
-from interstage.stage import Measured, alike, decided, emulated, instances, learn, lengths_of, measure, memory
+from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
 from dovetail.coordinator.samples import NewSample
 from dovetail.planner.interstage import Decision, Prediction, StageProfile, ThresholdController, scan
@@ -58,12 +58,16 @@ def device(share: float, slow: float, lengths: Sequence[int], count: int) -> Sta
     return replace(found, inference_seconds_per_token=factor * found.inference_seconds_per_token)
 
 
-def choice(count: int, size: int, device: StageProfile, seeds: int) -> Decision:
+def choice(count: int, size: int, device: StageProfile, seeds: int) -> Rule:
     """What the controller decides after some iterations of other samples."""
     controller = ThresholdController("Auto", MAX_TOKENS)
     for iteration in range(LEARNT):
         controller.observe(lengths_of(size, MAX_TOKENS, seeds + iteration))
-    return controller.decide([PROMPT] * size, [device] * count)
+    return rule_of(controller.decide([PROMPT] * size, [device] * count))
+
+
+def rule_of(decision: Decision) -> Rule:
+    return decision.threshold, decision.roomy
 
 
 @dataclass(frozen=True)
@@ -82,56 +86,63 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
     with tempfile.TemporaryDirectory() as folder, memory(Path(folder), MAX_TOKENS, one.max_samples) as fusion:
         known = one
 
-        def stage(ports: Sequence[int], lengths: Sequence[int], threshold: int | None) -> Stage:
+        def stage(ports: Sequence[int], lengths: Sequence[int], rule: Rule) -> Stage:
             nonlocal known
-            predicted = scan(lengths, [PROMPT] * size, [known] * count, [threshold], MAX_TOKENS)[0]
-            decision = decided(threshold, predicted)
+            predicted = scan(lengths, [PROMPT] * size, [known] * count, [rule[0]], MAX_TOKENS, roomy=[rule[1]])[0]
+            decision = decided(rule, predicted)
             found = asyncio.run(measure(emulated(ports), alike(size, PROMPT), known, decision, MAX_TOKENS, lengths))
             known = learn(fusion, found)
             return Stage(found, predicted)
 
         # A job's first two iterations.
         with instances(one, count, draws[-1], PROMPT) as ports:
-            stage(ports, draws[-1], None)
-            stage(ports, draws[-1], size // 5)
-        chosen = choice(count, size, known, seeds).threshold
-        thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
-        if chosen not in thresholds:
-            thresholds.append(chosen)
+            stage(ports, draws[-1], (None, False))
+            stage(ports, draws[-1], (size // 5, False))
+        chosen = choice(count, size, known, seeds)
+        # The paper's rule for destinations.
+        rules = swept(fractions, size, False)
+        if chosen not in rules:
+            rules.append(chosen)
         stages: list[list[Stage]] = []
         for lengths in draws[:-1]:
             with instances(one, count, lengths, PROMPT) as ports:
-                stages.append([stage(ports, lengths, threshold) for threshold in thresholds])
-    return report("emulated", count, thresholds, size, stages, chosen)
+                stages.append([stage(ports, lengths, rule) for rule in rules])
+    return report("emulated", count, rules, size, stages, chosen)
+
+
+def swept(fractions: Sequence[float], size: int, roomy: bool) -> list[Rule]:
+    """Off, then these thresholds."""
+    return [(None, False), *((t, roomy and t > 0) for t in dict.fromkeys(int(f * size) for f in fractions))]
 
 
 def report(
     kind: str,
     count: int,
-    thresholds: Sequence[int | None],
+    rules: Sequence[Rule],
     size: int,
     stages: Sequence[Sequence[Stage]],
-    chosen: int | None,
+    chosen: Rule,
 ) -> list[dict[str, Any]]:
-    """Print and return the lines. `stages`: a row a draw, a column a threshold, the serial one first."""
+    """Print and return the lines. `stages`: a row a draw, a column a rule, the serial one first."""
     lines = []
     serial = [row[0] for row in stages]
-    for threshold, *column in zip(thresholds, *stages, strict=True):
-        lines.append({"measurement": f"interstage {kind}", "instances": count} | means(threshold, size, column, serial))
+    for rule, *column in zip(rules, *stages, strict=True):
+        lines.append({"measurement": f"interstage {kind}", "instances": count} | means(rule, size, column, serial))
         print(json.dumps(lines[-1]), flush=True)
     lines.append(conclusion(kind, lines, chosen) | {"instances": count, "draws": len(stages)})
     print(json.dumps(lines[-1]), flush=True)
     return lines
 
 
-def means(threshold: int | None, size: int, stages: Sequence[Stage], serial: Sequence[Stage]) -> dict[str, Any]:
+def means(rule: Rule, size: int, stages: Sequence[Stage], serial: Sequence[Stage]) -> dict[str, Any]:
     """A line's figures."""
-    mean = statistics.fmean
+    mean, threshold = statistics.fmean, rule[0]
     alone, seconds = mean(s.found.seconds for s in serial), mean(s.found.seconds for s in stages)
     expected = mean(s.predicted.fused_seconds for s in stages)
     return {
         "threshold": threshold,
         "fraction": None if threshold is None else round(threshold / size, 3),
+        "roomy": rule[1],
         "serial_seconds": round(alone, 3),
         "fused_seconds": round(seconds, 3),
         "generation_seconds": round(mean(s.found.generation for s in stages), 3),
@@ -143,15 +154,16 @@ def means(threshold: int | None, size: int, stages: Sequence[Stage], serial: Seq
     }
 
 
-def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: int | None) -> dict[str, Any]:
+def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: Rule) -> dict[str, Any]:
     best = max(lines, key=lambda line: line["speedup"])
-    ours = next(line for line in lines if line["threshold"] == chosen)
+    ours = next(line for line in lines if (line["threshold"], line["roomy"]) == chosen)
     off = [abs(line["predicted_seconds"] / line["fused_seconds"] - 1) for line in lines if "predicted_seconds" in line]
     return {
         "measurement": f"interstage {kind} choice",
         "best_threshold": best["threshold"],
         "best_speedup": best["speedup"],
-        "chosen_threshold": chosen,
+        "chosen_threshold": chosen[0],
+        "chosen_roomy": chosen[1],
         "chosen_speedup": ours["speedup"],
         "chosen_gap_share": ours.get("gap_share"),
         "chosen_over_best_seconds": round(ours["fused_seconds"] / best["fused_seconds"], 4),
@@ -169,7 +181,8 @@ def real(fractions: Sequence[float], rounds: int, count: int = 2) -> None:
 
     settings = Settings()
     size = settings.batch
-    thresholds: list[int | None] = [None, *dict.fromkeys(int(f * size) for f in fractions)]
+    # As a fraction pinned in the manifest: destinations take what they have room for.
+    rules = swept(fractions, size, True)
     controller = ThresholdController("Auto", settings.max_new_tokens)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -183,29 +196,30 @@ def real(fractions: Sequence[float], rounds: int, count: int = 2) -> None:
         fusion = stack.enter_context(memory(folder / "memory", settings.max_new_tokens, size))
         known = fusion.measured("g").profile()
 
-        def stage(threshold: int | None, number: int, responses: Sequence[int] | None) -> Stage:
+        def stage(rule: Rule, number: int, responses: Sequence[int] | None) -> Stage:
             nonlocal known
             samples = [NewSample(i, 0, prompt, 1000 * number + i) for i, prompt in enumerate(prompts)]
-            expected = scan(responses or [1] * size, lengths, [known] * count, [threshold], settings.max_new_tokens)[0]
-            decision = decided(threshold, expected)
+            likely, most = responses or [1] * size, settings.max_new_tokens
+            expected = scan(likely, lengths, [known] * count, [rule[0]], most, roomy=[rule[1]])[0]
+            decision = decided(rule, expected)
             found = asyncio.run(measure(places, samples, known, decision, settings.max_new_tokens, responses, TOKEN))
             known = learn(fusion, found)
             return Stage(found, expected)
 
         stages: list[list[Stage]] = []
-        chosen: int | None = None
+        chosen: Rule = (None, False)
         for number in range(rounds + 1):
             # Whoever is first finds the caches cold: its responses are learnt from, and it is not counted.
-            responses = stage(size // 5, number, None).found.lengths
+            responses = stage((size // 5, True), number, None).found.lengths
             if number == 1:
-                chosen = controller.decide(lengths, [known] * count).threshold
-                if chosen not in thresholds:
-                    thresholds.append(chosen)
+                chosen = rule_of(controller.decide(lengths, [known] * count))
+                if chosen not in rules:
+                    rules.append(chosen)
             controller.observe(responses)
-            row = [stage(threshold, number, responses) for threshold in thresholds]
+            row = [stage(rule, number, responses) for rule in rules]
             if number:
                 stages.append(row)
-    report("real", count, thresholds, size, stages, chosen)
+    report("real", count, rules, size, stages, chosen)
 
 
 def main(argv: list[str] | None = None) -> int:

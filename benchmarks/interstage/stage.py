@@ -49,8 +49,13 @@ def instances(profile: StageProfile, count: int, lengths: Sequence[int], prompt:
         process.kill()
 
 
-def decided(threshold: int | None, prediction: Prediction) -> Decision:
-    return Decision(threshold, None, "pinned", prediction, prediction.serial_seconds, prediction.fused_seconds, {})
+# A threshold, and whether destinations take what they have room for (`StageProfile.roomy`).
+Rule = tuple[int | None, bool]
+
+
+def decided(rule: Rule, prediction: Prediction) -> Decision:
+    expected = prediction.serial_seconds, prediction.fused_seconds
+    return Decision(rule[0], None, "pinned", prediction, *expected, {}, rule[1])
 
 
 @dataclass(frozen=True)

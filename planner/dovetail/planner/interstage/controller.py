@@ -17,7 +17,7 @@ SCANNED = tuple(k / 100 for k in range(5, 100, 5))
 # A new choice must beat the one in use by this share of the stage, and fusion at all must save it.
 HYSTERESIS = 0.01
 # Random draws of the lengths that a choice is averaged over; fewer of larger batches: at most so many samples in all.
-DRAWS = 4
+DRAWS = 8
 DRAWN_SAMPLES = 2048
 
 # A fraction of the batch (None: off), and whether destinations take what they have room for.
