@@ -38,10 +38,11 @@ from operator_scale.stage import claim, cpu, manifest, pod_template, stage
 
 from dovetail.api.manifest import parse
 from dovetail.api.resolve import resolve
+from dovetail.api.types import KIND
 from dovetail.operator.client import Client, KubeError, connect
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import jobset
-from dovetail.operator.resources import BY_KIND, RLHFJOB
+from dovetail.operator.resources import BY_KIND
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
 from helpers.cluster import KubeCluster, wait_for
@@ -49,6 +50,7 @@ from helpers.operator_process import OperatorProcess, install, kubeconfig, opera
 
 ALONE, OPERATED = "alone", "operated"
 DEADLINE = 900.0
+POLL_SECONDS, LIST_SECONDS = 0.5, 5.0  # a look takes the API server time as well
 AT_A_TIME = 16
 PODS, JOBS_OF_A_JOB = 4, 4
 
@@ -215,7 +217,7 @@ async def timed(
         missing = dict(wanted)
         while missing:
             assert time.monotonic() - began < DEADLINE, f"not within {DEADLINE:.0f} s: {missing}"
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(POLL_SECONDS)
             look()
             there = await counts(client, namespace, *missing)
             now = round(time.monotonic() - began, 2)
@@ -235,27 +237,29 @@ async def until(what: str, check: Callable[[], Awaitable[bool]], look: Callable[
     began = time.monotonic()
     while not await check():
         assert time.monotonic() - began < DEADLINE, f"{what}: not within {DEADLINE:.0f} s"
-        await asyncio.sleep(2)
+        await asyncio.sleep(LIST_SECONDS)
         look()
+
+
+async def everything(kind: str, namespace: str) -> list[dict[str, Any]]:
+    """All of a kind, as the API server's cache has it."""
+    api = await connect()
+    try:
+        page = await Client(api)._call("GET", BY_KIND[kind].path(namespace), {"resourceVersion": "0"})
+    finally:
+        await api.close()
+    return list(page["items"])
 
 
 async def ready(jobs: int) -> bool:
     """Whether the JobSets made by hand say so of all their Jobs."""
-    api = await connect()
-    try:
-        found = await Client(api).list(BY_KIND["JobSet"], ALONE)
-    finally:
-        await api.close()
+    found = await everything("JobSet", ALONE)
     parts = [part for jobset in found for part in jobset.get("status", {}).get("replicatedJobsStatus") or []]
     return sum(part["ready"] for part in parts) == jobs * JOBS_OF_A_JOB
 
 
 async def running(jobs: int) -> bool:
-    api = await connect()
-    try:
-        found = await Client(api).list(RLHFJOB, OPERATED)
-    finally:
-        await api.close()
+    found = await everything(KIND, OPERATED)
     states = [{c["type"]: c["status"] for c in job.get("status", {}).get("conditions", [])} for job in found]
     return sum(s.get("Running") == "True" for s in states) == jobs
 

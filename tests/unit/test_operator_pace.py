@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.operator import reasons
-from dovetail.operator.pace import STATUS_SECONDS, Pace
+from dovetail.operator.pace import STARTING_SECONDS, STATUS_SECONDS, Pace
 
 KEY = ("team-a", "demo")
 
@@ -29,23 +29,33 @@ def pace(clock):
 
 
 def test_pods_that_start_wait_for_their_turn(pace, clock):
-    for wanted in (status(reasons.ALL_READY), STARTING | {"iteration": 3}):
-        assert pace.wait(KEY, STARTING, wanted) == STATUS_SECONDS
+    assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
+    assert pace.wait(KEY, STARTING, status(reasons.STARTING, groups=[])) == STARTING_SECONDS
     clock[0] += STATUS_SECONDS
     assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
+    assert pace.wait(KEY, status(reasons.ALL_READY), status(reasons.ALL_READY, iteration=3)) == 0
+    assert pace.wait(KEY, STARTING, status(reasons.STARTING, groups=[])) == STARTING_SECONDS - STATUS_SECONDS
+
+
+def test_a_new_job_that_starts_well_has_no_status_for_a_moment(clock):
+    pace = Pace(lambda: clock[0])
+    assert pace.wait(KEY, {}, STARTING) == STATUS_SECONDS
+    clock[0] += STATUS_SECONDS
+    assert pace.wait(KEY, {}, STARTING) == 0
 
 
 @pytest.mark.parametrize(
     ("known", "wanted"),
     [
-        ({}, STARTING),
+        ({}, status(reasons.INFEASIBLE, "Planned")),
+        ({}, status(reasons.SUSPENDED, "Suspended")),
         (STARTING, status(reasons.ALL_READY, generation=2)),
         (STARTING, status(reasons.OUT_OF_MEMORY)),
         (status(reasons.UNSCHEDULABLE), STARTING),
         (STARTING, status(reasons.COMPLETED, "Completed")),
         (status(reasons.SUSPENDED, "Suspended"), status(reasons.NOT_SUSPENDED, "Suspended")),
     ],
-    ids=["first", "new generation", "trouble", "trouble over", "end", "resumed"],
+    ids=["no plan", "suspended", "new generation", "trouble", "trouble over", "end", "resumed"],
 )
 def test_what_is_urgent_is_written_at_once(pace, known, wanted):
     if "Completed" in str(wanted):
@@ -53,7 +63,9 @@ def test_what_is_urgent_is_written_at_once(pace, known, wanted):
     assert pace.wait(KEY, known, wanted) == 0
 
 
-def test_other_jobs_and_forgotten_ones_do_not_wait(pace):
-    assert pace.wait(("team-b", "demo"), STARTING, status(reasons.ALL_READY)) == 0
-    pace.forget(KEY)
+def test_jobs_wait_each_for_itself(pace, clock):
+    clock[0] += STATUS_SECONDS
     assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
+    assert pace.wait(("team-b", "demo"), STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
+    pace.forget(KEY)
+    assert pace.wait(KEY, {}, STARTING) == STATUS_SECONDS, "another one of that name"

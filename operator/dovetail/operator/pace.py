@@ -8,9 +8,13 @@ from typing import Any
 from dovetail.operator import reasons
 from dovetail.operator.store import Key
 
-# Pods of one job become ready one by one within a moment: their job's status need not follow each.
+# The API server works longer on a status than on most objects of a job, as its rules are checked anew, and pods of one
+# job become ready one by one within a moment: the status need not follow each.
 STATUS_SECONDS = 2.0
-CALM = {reasons.CREATING, reasons.STARTING, reasons.ALL_SCHEDULED, reasons.ALL_READY}
+STARTING_SECONDS = 10.0
+STARTING = {reasons.CREATING, reasons.STARTING}
+CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, reasons.NOT_SUSPENDED}
+CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS}
 
 
 class Pace:
@@ -21,13 +25,15 @@ class Pace:
         self._wrote: dict[Key, float] = {}
 
     def wait(self, key: Key, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
-        """Seconds until the status that is wanted may be written over the known one: 0 for a job's first, for that of a
-        new generation, and for every condition that changes otherwise than as pods start."""
-        same = known.get("observedGeneration") == wanted.get("observedGeneration")
-        if not same or not _changed(known, wanted) <= CALM:
+        """Seconds until the status that is wanted may be written over the known one: 0 for that of a new generation,
+        and for every condition that changes otherwise than as a job starts well. A new job waits from the first call.
+        """
+        fresh = known and known.get("observedGeneration") != wanted.get("observedGeneration")
+        if fresh or not _changed(known, wanted) <= CALM:
             return 0.0
-        last = self._wrote.get(key)
-        return 0.0 if last is None else max(0.0, last + STATUS_SECONDS - self._clock())
+        starting = known and any(c["type"] == "Running" and c["reason"] in STARTING for c in wanted["conditions"])
+        due = self._wrote.setdefault(key, self._clock()) + (STARTING_SECONDS if starting else STATUS_SECONDS)
+        return max(0.0, due - self._clock())
 
     def wrote(self, key: Key) -> None:
         self._wrote[key] = self._clock()
