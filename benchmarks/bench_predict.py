@@ -1,10 +1,10 @@
 """Whole PPO iterations on this machine, predicted and measured.
 
-    python benchmarks/bench_predict.py [--iterations 5] [--runs FOLDER] [--json FILE]
+    python benchmarks/bench_predict.py [--iterations 3] [--runs FOLDER] [--json FILE]
 
 First the machine is measured as `dovetail profile --iterations` does it: four short jobs of one model. Then jobs of
 other sizes, placements and schedules are predicted with what these told, and run: one set of constants, nothing of a
-job that is predicted is used. Seconds are medians over its iterations after the first two. At last, one job's possible
+job that is predicted is used. Seconds are medians over its iterations after the first ones. At last, one job's possible
 plans: whether the one that is predicted to be the fastest is. The model ends a response with probability 1/32 a token
 (e2e/model.py). With --runs, run directories are kept, and those that are there already are read instead of run."""
 
@@ -27,8 +27,7 @@ from e2e.settings import Folder, Settings
 from dovetail.api.plan import trained_models
 from dovetail.api.profile import Machine
 from dovetail.api.types import RLHFJob
-from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant
-from dovetail.local.calibrate.jobs import WARMUP
+from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant, warmup
 from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
 from dovetail.planner.machine import Observed, fit
@@ -46,14 +45,11 @@ PLANS = {
     "interleaving, dp 2": replace(JOB, placement="Interleaving"),
 }
 JOBS = {
-    "long responses": Shape(32, 16, 4, 160, trainers=2, rollouts=2),
+    "long responses": Shape(32, 16, 4, 128, trainers=2, rollouts=2),
     "one trainer": Shape(32, 8, 2, 64, trainers=1, rollouts=2),
-    "one rollout": Shape(16, 16, 1, 128, trainers=2, rollouts=1, fusion=0.0),
+    "one rollout, two epochs": Shape(32, 16, 2, 64, epochs=2, trainers=2, rollouts=1, fusion=0.0),
     "flattening": Shape(64, 32, 8, 64, trainers=2, rollouts=2, placement="Flattening", fusion=0.0),
-    "flattening, one pod": Shape(32, 16, 2, 128, placement="Flattening"),
-    "interleaving, two epochs": Shape(32, 16, 4, 48, epochs=2, trainers=2, rollouts=2, placement="Interleaving"),
     "pipeline, serial": Shape(32, 16, 2, 32, trainers=2, rollouts=2, pp=2, schedule="Serial"),
-    "pipeline, fused": Shape(64, 32, 4, 96, trainers=2, rollouts=2, pp=2, fusion="Auto"),
 }
 
 
@@ -68,7 +64,7 @@ def base_job(folder: Folder) -> RLHFJob:
 def measured(job: RLHFJob, run_dir: Path) -> list[Observed]:
     """Runs the job unless it is there. Raises RunError."""
     plan = make_plan(job.spec) if (run_dir / "summary.json").exists() else run_one(job, run_dir)
-    return observe(job.spec, plan, run_dir, WARMUP)
+    return observe(job.spec, plan, run_dir, warmup(job.spec))
 
 
 def medians(seen: Sequence[Observed]) -> dict[str, float]:
@@ -110,12 +106,10 @@ def show(lines: list[dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """0 if predictions are as good as promised, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=5, help="of a job, with two that are not measured")
+    parser.add_argument("--iterations", type=int, default=3, help="of a job that are measured")
     parser.add_argument("--runs", type=Path, help="keep run directories here, and read those that are there")
     parser.add_argument("--json", type=Path, help="also append the JSON lines to this file")
     options = parser.parse_args(argv)
-    if options.iterations <= WARMUP:
-        parser.error(f"--iterations must be above {WARMUP}")
     from e2e.model import make_models
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -125,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
             make_models(folder, replace(BASE, batch=64))
         job = base_job(folder)
         seen = []
-        for number, each in enumerate(calibration_jobs(job, LAYERS, options.iterations)):
+        for number, each in enumerate(calibration_jobs(job, LAYERS)):
             seen += measured(each, work / f"calibration-{number}")
         machine = fit(seen, cores(), end_rate(seen))
         print(machine.model_dump_json())

@@ -20,7 +20,7 @@ MACHINE = Machine(
     generation=GenerationCosts(begin=0.02, sample=0.004, step=0.006, token=0.0004, cores=1.4),
     scoring=ScoringCosts(
         begin=0.02,
-        chunk={"reference": 0.008, "reward": 0.008, "critic": 0.008},
+        chunk=0.02,
         token={"reference": 1e-4, "reward": 1e-4, "critic": 1e-4},
         cores=1.2,
     ),
@@ -134,7 +134,7 @@ def test_no_stage_beats_its_cores(
     generation, scoring = machine.generation, machine.scoring
     tokens = sum(lengths) + sum(each.prompts)
     least = generation.cores * sum(lengths) * generation.token + scoring.cores * (
-        chunk_seconds(machine, ALL, tokens) - sum(scoring.chunk.values())
+        chunk_seconds(machine, ALL, tokens) - scoring.chunk
     )
     assert stage.end >= least / cores
     assert stage.end >= stage.generated >= max(lengths) * generation.step

@@ -62,7 +62,7 @@ class ScoringCosts(Model):
     """Of a scorer that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase, once nothing is left to generate.")
-    chunk: dict[str, Seconds] = Field(description="Samples scored together, by model.")
+    chunk: Seconds = Field(description="Samples scored together, whatever the models.")
     token: dict[str, Seconds] = Field(description="Of prompt or response, by model.")
     cores: float = Field(gt=0)
 
@@ -73,7 +73,7 @@ class TrainingCosts(Model):
     begin: Seconds = Field(description="Of the phase.")
     step: Seconds = Field(description="An optimizer step of all models, beside the passes.")
     exchange: Seconds = Field(description="More of it where ranks add up gradients.")
-    message: Seconds = Field(description="Between two pipeline stages.")
+    message: Seconds = Field(description="Between two pipeline stages, where nothing hides it.")
     models: dict[str, Cost] = Field(description="Forward and backward of a micro-batch, and of each of its tokens.")
     cores: float = Field(gt=0)
 

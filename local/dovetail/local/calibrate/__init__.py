@@ -1,7 +1,7 @@
 """Whole iterations of a job's models in a few shapes, run on this machine to learn what they cost."""
 
-from dovetail.local.calibrate.jobs import Shape, calibration_jobs, variant
+from dovetail.local.calibrate.jobs import Shape, calibration_jobs, variant, warmup
 from dovetail.local.calibrate.measure import measure_machine
 from dovetail.local.calibrate.observe import observe, run_lengths
 
-__all__ = ["Shape", "calibration_jobs", "measure_machine", "observe", "run_lengths", "variant"]
+__all__ = ["Shape", "calibration_jobs", "measure_machine", "observe", "run_lengths", "variant", "warmup"]

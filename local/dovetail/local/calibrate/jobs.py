@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dovetail.api.types import RLHFJob, Role, Stage
+from dovetail.api.types import RLHFJob, RLHFJobSpec, Role, Stage
 
+# Measured, after those that are not.
+ITERATIONS = 4
 WARMUP = 2
-ITERATIONS = 6
+# With pipeline stages a search of schedules runs beside the second, third and fifth iteration.
+SEARCHES = 5
 # No checkpoint takes an iteration's batch away before it is read.
 NEVER = 1_000_000
 
@@ -39,16 +42,16 @@ class Shape:
         ]
 
 
-def variant(job: RLHFJob, shape: Shape, iterations: int = WARMUP + ITERATIONS) -> RLHFJob:
+def variant(job: RLHFJob, shape: Shape, iterations: int = ITERATIONS) -> RLHFJob:
     """The job with another shape, from its untrained models: no SFT, and one step of the reward model if it trains
-    one."""
+    one. `iterations`: that are measured."""
     document = job.model_dump(mode="json", by_alias=True)
     spec = document["spec"]
     spec["stages"] = [s for s in spec["stages"] if s != Stage.SFT.value]
     pp = shape.pp
     layout = {"pp": pp, "tp": 1, "dp": shape.trainers // pp}
     spec["ppo"] |= {
-        "iterations": iterations,
+        "iterations": iterations + (SEARCHES if pp > 1 else WARMUP),
         "globalBatchSize": shape.batch,
         "miniBatchSize": shape.mini_batch,
         "microBatchSize": shape.micro_batch,
@@ -76,7 +79,13 @@ def variant(job: RLHFJob, shape: Shape, iterations: int = WARMUP + ITERATIONS) -
     return RLHFJob.model_validate(document)
 
 
-def calibration_jobs(job: RLHFJob, layers: int, iterations: int = WARMUP + ITERATIONS) -> list[RLHFJob]:
+def warmup(spec: RLHFJobSpec) -> int:
+    """Iterations of a `variant` that do not count."""
+    layouts = spec.plan.parallelism
+    return SEARCHES if layouts != "Auto" and layouts.actor.pp > 1 else WARMUP
+
+
+def calibration_jobs(job: RLHFJob, layers: int, iterations: int = ITERATIONS) -> list[RLHFJob]:
     """Two shapes alone, one rollout and one rank; one shared, two of both; and one with pipeline stages (of models with
     `layers` layers) and unlike scorers."""
     ppo, longest = job.spec.ppo, job.spec.generation.max_tokens

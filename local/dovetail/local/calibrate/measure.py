@@ -11,7 +11,7 @@ import numpy as np
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Machine
 from dovetail.api.types import RLHFJob, Stage
-from dovetail.local.calibrate.jobs import WARMUP, calibration_jobs
+from dovetail.local.calibrate.jobs import calibration_jobs, warmup
 from dovetail.local.calibrate.observe import observe
 from dovetail.local.errors import RunError
 from dovetail.local.launcher import Launcher
@@ -28,7 +28,7 @@ def measure_machine(job: RLHFJob, layers: int, folder: Path, tell: Callable[[str
     for number, each in enumerate(jobs):
         tell(f"running job {number + 1} of {len(jobs)}")
         plan = run_one(each, folder / str(number))
-        seen += observe(each.spec, plan, folder / str(number), WARMUP)
+        seen += observe(each.spec, plan, folder / str(number), warmup(each.spec))
     try:
         return fit(seen, cores(), None if Stage.SFT in job.spec.stages else end_rate(seen))
     except FitError as error:

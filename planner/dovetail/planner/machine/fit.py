@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.api.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
-from dovetail.planner.machine.iteration import training_seconds
+from dovetail.planner.machine.iteration import exposed_messages, training_seconds
 from dovetail.planner.machine.stage import Stage
 from dovetail.planner.machine.work import Work
 
@@ -58,7 +58,8 @@ def fit(seen: Sequence[Observed], cores: int, end_rate: float | None = None) -> 
     )
     machine = _trained(seen, machine)
     # What two servers, then two scorers, want of the cores they share.
-    machine = _search(machine, shared, "generation", lambda o, m: Stage(o.work, m, None).generated)
+    several = [o for o in seen if o.work.rollouts > 1]
+    machine = _search(machine, several, "generation", lambda o, m: Stage(o.work, m, None).generated)
     return _scored(machine, seen)
 
 
@@ -99,25 +100,24 @@ def _generation(alone: Sequence[Observed]) -> GenerationCosts:
 
 
 def _scoring(seen: Sequence[Observed], cores: int) -> ScoringCosts:
-    """Chunk and token by model: from scorers with all models, then shared out as scorers with some of them took."""
+    """Chunks of scorers with all models, alone; a token's seconds are shared out as scorers with some models took."""
     everything = max((c[0] for o in seen for c in o.chunks), key=len)
     alone = [c for o in seen if o.work.rollouts == 1 for c in o.chunks]
     several = [c for o in seen if o.work.rollouts > 1 for c in o.chunks]
     chunk, token = nonnegative([[1.0, tokens] for _, tokens, _ in alone], [s for *_, s in alone])
-    parts = {c[0] for c in several} - {everything}
+    whole = [c for c in several if c[0] == everything]
+    slower = sum(s for *_, s in whole) / sum(chunk + t * token for _, t, _ in whole) if whole else 1.0
+    each = {}
+    for part in {c[0] for c in several} - {everything}:
+        mine = [c for c in several if c[0] == part]
+        each[part] = max(1e-9, sum(s - slower * chunk for *_, s in mine) / sum(t for _, t, _ in mine))
     share = dict.fromkeys(everything, 1.0 / len(everything))
-    if parts and set().union(*parts) == set(everything):
-        each = {p: sum(s for m, _, s in several if m == p) / sum(t for m, t, _ in several if m == p) for p in parts}
-        total = sum(each.values())
-        share = {m: each[p] / total / len(p) for p in parts for m in p}
-    slower = 1.0
-    whole = [(t, s) for m, t, s in several if m == everything]
-    if whole:
-        slower = sum(s for _, s in whole) / sum(chunk + t * token for t, _ in whole)
+    if each and set().union(*each) == set(everything):
+        share = {m: taken / sum(each.values()) / len(part) for part, taken in each.items() for m in part}
     scorers = max(o.work.rollouts for o in seen)
     return ScoringCosts(
         begin=0.0,
-        chunk={m: chunk * share[m] for m in everything},
+        chunk=chunk,
         token={m: token * share[m] for m in everything},
         cores=max(0.3, slower * cores / min(scorers, cores)),
     )
@@ -148,8 +148,7 @@ def _trained(seen: Sequence[Observed], machine: Machine) -> Machine:
     features, target = [], []
     for o in seen:
         work = o.work
-        messages = 2 * (work.pp - 1) * work.micro_batches * len(work.models) * work.steps
-        features.append([1.0, work.steps, work.steps * (work.dp > 1), messages])
+        features.append([1.0, work.steps, work.steps * (work.dp > 1), exposed_messages(work)])
         target.append(o.phases["training"] - training_seconds(work, machine))
     found = nonnegative(features, target, [o.phases["training"] for o in seen])
     costs = machine.training.model_copy(update=dict(zip(("begin", "step", "exchange", "message"), found, strict=True)))

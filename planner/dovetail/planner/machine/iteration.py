@@ -39,5 +39,9 @@ def _passes(work: Work, machine: Machine) -> float:
     if work.pp == 1:
         return busy
     fills = {"Serial": busy, "TimeSharing": max(stages)}.get(work.schedule, max(stages) / 2) / work.micro_batches
-    messages = 2 * (work.pp - 1) * count * len(stages) * machine.training.message
-    return busy + (work.pp - 1) * fills + messages
+    return busy + (work.pp - 1) * fills + exposed_messages(work) * machine.training.message
+
+
+def exposed_messages(work: Work) -> int:
+    """There and back through the stages, in every optimizer step of each model: the others are hidden."""
+    return 2 * (work.pp - 1) * work.steps * len(work.models)

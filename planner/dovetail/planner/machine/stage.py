@@ -136,7 +136,7 @@ class Stage:
 
 def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
     """A chunk of samples with so many tokens through these models, alone."""
-    return sum(machine.scoring.chunk[m] + tokens * machine.scoring.token[m] for m in models)
+    return machine.scoring.chunk + tokens * sum(machine.scoring.token[m] for m in models)
 
 
 def best_stage(work: Work, machine: Machine) -> Stage:
