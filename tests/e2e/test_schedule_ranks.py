@@ -62,9 +62,7 @@ def make_case(number: int) -> list[dict[str, Any]]:
         schedules = {}
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 10 * number + together)
-            # FSDP2 reduces gradients as a whole backward ends.
-            names = [n for n in PINS["Auto"] if copies == 1 or sharding == "Auto" or not FAMILIES[n].split]
-            names = [n for n in names if n.endswith("-rolled") == (together == 2)]
+            names = [n for n in PINS["Auto"] if n.endswith("-rolled") == (together == 2)]
             choice = choose_schedule(problem, problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
             for name, found in choice.schedules.items():
                 lists = [[(a.model[0], a.kind, a.micro_batch) for a in mine] for mine in rank_actions(found, layouts)]
@@ -111,7 +109,6 @@ def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dic
 
 
 def test_every_family_is_among_them(cases: list[dict[str, Any]]) -> None:
-    whole = [case for case in cases if case["copies"] == 1]
-    for setting in {case["setting"] for case in whole}:
-        names = {name for case in whole if case["setting"] == setting for name in case["schedules"]}
+    for setting in range(len(SETTINGS)):
+        names = {name for case in cases if case["setting"] == setting for name in case["schedules"]}
         assert names == set(FAMILIES)

@@ -1,4 +1,4 @@
-"""The manifest's limit of activation memory, from validation to the schedule; and whose backwards may be split."""
+"""The manifest's limit of activation memory, from validation to the schedule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.messages import CommandResult, StageTimes
 from dovetail.api.types import RLHFJobSpec
 from dovetail.coordinator.scheduling import Scheduling
 from dovetail.local.report_schedule import read_schedule, schedule_section
-from dovetail.planner.schedules.families import FAMILIES
 from dovetail.planner.simple import PlanError, make_plan
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -54,7 +52,7 @@ def test_a_limit_without_a_pipeline_counts_as_well() -> None:
     assert make_plan(job(trainers=1, pp=1)).activation_bytes == {}
 
 
-def choose(spec: RLHFJobSpec, folder: Path, *results: CommandResult) -> dict[str, Any]:
+def choose(spec: RLHFJobSpec, folder: Path) -> dict[str, Any]:
     class Records(dict[str, Any]):
         def put(self, key: str, value: object) -> None:
             self[key] = value
@@ -62,9 +60,6 @@ def choose(spec: RLHFJobSpec, folder: Path, *results: CommandResult) -> dict[str
     async def go() -> None:
         scheduling = Scheduling(spec, make_plan(spec), Records(), folder, lambda *_, **__: None)
         await scheduling.begin()
-        for result in results:
-            scheduling.learn(result)
-            await scheduling.close()
 
     asyncio.run(go())
     found = read_schedule(folder)
@@ -81,24 +76,3 @@ def test_schedules_keep_to_the_limit_and_the_report_says_it(tmp_path: Path) -> N
     assert found["after"]["makespan"] > free["after"]["makespan"]
     assert "serial" in found["refused"]
     assert "Limit of activation memory" in schedule_section(found)
-
-
-@pytest.mark.parametrize("splits", [True, False])
-def test_whether_backwards_may_be_split_is_for_the_ranks_to_say(tmp_path: Path, splits: bool) -> None:
-    spec = job(trainers=4)
-    times = [
-        StageTimes(
-            rank=rank,
-            model=model,
-            seconds={"F": [0.01] * 4, "B": [0.02] * 4, "I": [0.01] * 4, "W": [0.01] * 4},
-            activation=[1e6] * 4,
-            splits=splits,
-        )
-        for rank in range(4)
-        for model in ("actor", "critic")
-    ]
-    before = choose(spec, tmp_path)
-    after = choose(spec, tmp_path, CommandResult(id="step", ok=True, times=times))
-    runs = {name for name, family in after["families"].items() if family["runs_here"] and FAMILIES[name].split}
-    assert not any(family["runs_here"] for name, family in before["families"].items() if FAMILIES[name].split)
-    assert bool(runs) == splits

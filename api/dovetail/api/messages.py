@@ -175,9 +175,6 @@ class StageTimes(Message):
     transfer: float | None = Field(
         default=None, description="Seconds of a message to the next stage; null at the last one or where not measured."
     )
-    splits: bool | None = Field(
-        default=None, description="Whether the stage's backward can be split: FSDP2 does not hold its weights."
-    )
 
 
 class CommandResult(Message):

@@ -68,7 +68,7 @@ class Scheduling:
         self._seconds: list[float] = []
         self._layouts: dict[str, Layout] = {}
         self._reverse: bool | None = None
-        self._splits: bool | None = None  # whether backwards can be split, once the ranks have said so
+        self._allowed = PINS[spec.plan.intra_stage_fusion]
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -100,8 +100,6 @@ class Scheduling:
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self._layouts)
-        said = [part.splits for part in result.times if part.splits is not None]
-        self._splits = all(said) if said else self._splits
         self._learned += 1
         self._peak_bytes = result.metrics.get("activation_peak_bytes", 0.0)
         self._seconds = [
@@ -137,21 +135,6 @@ class Scheduling:
         self._reverse = reverse
         self._layouts = shared_layouts(self._plan.parallelism, reverse)
 
-    def _allowed(self) -> list[str]:
-        """Families that this job can run."""
-        names = PINS[self._spec.plan.intra_stage_fusion]
-        return [name for name in names if self._can_split() or not FAMILIES[name].split]
-
-    def _can_split(self) -> bool:
-        """FSDP2, which also casts to lower precision, reduces gradients as a whole backward ends. The ranks say whether
-        it holds their stages (not small ones on CPUs); until they have, it may."""
-        if self._splits is not None:
-            return self._splits
-        layouts = shared_layouts(self._plan.parallelism, False)
-        sharded = any(layout.dp > layout.pipelines for layout in layouts.values())
-        lower = any(getattr(self._spec.models, m).dtype.value not in ("Auto", "float32") for m in layouts)
-        return not (sharded or lower or self._limited())
-
     def _limited(self) -> bool:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
@@ -182,7 +165,7 @@ class Scheduling:
         problem, halves = (replace(p, memory_limit=limit) for p in (free, free_halves))
         effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
         choice = choose_schedule(problem, halves, PINS["Auto"], effort)
-        found = {n: s for n, s in choice.schedules.items() if n in self._allowed()}
+        found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
         if not found:
             raise ProblemError(
                 f"spec.plan.intraStageFusion is {spec.plan.intra_stage_fusion}, but none of its schedules can run: "
@@ -235,7 +218,7 @@ class Scheduling:
                         "makespan": found.makespan,
                         "peak": found.peak,
                         "description": FAMILIES[name].description,
-                        "runs_here": name in self._allowed() and placeable(FAMILIES[name], self._reverse),
+                        "runs_here": name in self._allowed and placeable(FAMILIES[name], self._reverse),
                     }
                     for name, found in choice.schedules.items()
                 },

@@ -34,7 +34,6 @@ from dovetail.trainer.client import CoordinatorClient, Refused
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
-from dovetail.trainer.parallel import is_sharded
 from dovetail.trainer.steps import ppo, reward, sft
 from dovetail.trainer.steps.context import Context, Metrics, Run
 from dovetail.trainer.timeline import Timeline
@@ -135,15 +134,7 @@ class CommandRunner:
         """What all ranks measured since the last call, and the largest peak of activations in bytes; on rank 0."""
         peak = self.engine.measured.peak_bytes
         taken = self.engine.measured.take(self._groups.rank)
-        mine = [
-            part.model_copy(
-                update={
-                    "transfer": transfers.get(part.model),
-                    "splits": not is_sharded(self.engine.models[part.model].module),
-                }
-            )
-            for part in taken
-        ]
+        mine = [part.model_copy(update={"transfer": transfers.get(part.model)}) for part in taken]
         gathered = self._groups.gather_json([peak, [part.model_dump(mode="json") for part in mine]]) or []
         times = [StageTimes.model_validate(part) for _, parts in gathered for part in parts]
         return times, float(max((peak for peak, _ in gathered), default=0))

@@ -26,7 +26,7 @@ from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.measure import Collected
 from dovetail.trainer.optim import Step, local
-from dovetail.trainer.parallel import reshard, set_last_backward
+from dovetail.trainer.parallel import reshard, set_last_backward, take_split_gradients
 from dovetail.trainer.parts import parts, senders
 from dovetail.trainer.reduction import Reduction
 from dovetail.trainer.weights import Parts, Source
@@ -239,6 +239,9 @@ class Engine:
             held.compute,
             before_forward=self._seeder(held),
             before_last_backward=lambda: set_last_backward(held.module, True),
+            after_weight_gradient=lambda last: take_split_gradients(
+                held.module, held.compute, self.groups.device, last
+            ),
             mini_batch=len(batches) // mini_batches,
         )
         if stepped is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn import Parameter
 
 from dovetail.api.messages import Action
 from dovetail.models import Stage
@@ -56,6 +57,7 @@ class Pipe:
     read: Callable[[Tensor, MicroBatch], Tensor] | None = None  # forward only
     before_forward: Callable[[int], None] | None = None  # called with the micro-batch's index in its mini-batch
     before_last_backward: Callable[[], None] | None = None
+    after_weight_gradient: Callable[[bool], None] | None = None  # called with whether it was the mini-batch's last
     mini_batch: int = 0
     reduce: Callable[[], None] | None = None
     step: Callable[[], None] | None = None
@@ -64,7 +66,10 @@ class Pipe:
 
     def __post_init__(self) -> None:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
-        self.weights = [p for p in self.stage.parameters() if p.requires_grad]
+
+    def weights(self) -> Iterator[Parameter]:
+        """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch."""
+        return (p for p in self.stage.parameters() if p.requires_grad)
 
     def boundary(self) -> torch.Size:
         """The shape (1, tokens, H) of what crosses a stage boundary for the micro-batch of middling size."""
@@ -264,7 +269,7 @@ class Executor:
                 self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
             else:
                 given = None if gradient is None else [gradient]
-                _, self._split[key] = stage_backward_input([output], given, [inputs], iter(pipe.weights))
+                _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
         if not pipe.stage.is_first:
             upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
             self._send(("B", *key), upstream.contiguous(), pipe.groups.backward_out, pipe.groups.previous)
@@ -277,14 +282,17 @@ class Executor:
     def _weight_gradient(self, action: Action, pipe: Pipe) -> None:
         """The second half of a split backward (W)."""
         key = (action.model, action.micro_batch)
-        self._before_gradient(action, pipe)
-        with self.watch.time((action.model, "W", action.micro_batch)):
+        doing = peer_errors(f"reducing gradients of {action.model}")
+        with self.watch.time((action.model, "W", action.micro_batch)), doing:
             if pipe.stage.is_first:
+                self._before_gradient(action, pipe)
                 output, gradient = self._saved[key]
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)
             else:
-                stage_backward_weight(iter(pipe.weights), self._split.pop(key))
+                stage_backward_weight(pipe.weights(), self._split.pop(key))
+                if pipe.after_weight_gradient is not None:
+                    pipe.after_weight_gradient((action.micro_batch + 1) % pipe.mini_batch == 0)
         self._release(key)
 
     def _before_gradient(self, action: Action, pipe: Pipe) -> None:

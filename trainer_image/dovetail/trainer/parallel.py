@@ -83,6 +83,19 @@ def set_last_backward(stage: Stage, last: bool) -> None:
         root.set_reshard_after_backward(last)
 
 
+def take_split_gradients(stage: Stage, compute: torch.dtype, device: torch.device, last: bool) -> None:
+    """Hand FSDP2 what the second half of a split backward added to the weights' gradients; reduce them if `last`.
+
+    FSDP2 takes gradients in as a whole backward ends. So there is one, of a single position and with gradients of
+    zero: after the last half, and in lower precision after each, so that they are added up in float32 as always."""
+    if not is_sharded(stage) or not (last or compute != torch.float32):
+        return
+    set_last_backward(stage, last)
+    hidden = torch.zeros(1, 1, stage.hidden_size, dtype=compute, device=device, requires_grad=True)
+    output = stage(hidden)
+    torch.autograd.backward(output, torch.zeros_like(output))
+
+
 def reshard(stage: Stage) -> None:
     """Drop gathered weights after forward passes that no backward follows."""
     for module in _sharded(stage):

@@ -18,7 +18,6 @@ from dovetail.trainer.engine import Engine, EngineModel
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch, check_actions
 from dovetail.trainer.groups import Groups, peer_errors
-from dovetail.trainer.parallel import is_sharded
 from dovetail.trainer.timeline import Timeline
 
 Metrics = dict[str, float]
@@ -60,9 +59,6 @@ class Context:
                     f"the schedule of rank {self.groups.rank} runs {forwards} F of {model}, the batch makes "
                     f"{count * mini_batches} micro-batches; check batch size, microBatchSize and dp"
                 )
-            split = any(action.model == model and action.kind in "IW" for action in mine)
-            if split and is_sharded(self.model(model).module):
-                raise BadCommand(f"the schedule splits the backward of {model}, whose stages are sharded; use B")
         try:
             check_actions(mine, {m: n * mini_batches for m, n in micro_batches.items()}, True, mini_batches)
         except ValueError as error:

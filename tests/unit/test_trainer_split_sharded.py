@@ -1,0 +1,80 @@
+"""Split backwards of stages that FSDP2 holds: the gradients of whole ones, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from dovetail.api.messages import ModelRef
+from dovetail.api.types import ScratchModel
+from dovetail.models import Stage, build_stage
+from dovetail.trainer.parallel import is_sharded, set_last_backward, shard, take_split_gradients
+
+HIDDEN, COUNT = 32, 4
+CONFIG = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+CPU, COMPUTE = torch.device("cpu"), torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def gradients(rank: int, mesh: DeviceMesh, order: str) -> dict[str, torch.Tensor]:
+    """Of two mini-batches' sum on stage `rank` of 3; `order`: B, or I and W of the micro-batches of one."""
+    scratch = ScratchModel(architecture="llama", config=CONFIG)
+    stage: Stage = build_stage(ModelRef(head="lm", scratch=scratch, seed=5), rank, 3)
+    stage.requires_grad_(True).train()
+    groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
+    shard(stage, groups, COMPUTE, CPU)
+    assert is_sharded(stage)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        set_last_backward(stage, False)
+        saved = []
+        for _ in range(COUNT):
+            hidden = torch.randn(1, 7, HIDDEN, generator=generator).to(COMPUTE).requires_grad_(True)
+            output = stage(hidden)
+            saved.append((hidden, output, torch.randn(output.shape, generator=generator).to(output.dtype)))
+        halves, done = {}, dict.fromkeys("BIW", 0)
+        for kind in order:
+            number = done[kind]
+            done[kind] += 1
+            last = number == COUNT - 1
+            hidden, output, gradient = saved[number]
+            weights = (p for p in stage.parameters() if p.requires_grad)
+            if kind == "B":
+                set_last_backward(stage, last)
+                torch.autograd.backward(output, gradient)
+            elif kind == "I":
+                _, halves[number] = stage_backward_input([output], [gradient], [hidden], weights)
+            else:
+                stage_backward_weight(weights, halves.pop(number))
+                take_split_gradients(stage, COMPUTE, CPU, last)
+    found: dict[str, Any] = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    return {name: gradient.full_tensor() for name, gradient in found.items()}
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("order", ["IWIWIWIW", "IIIIWWWW", "IIWIWIWW"])
+def test_split_backwards_of_sharded_stages_give_the_same_bits(mesh: DeviceMesh, rank: int, order: str) -> None:
+    whole, halves = gradients(rank, mesh, "BBBB"), gradients(rank, mesh, order)
+    assert whole.keys() == halves.keys()
+    assert all(bool(value.abs().max() > 0) for value in whole.values())
+    for name, value in whole.items():
+        assert torch.equal(value, halves[name]), name
