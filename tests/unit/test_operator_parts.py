@@ -2,12 +2,13 @@
 
 import asyncio
 import datetime
+import json
 import time
 
 import pytest
 
 from dovetail.api.plan import Plan
-from dovetail.operator.children import Children, matches
+from dovetail.operator.children import Children, matches, sizes
 from dovetail.operator.conditions import Conditions
 from dovetail.operator.planning import Planner, read_job
 from dovetail.operator.reconcile import Refused
@@ -17,7 +18,7 @@ from dovetail.operator.settings import Settings
 from dovetail.operator.store import Store
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
 from dovetail.planner.simple import PlanError, make_plan
-from helpers.fake_cluster import manifest
+from helpers.fake_cluster import manifest, running
 
 SECONDS = 60.0
 
@@ -143,6 +144,20 @@ def test_the_end_of_an_earlier_object_does_not_remove_the_next_of_its_name():
     assert len(store.children(("ns", "demo")).of("Pod")) == 1
     store.remove(a_pod(11, uid="2"))
     assert store.children(("ns", "demo")).objects == {}
+
+
+def test_of_a_jobset_the_store_keeps_what_is_looked_at_and_little_more():
+    cluster = running()
+    whole = cluster.objects["JobSet", "demo"]
+    store = Store()
+    key = store.put(whole)
+    kept = store.children(key).get("JobSet", "demo")
+    assert sizes(kept) == sizes(whole) != {}
+    assert kept["spec"]["suspend"] is False
+    assert kept["status"] == whole["status"]
+    assert len(json.dumps(kept)) < len(json.dumps(whole)) / 4
+    kept["status"]["changed"] = True
+    assert "changed" not in store.children(key).get("JobSet", "demo")["status"], "what is handed out is a copy"
 
 
 def test_what_is_nobodys_is_not_kept():

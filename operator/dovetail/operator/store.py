@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.api.types import KIND
 from dovetail.operator import names
@@ -13,22 +14,37 @@ Key = tuple[str, str]  # namespace and name of an RLHFJob
 _POD_SPEC = ("nodeName",)
 
 
+class _Kept(NamedTuple):
+    """A child as text, which takes a quarter of the memory of dicts; a job's are read when it is looked at."""
+
+    version: int
+    uid: str
+    text: str
+
+
 class Store:
     """Filled by watch events and by replies to our own writes; an older version never replaces a newer one."""
 
     def __init__(self) -> None:
         self._jobs: dict[Key, Object] = {}
-        self._children: dict[Key, dict[Ref, Object]] = {}
+        self._children: dict[Key, dict[Ref, _Kept]] = {}
 
     def put(self, thing: Object) -> Key | None:
         """Returns the job that it belongs to, None for something that is no child of any."""
         key = key_of(thing)
         if key is None:
             return None
-        slot, place = self._slot(thing, key)
+        version = _version(thing)
+        if thing["kind"] == KIND:
+            job = self._jobs.get(key)
+            if job is None or _version(job) <= version:
+                self._jobs[key] = trim(thing)
+            return key
+        slot, place = self._children.setdefault(key, {}), _place(thing)
         there = slot.get(place)
-        if there is None or _version(there) <= _version(thing):
-            slot[place] = trim(thing)
+        if there is None or there.version <= version:
+            text = json.dumps(trim(thing), separators=(",", ":"))
+            slot[place] = _Kept(version, str(thing["metadata"].get("uid", "")), text)
         return key
 
     def remove(self, thing: Object) -> Key | None:
@@ -36,11 +52,16 @@ class Store:
         key = key_of(thing)
         if key is None:
             return None
-        slot, place = self._slot(thing, key)
-        there = slot.get(place)
-        if there is not None and there["metadata"].get("uid") == thing["metadata"].get("uid"):
+        uid = str(thing["metadata"].get("uid", ""))
+        if thing["kind"] == KIND:
+            job = self._jobs.get(key)
+            if job is not None and str(job["metadata"].get("uid", "")) == uid:
+                del self._jobs[key]
+            return key
+        slot, place = self._children.get(key, {}), _place(thing)
+        if place in slot and slot[place].uid == uid:
             del slot[place]
-        if not self._children.get(key):
+        if not slot:
             self._children.pop(key, None)
         return key
 
@@ -51,18 +72,22 @@ class Store:
         return sorted(self._jobs)
 
     def children(self, key: Key) -> Children:
-        return Children(dict(self._children.get(key, {})))
+        return Children({place: json.loads(kept.text) for place, kept in self._children.get(key, {}).items()})
 
     def of_kind(self, kind: str, namespace: str | None) -> list[Object]:
         """Everything of a kind, for comparison with a list."""
-        jobs = self._jobs.values() if kind == KIND else ()
-        found = [*jobs, *(t for slot in self._children.values() for (k, _), t in slot.items() if k == kind)]
-        return [t for t in found if namespace in (None, t["metadata"]["namespace"])]
+        if kind == KIND:
+            return [job for (space, _), job in self._jobs.items() if namespace in (None, space)]
+        return [
+            json.loads(kept.text)
+            for (space, _), slot in self._children.items()
+            for (k, _), kept in slot.items()
+            if k == kind and namespace in (None, space)
+        ]
 
-    def _slot(self, thing: Object, key: Key) -> tuple[dict[Any, Object], Any]:
-        if thing["kind"] == KIND:
-            return self._jobs, key
-        return self._children.setdefault(key, {}), (thing["kind"], thing["metadata"]["name"])
+
+def _place(thing: Object) -> Ref:
+    return thing["kind"], thing["metadata"]["name"]
 
 
 def key_of(thing: Object) -> Key | None:
@@ -72,14 +97,25 @@ def key_of(thing: Object) -> Key | None:
 
 
 def trim(thing: Object) -> Object:
-    """Without what is never looked at, which is most of a pod."""
+    """Without what is never looked at, which is most of a pod and of a JobSet."""
     metadata = {key: value for key, value in thing["metadata"].items() if key != "managedFields"}
     kept: dict[str, Any] = {**thing, "metadata": metadata}
     if thing["kind"] == "Pod":
         kept["spec"] = {key: thing["spec"][key] for key in _POD_SPEC if key in thing.get("spec", {})}
     elif thing["kind"] == "Job":
         kept["spec"] = {}
+    elif thing["kind"] == "JobSet":
+        kept["spec"] = _sizes_only(thing.get("spec") or {})
     return kept
+
+
+def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a JobSet: whether it is suspended, and how many pods each of its Jobs has."""
+    jobs = [
+        {"name": job["name"], "template": {"spec": {"completions": job["template"]["spec"].get("completions", 1)}}}
+        for job in spec.get("replicatedJobs") or ()
+    ]
+    return {"suspend": bool(spec.get("suspend")), "replicatedJobs": jobs}
 
 
 def _version(thing: Mapping[str, Any]) -> int:
