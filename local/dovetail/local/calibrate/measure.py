@@ -36,13 +36,13 @@ def measure_machine(job: RLHFJob, layers: int, folder: Path, tell: Callable[[str
 
 
 def run_one(job: RLHFJob, run_dir: Path) -> Plan:
-    """Raises RunError if the job fails."""
+    """Replaces an earlier run in the folder. Raises RunError if the job fails."""
     told: list[str] = []
     plan = make_plan(job.spec)
     job = job.model_copy(
         update={"spec": job.spec.model_copy(update={"active_deadline_seconds": int(DEADLINE_SECONDS)})}
     )
-    with Launcher(job, plan, run_dir, tell=told.append, environ=os.environ) as launcher:
+    with Launcher(job, plan, run_dir, overwrite=True, tell=told.append, environ=os.environ) as launcher:
         outcome = launcher.run()
     if not outcome.succeeded:
         raise RunError("a job that measures this machine failed: " + "\n".join([str(outcome.reason), *told[-5:]]))
