@@ -63,8 +63,15 @@ def base_job(folder: Folder) -> RLHFJob:
 
 def measured(job: RLHFJob, run_dir: Path) -> list[Observed]:
     """Runs the job unless it is there. Raises RunError."""
-    plan = make_plan(job.spec) if (run_dir / "summary.json").exists() else run_one(job, run_dir)
+    plan = make_plan(job.spec) if finished(run_dir) else run_one(job, run_dir)
     return observe(job.spec, plan, run_dir, warmup(job.spec))
+
+
+def finished(run_dir: Path) -> bool:
+    try:
+        return bool(json.loads((run_dir / "summary.json").read_text())["state"] == "succeeded")
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def medians(seen: Sequence[Observed]) -> dict[str, float]:
