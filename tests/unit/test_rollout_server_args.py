@@ -6,18 +6,21 @@ import asyncio
 import http.server
 import json
 import threading
+from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.kv import KVAbility
+from dovetail.api.plan import Plan, Rollout
 from dovetail.api.types import RLHFJob
 from dovetail.rollout import auth, server
 from dovetail.rollout.register import Registrar
-from dovetail.rollout.routes import STATE, ServerState
+from dovetail.rollout.routes import STATE, InfoRoutes, ServerState
 
 CONFIG = {
     "hidden_size": 128,
@@ -82,6 +85,32 @@ def test_cpu_servers_sample_by_counter_in_float32_and_gpu_servers_natively_in_bf
     assert value(cpu, "--max-model-len") == "160"
     assert value(cpu, "--max-num-seqs") == "9"
     assert value(cpu, "--load-format") == "dummy"
+
+
+def test_a_planned_server_has_pipeline_stages(tmp_path: Path) -> None:
+    made = job(gpu={"product": "A", "perPod": 8})
+    group = made.spec.groups[0]
+    plan = Plan(world_size=1, parallelism={}, batching=[], tasks=[], trainers=[], rollouts=[])
+    plan.rollouts.append(Rollout(name=f"{group.name}-0", group=group.name, pp=4))
+    (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
+    stages = server.planned_stages(tmp_path / "plan.json", group.name)
+    assert server.planned_stages(tmp_path / "plan.json", "others") == 1
+    args = server.vllm_arguments(env(tmp_path), made, group, CONFIG, False, stages)
+    assert (value(args, "--pipeline-parallel-size"), value(args, "--tensor-parallel-size")) == ("4", "2")
+    assert "--tensor-parallel-size" not in server.vllm_arguments(env(tmp_path), made, group, CONFIG, False, 8)
+
+
+def test_a_server_tells_how_many_of_its_workers_receive_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next server's would have ranks that its own have already."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=7),
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(world_size=4, data_parallel_size=1),
+    )
+    for name, was in vars(STATE).copy().items():
+        monkeypatch.setattr(STATE, name, was)
+    asyncio.run(InfoRoutes().init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
+    assert STATE.abilities()["world"] == 4
 
 
 def test_a_server_sleeps_where_it_shares_gpus_with_trainers(tmp_path: Path) -> None:

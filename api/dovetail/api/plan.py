@@ -127,6 +127,7 @@ class Rollout(Model):
     scores: list[Scored] = Field(
         default_factory=lambda: list(get_args(Scored)), description="Models that its scorer may hold."
     )
+    pp: int = Field(default=1, ge=1, description="Pipeline stages of the server; it has tp = GPUs / pp in each.")
 
 
 class Batching(Model):

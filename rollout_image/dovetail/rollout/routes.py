@@ -25,6 +25,8 @@ class ServerState:
     kv: KVAbility | None = None
     max_model_len: int = 0
     sleep: bool = False
+    # Workers, each of which receives weights.
+    world: int = 1
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""
@@ -87,6 +89,8 @@ class InfoRoutes:
         if engine_client is not None:
             config = engine_client.vllm_config
             STATE.max_model_len = int(config.model_config.max_model_len)
+            parallel = config.parallel_config
+            STATE.world = int(parallel.world_size) * int(parallel.data_parallel_size)
             transfer = config.kv_transfer_config
             STATE.kv_connector = transfer.kv_connector if transfer is not None else None
             if STATE.kv is not None:

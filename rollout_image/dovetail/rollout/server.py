@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.env import ProcessEnv
+from dovetail.api.plan import Plan
 from dovetail.api.scratch import cpu_head_error, head_size
 from dovetail.api.types import Dtype, Group, RLHFJob, Role
 from dovetail.rollout.kv.config import KVSetup, prepare
@@ -42,12 +43,14 @@ def main(argv: list[str] | None = None) -> int:
         on_cpu = group.on_cpu or not has_gpu()
         if on_cpu and (problem := cpu_head_error(config)):
             raise ValueError(problem)
+        stages = planned_stages(env.plan_file, group.name)
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     os.environ.update(environment(on_cpu, os.environ))
-    arguments = vllm_arguments(env, job, group, config, on_cpu)
-    kv = kv_setup(env, job, group, config, on_cpu)
+    arguments = vllm_arguments(env, job, group, config, on_cpu, stages)
+    # A stage has the keys and values of its own layers only, which the connectors do not tell apart.
+    kv = kv_setup(env, job, group, config, on_cpu) if stages == 1 else None
     if kv is not None:
         os.environ.update(kv.environment)
         arguments = [*kv.arguments, *arguments]
@@ -102,7 +105,16 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     return must | {key: value for key, value in may.items() if key not in given}
 
 
-def vllm_arguments(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool) -> list[str]:
+def planned_stages(plan_file: Path, group: str) -> int:
+    """Pipeline stages of the group's servers; those that came later than the plan are like the others. Raises OSError,
+    ValueError."""
+    plan = Plan.model_validate_json(plan_file.read_text())
+    return next((rollout.pp for rollout in plan.rollouts if rollout.group == group), 1)
+
+
+def vllm_arguments(
+    env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool, stages: int = 1
+) -> list[str]:
     """The command line of vLLM's API server. The group's own `vllmArgs` come last and win."""
     spec = job.spec
     length = max_model_len(job, config)
@@ -136,8 +148,10 @@ def vllm_arguments(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[
             *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent))),
         ]
     else:
-        if group.gpu.per_pod > 1:
-            arguments += ["--tensor-parallel-size", str(group.gpu.per_pod)]
+        if group.gpu.per_pod > stages:
+            arguments += ["--tensor-parallel-size", str(group.gpu.per_pod // stages)]
+        if stages > 1:
+            arguments += ["--pipeline-parallel-size", str(stages)]
         if Role.TRAINER in group.roles:
             # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
             # They keep weights and optimizer state there all the time.
