@@ -44,7 +44,7 @@ def summary(sections: list[Section]) -> Iterator[str]:
 def main() -> None:
     chosen = os.environ.get("PAPERS", ",".join(PAPERS)).split(",")
     if os.environ.get("PLAN", "1") == "0":
-        planner.EFFORT = None
+        planner.SEARCH = False
     print(f"constants, the same for all: {DEFAULT}")
     sections = []
     for name in chosen:

@@ -7,15 +7,16 @@ from functools import cache
 from dovetail.planner.placement import Inventory, Workload
 from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.search import Effort, Search
+from dovetail.planner.placement.recommend import effort
+from dovetail.planner.placement.search import Search
 
-EFFORT: Effort | None = Effort(estimates=1000)  # None: no search
+SEARCH = True
 
 
 @cache
 def planned(work: Workload, inventory: Inventory) -> float | None:
     """Seconds of an iteration; None: nothing fits."""
-    if EFFORT is None:
+    if not SEARCH:
         return None
-    found = Search(inventory, work, Limits(), Costs(work, inventory), EFFORT).run().best
+    found = Search(inventory, work, Limits(), Costs(work, inventory), effort(inventory)).run().best
     return None if found is None else found.seconds

@@ -19,6 +19,7 @@ from dovetail.api.plan import (
     trainer_world,
     world_size,
 )
+from dovetail.api.prediction import Prediction
 from dovetail.api.profile import Profile
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.activations import LimitError, activation_bytes, check_limit
@@ -60,7 +61,7 @@ def make_plan(
     else:
         parallelism = _layouts(spec, models, world, layers or {}) if models else {}
     rollouts = _rollouts(_interleaved(spec) if placed and placed.interleaved else spec)
-    rollouts = rollouts if Stage.PPO in spec.stages else []
+    rollouts = _staged(rollouts, placed.prediction if placed else None) if Stage.PPO in spec.stages else []
     if Stage.PPO in spec.stages and not rollouts:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
     return Plan(
@@ -174,6 +175,13 @@ def _rollouts(spec: RLHFJobSpec) -> list[Rollout]:
         Rollout(name=f"{group}-{index}", group=group, scores=scores)
         for (group, index), scores in zip(places, scorer_models(spec, len(places)), strict=True)
     ]
+
+
+def _staged(rollouts: list[Rollout], prediction: Prediction | None) -> list[Rollout]:
+    """With the pipeline stages of their groups' servers. A pool of several trainer groups is named after all."""
+    tasks = [task for task in prediction.tasks if task.task == "generation"] if prediction is not None else []
+    stages = {group: task.pp for task in tasks for group in task.group.split("+")}
+    return [r.model_copy(update={"pp": stages.get(r.group, 1)}) for r in rollouts]
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -32,6 +34,22 @@ def origin(share: Share) -> Share:
     return _origin(share.pp, share.tp, share.dp, share.micro_batch, share.fsdp, share.recompute, share.offload)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _placed_at_origin(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` once for each layout, wherever in a pool its share is."""
+    known = lru_cache(maxsize=32768)(function)
+
+    @wraps(function)
+    def placed(*args: P.args, **kwargs: P.kwargs) -> R:
+        assert not kwargs  # what is given by name would be another key of the cache
+        return known(*(origin(a) if isinstance(a, Share) else a for a in args))  # type: ignore[arg-type]
+
+    return placed
+
+
 def gathering(shape: ModelShape, head: Head, cluster: Cluster, share: Share, c: Constants) -> float:
     """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer; else 0."""
     if share.fsdp != 3 or share.dp == 1:
@@ -55,13 +73,9 @@ def decode_steps(
     return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
 
 
+@_placed_at_origin
 def servers(share: Share, cluster: Cluster, work: Workload, room: int, system: System, c: Constants) -> Servers:
     """A generation share's, with `room` tokens of KV cache each."""
-    return _servers(origin(share), cluster, work, room, system, c)
-
-
-@lru_cache(maxsize=8192)
-def _servers(share: Share, cluster: Cluster, work: Workload, room: int, system: System, c: Constants) -> Servers:
     shape, gpu = work.actor, cluster.gpu
     prompt, response = mean(work.prompt), mean(work.response)
     gather = gathering(shape, "lm", cluster, share, c)
@@ -151,6 +165,7 @@ class Step:
 
 
 @lru_cache(maxsize=32768)
+@_placed_at_origin
 def training_step(
     shape: ModelShape,
     head: Head,
@@ -161,8 +176,8 @@ def training_step(
     system: System,
     c: Constants,
 ) -> Step:
-    """`share`: at its `origin`. `trained`: share of the parameters that have gradients (LoRA: few). A backward is twice
-    a forward, with recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
+    """`trained`: share of the parameters that have gradients (LoRA: few). A backward is twice a forward, with
+    recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
     tokens = mean(work.prompt) + mean(work.response)
     mini = min(work.mini_batch, work.batch)
     stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)

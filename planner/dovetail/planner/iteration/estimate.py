@@ -138,22 +138,36 @@ def _inference(
     shares on their GPUs from the gathering on, on the part of them that is free by then."""
     if candidate.migration is None or not scored:
         return busiest((share, seconds) for _, share, seconds in scored)
-    tail = generated.seconds - generated.gathered
-    free = 1 - generated.destinations / generated.servers
     most = 0.0
     for _, corner, _ in scored:
-        total, hidden, rest = 0.0, 0.0, 0.0
-        for task, share, seconds in scored:
-            if share.pool != corner.pool or corner.first not in share.range:
-                continue
-            total += seconds
-            if task == "actor_training":
-                continue
-            hidden = tail * free if any(share.overlaps(other) for other in candidate.generation) else generated.seconds
-            # The last samples come last: a pass over them remains.
-            rest += seconds * min(1.0, share.dp * share.micro_batch / work.batch)
-        most = max(most, rest, total - hidden)
+        here = [each for each in scored if each[1].pool == corner.pool and corner.first in each[1].range]
+        total = sum(seconds for _, _, seconds in here)
+        early = [(share, seconds) for task, share, seconds in here if task != "actor_training"]
+        # The last samples come last: a pass over them remains.
+        rest = sum(seconds * min(1.0, share.dp * share.micro_batch / work.batch) for share, seconds in early)
+        most = max(most, rest, total - _hidden(candidate, generated, early))
     return most
+
+
+def _hidden(candidate: Candidate, generated: Generated, tasks: Sequence[tuple[Share, float]]) -> float:
+    """Seconds of tasks on one GPU that are done by the end of generation. A copy of a model that is split over GPUs
+    works when all of these are free."""
+    share_free = 1 - generated.destinations / generated.servers
+    beside, after = [], []
+    for share, seconds in tasks:
+        if any(share.overlaps(other) for other in candidate.generation):
+            copies = int(share.gpus * share_free / (share.pp * share.tp) + 1e-9)
+            after.append((copies / share.dp, seconds))
+        else:
+            beside.append(seconds)
+    hidden = min(generated.seconds, sum(beside))
+    left = min(generated.seconds - generated.gathered, generated.seconds - hidden)
+    for speed, seconds in sorted(after, reverse=True):
+        if speed > 0:
+            done = min(seconds, left * speed)
+            hidden += done
+            left -= done / speed
+    return hidden
 
 
 def steps_of(

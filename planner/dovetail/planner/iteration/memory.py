@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -69,6 +69,40 @@ class _Load:
     @property
     def transient(self) -> float:
         return sum(self.works.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one GPU for a task, whatever else is on it: `kept` all the time, with what allocators lose of it and the
+    least KV cache of a server that stays awake; `works` more while it runs. `serves`: it generates, `awake`: and keeps
+    its cache while others work."""
+
+    kept: float = 0.0
+    works: float = 0.0
+    serves: bool = False
+    awake: bool = False
+
+
+def footprint(task: Task, share: Share, work: Workload, pool: Pool, system: System) -> Footprint:
+    """Of a task whose weights no other task holds."""
+    if task in TRAINING:
+        load = _training(task, origin(share), work, pool, False, system.host_step)
+        return Footprint((1 + FRAGMENTS) * load.resident, load.transient)
+    load = _serving(task, origin(share), None, work, pool)
+    kept, works = (1 + FRAGMENTS) * load.resident, load.transient
+    if task != "generation":
+        return Footprint(kept, works)
+    works += work.longest * _kv_bytes(work, pool, share)
+    if share.offload or system.shared_weights:
+        return Footprint(kept, works, serves=True)
+    return Footprint(kept + works, 0.0, serves=True, awake=True)
+
+
+def rooms_for(tasks: Iterable[Task], pool: Pool, system: System) -> tuple[float, float]:
+    """Bytes of a GPU for the footprints of these tasks, and for them where one serves, as vLLM leaves some free."""
+    processes = 1 if system.shared_weights else len({_PROCESS[task] for task in tasks})
+    contexts = processes * CONTEXT_BYTES
+    return pool.gpu.memory - contexts, UTILISATION * pool.gpu.memory - contexts
 
 
 def memory(

@@ -61,7 +61,7 @@ def play_rollout(
     bars = [
         Bar(share.pool, gpu, "vLLM", "generation", 0.0, end)
         for (share, i), end in zip(places, idle, strict=True)
-        for gpu in range(share.first + i * share.tp, share.first + (i + 1) * share.tp)
+        for gpu in _gpus(share, i)
     ]
     free: dict[tuple[str, int], float] = {}
     fused = candidate.migration is not None

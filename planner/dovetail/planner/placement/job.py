@@ -113,6 +113,7 @@ def _iteration(
         limits,
         layouts={task: (min(fit, key=lambda layout: layout.pp),) for task, fit in limits.layouts.items()},
         placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
+        serving_pp=1,
     )
     simple = Search(inventory, work, plain, costs, Effort(EFFORT)).run()
     least = WORTH * result.best.seconds + UNCOUNTED_SECONDS * work.steps

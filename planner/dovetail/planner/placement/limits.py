@@ -11,6 +11,10 @@ from dovetail.planner.placement.candidate import Placement, Schedule, Task
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MIGRATIONS = (None, 0.1, 0.2, 0.3)
+# For the best placement, once it is found.
+FINE_MIGRATIONS = tuple(k / 100 for k in range(5, 100, 5))
+# Most pipeline stages that serve or infer: each adds a message, and a stage's memory is small long before.
+MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
@@ -19,11 +23,13 @@ class Limits:
     shared by all tasks or divided between them. `whole`: a task takes all of a pool (the groups of a manifest).
 
     `micro_batch`: of training, None: open. `layouts`: those allowed of a training task; all if it is not named.
-    `servers`: GPUs of a vLLM server by pool, open if it is not named; `asleep`: pools whose servers leave the GPU to
-    inference. `max_tp`, `inference_tp`: most tensor parallel ranks in training and in inference. `fsdp`, `recompute`:
-    values allowed in training; `offload`: by training task, open if it is not named; `swap`: of `offload` in inference.
-    `folded`: the rollouts' log-probabilities serve as the old ones. `shared_body`: the critic is a head on the actor.
-    `together`: actor and critic train on the same GPUs with one micro-batch size, inference runs beside generation."""
+    `servers`: GPUs of a vLLM server by pool, open if it is not named; `within`: a server is on one node; `asleep`:
+    pools whose servers leave the GPU to inference. `max_tp`, `inference_tp`: most tensor parallel ranks in training and
+    in inference; `serving_pp`, `inference_pp`: most pipeline stages of a vLLM server and in inference. `fsdp`,
+    `recompute`: values allowed in training; `offload`: by training task, open if it is not named; `swap`: of `offload`
+    in inference. `folded`: the rollouts' log-probabilities serve as the old ones. `shared_body`: the critic is a head
+    on the actor. `together`: actor and critic train on the same GPUs with one micro-batch size, inference runs beside
+    generation."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -35,6 +41,9 @@ class Limits:
     asleep: tuple[str, ...] = ()
     max_tp: int = 64
     inference_tp: int = 64
+    serving_pp: int = MOST_STAGES
+    inference_pp: int = MOST_STAGES
+    within: bool = False
     fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2, 3)
     recompute: tuple[bool, ...] = (False, True)
     offload: Mapping[Task, tuple[bool, ...]] = field(default_factory=dict)
@@ -47,5 +56,16 @@ class Limits:
 
     def executed(self) -> Limits:
         """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
-        ranks, no activation recomputation, inference models whole on one GPU each, where they stay."""
-        return replace(self, max_tp=1, inference_tp=1, fsdp=(2,), recompute=(False,), swap=(False,), together=True)
+        ranks, no activation recomputation, vLLM servers in a pod each, inference models whole on one GPU each,
+        where they stay."""
+        return replace(
+            self,
+            max_tp=1,
+            inference_tp=1,
+            inference_pp=1,
+            within=True,
+            fsdp=(2,),
+            recompute=(False,),
+            swap=(False,),
+            together=True,
+        )

@@ -9,12 +9,13 @@ from typing import Any
 from dovetail.api.types import Parallelism
 from dovetail.planner.placement.candidate import TRAINING, Share, Task
 from dovetail.planner.placement.inventory import Inventory, Pool
-from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
+from dovetail.planner.placement.limits import MICRO_BATCHES, MOST_STAGES, Limits
 from dovetail.planner.placement.structures import Slot
 from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import ModelShape
 
 INFERENCE_MICRO_BATCH = 8
+INFERENCE_MICRO_BATCHES = (1, 2, 4, 8)
 _EITHER = (False, True)
 
 
@@ -31,19 +32,40 @@ def options(
         yield from _training(task, slot, pool, model[0], workload, limits)
         return
     if task == "generation":
-        degrees = [limits.servers[pool.name]] if pool.name in limits.servers else _degrees(pool, model[0], slot.count)
-        for tp in degrees:
-            ways = (True,) if pool.name in limits.asleep else (False, True) if shared else (False,)
-            yield [Share(slot.pool, slot.first, tp=tp, dp=slot.count // tp, offload=asleep) for asleep in ways]
-        return
+        yield from _serving(slot, shared, pool, model[0], limits)
+    else:
+        yield from _inference(slot, pool, model[0], limits)
+
+
+def _serving(slot: Slot, shared: bool, pool: Pool, shape: ModelShape, limits: Limits) -> Iterator[list[Share]]:
+    size = limits.servers.get(pool.name)
+    ways = (True,) if pool.name in limits.asleep else (False, True) if shared else (False,)
+    for tp in _degrees(pool, shape, slot.count):
+        for pp in _stages(shape, slot.count // tp):
+            if size not in (None, pp * tp) or (limits.within and pool.per_node % (pp * tp)) or pp > limits.serving_pp:
+                continue
+            dp = slot.count // (pp * tp)
+            yield [Share(slot.pool, slot.first, pp=pp, tp=tp, dp=dp, offload=asleep) for asleep in ways]
+
+
+def _inference(slot: Slot, pool: Pool, shape: ModelShape, limits: Limits) -> Iterator[list[Share]]:
     servers = limits.servers.get(pool.name, 1)  # a scorer beside each, on one of its GPUs
-    for tp in _degrees(pool, model[0], slot.count):
-        if tp <= limits.inference_tp:
-            copies = slot.count // max(tp, servers)
-            yield [
-                Share(slot.pool, slot.first, tp=tp, dp=copies, micro_batch=INFERENCE_MICRO_BATCH, offload=swapped)
-                for swapped in limits.swap
-            ]
+    for tp in _degrees(pool, shape, slot.count):
+        for pp in _stages(shape, slot.count // tp):
+            if tp > limits.inference_tp or pp > limits.inference_pp:
+                continue
+            copies = slot.count // max(pp * tp, servers)
+            # Stages have the less to wait for, the smaller the micro-batches are.
+            for micro in (INFERENCE_MICRO_BATCH,) if pp == 1 else INFERENCE_MICRO_BATCHES:
+                yield [
+                    Share(slot.pool, slot.first, pp, tp, copies, micro_batch=micro, offload=swapped)
+                    for swapped in limits.swap
+                ]
+
+
+def _stages(shape: ModelShape, ranks: int) -> list[int]:
+    """Pipeline stages of what does not train."""
+    return [pp for pp in range(1, min(shape.layers, ranks, MOST_STAGES) + 1) if ranks % pp == 0]
 
 
 def _degrees(pool: Pool, shape: ModelShape, count: int) -> list[int]:

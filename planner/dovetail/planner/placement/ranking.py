@@ -25,8 +25,8 @@ Ranked = list[Option]
 
 @dataclass(frozen=True)
 class Ranking:
-    """A structure with each task's layouts on each slot, fastest first. `guess`: seconds of the fastest ones together,
-    `bound`: seconds that no choice of them goes below."""
+    """A structure with each task's layouts on each slot, fastest first, as if each slot began at GPU 0. `guess`:
+    seconds of the fastest ones together, `bound`: seconds that no choice of them goes below."""
 
     structure: Structure
     places: tuple[tuple[Task, Slot], ...]
@@ -62,16 +62,13 @@ class Ranker:
         return Ranking(structure, places, tuple(layouts), _sum(structure, seconds), _sum(structure, floors))
 
     def _task(self, structure: Structure, task: Task, slot: Slot, width: int) -> Ranked | str:
-        """Layouts that fit alone, fastest first, on the slot's GPUs. The same for equal slots elsewhere."""
+        """Layouts that fit alone, fastest first. The same for equal slots elsewhere: shares begin at GPU 0."""
         start, shared = replace(slot, first=0), structure.shares_trainers(slot)
         front = (task, start, shared, width)
         if front not in self._options:
             ranked = self._layouts(task, start, shared)
             self._options[front] = ranked if isinstance(ranked, str) else _front(ranked, width)
-        found = self._options[front]
-        if isinstance(found, str) or slot.first == 0:
-            return found
-        return [replace(option, share=replace(option.share, first=slot.first)) for option in found]
+        return self._options[front]
 
     def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | str:
         key = (task, slot, shared)
@@ -129,14 +126,14 @@ def frugality(option: Option) -> tuple[bool, float]:
     return not option.share.offload, option.need
 
 
-def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Share, ...]]:
-    """One share of each list, by the sum of their seconds; each combination once."""
+def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Option, ...]]:
+    """One option of each list, by the sum of their seconds; each combination once."""
     start = (0,) * len(layouts)
     heap = [(sum(ranked[0].seconds for ranked in layouts), start)]
     seen = {start}
     while heap:
         seconds, at = heapq.heappop(heap)
-        yield tuple(ranked[i].share for ranked, i in zip(layouts, at, strict=True))
+        yield tuple(ranked[i] for ranked, i in zip(layouts, at, strict=True))
         for k, (ranked, i) in enumerate(zip(layouts, at, strict=True)):
             after = (*at[:k], i + 1, *at[k + 1 :])
             if i + 1 < len(ranked) and after not in seen:

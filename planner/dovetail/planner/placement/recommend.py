@@ -57,7 +57,10 @@ def recommend(
     everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired), strategy)
     if isinstance(everything, str):
         raise Infeasible(everything)
-    return everything, [f"with what is executed today nothing fits: {found}", *unexecuted(everything.candidate)]
+    return everything, [
+        f"with what is executed today nothing fits: {found}",
+        *unexecuted(everything.candidate, inventory),
+    ]
 
 
 def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
@@ -91,7 +94,7 @@ def _missing(result: Result) -> str:
     return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
 
 
-def unexecuted(candidate: Candidate) -> list[str]:
+def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
     """One sentence for each thing that trainers and scorers do not run yet."""
     shares = list(candidate.placed)
     training = [s for task, s in shares if task.endswith("_training")]
@@ -105,11 +108,13 @@ def unexecuted(candidate: Candidate) -> list[str]:
         found.append("FSDP stages other than ZeRO-2 are not executed yet")
     if len({s.range for s in training}) > 1:
         found.append("training actor and critic on GPUs of their own is not executed yet")
-    if wide := sorted({task for task, s in scored if s.tp > 1}):
+    if wide := sorted({task for task, s in scored if s.pp * s.tp > 1}):
         found.append(f"models split over GPUs in inference ({', '.join(wide)}) are not executed yet")
     if any(s.offload for _, s in scored):
         found.append("inference weights that wait in host memory are not executed yet")
     servers = [s for task, s in shares if task == "generation"]
+    if any(s.pp * s.tp > inventory[s.pool].per_node for s in servers):
+        found.append("vLLM servers over several nodes are not executed yet")
     if any(not any(s.overlaps(server) for server in servers) for _, s in scored):
         found.append("inference away from the rollouts is not executed yet")
     return found
@@ -125,7 +130,7 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
     groups = []
     if shared:
         server = next(iter(shared))
-        groups.append(_group(chosen, server, ["trainer", "rollout"], server.tp))
+        groups.append(_group(chosen, server, ["trainer", "rollout"], server.pp * server.tp))
     else:
         count = actor.gpus if critic is None or critic.range == actor.range else actor.gpus + critic.gpus
         per_pod = min(count, pool.per_node)
@@ -137,7 +142,7 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
                 "replicas": count // per_pod,
             }
         )
-    groups += [_group(chosen, s, ["rollout"], s.tp) for s in candidate.generation if s not in shared]
+    groups += [_group(chosen, s, ["rollout"], s.pp * s.tp) for s in candidate.generation if s not in shared]
     layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
     interleaved = candidate.placement is Placement.INTERLEAVING or HALVES in chosen.prediction.note
     return {

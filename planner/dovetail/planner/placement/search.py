@@ -7,29 +7,35 @@ effort is spent, or time is up. Last, the best one's layouts and sizes are varie
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
 
 from dovetail.planner.iteration.estimate import Estimate
-from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.placement.candidate import INFERENCE, TASKS, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.placement.combine import Combiner
 from dovetail.planner.placement.costs import Estimator, Option
+from dovetail.planner.placement.filling import Filling
 from dovetail.planner.placement.inventory import Inventory, Pool
-from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
-from dovetail.planner.placement.ranking import Ranker, Ranking, combinations, frugality
+from dovetail.planner.placement.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
+from dovetail.planner.placement.ranking import Ranker, Ranking, combinations
 from dovetail.planner.placement.structures import Sizes, Slot, Structure, every_size, sizes, structures
 from dovetail.planner.placement.workload import Workload
 
-# Combinations of a structure's layouts that are estimated.
-COMBINATIONS = 8
-# Combinations that are looked at for those.
-PATIENCE = 500
-GLANCES = 3
 # The descent looks at layouts that alone take up to so much longer than the one in use.
 SLACK = 1.25
+# Combinations from which there is a descent: in all, and of one structure.
+FINALISTS = 4
+STARTS = 2
 # Pairs of layouts of actor and critic that it looks at.
 PAIRS = 24
+# Tasks whose layouts it changes together.
+_BESIDE: tuple[tuple[Task, Task], ...] = (
+    ("actor_training", "critic_training"),
+    ("generation", "actor_training"),
+    ("critic", "critic_training"),
+)
 # Nodes by which the sizes of the best structure are varied, where not all were tried.
 NEAR = 3
 
@@ -93,18 +99,21 @@ class Search:
         self.inventory, self.workload, self.limits = inventory, workload, limits
         self.costs, self.effort, self.accept = costs, effort, accept
         self.ranker = Ranker(inventory, workload, limits, costs, lean)
+        self.combiner = Combiner(inventory, limits, costs, self.ranker)
         self.result = Result()
         self._known: dict[Candidate, Estimate] = {}
+        self._finalists: list[tuple[float, int, Ranking, Found]] = []
         self._kinds: dict[tuple[Placement, str], Rejected] = {}
 
     def run(self) -> Result:
         """The best of all structures."""
-        best = self._round(sizes, 0.6)
+        best = self._round(sizes, 0.5)
         if best is not None and not self._over():
-            best = self._round(partial(_near, self._cuts(best.structure)), 0.8, best)
-        if best is not None:
-            self._descend(best)
+            self._round(partial(_near, self._cuts(best.structure)), 0.7, best)
+        for ranking, start in self._chosen():
+            self._descend(ranking, start)
         self.result.complete = not self._over()
+        self._threshold()
         found = self.result.best
         chosen = None if found is None else (found.candidate.placement, found.note)
         others = [r for key, r in self._kinds.items() if key != chosen]
@@ -125,8 +134,9 @@ class Search:
         for _, _, ranking in sorted(glanced, key=lambda g: g[:2]):
             if self._over() or self._spent(0, until):
                 break
-            best = self._beam(ranking) or best
-        return best
+            self._beam(ranking)
+        finalist = min(self._finalists, key=lambda f: f[:2], default=None)
+        return best if finalist is None else finalist[2]
 
     def _spent(self, begun: int, share: float) -> bool:
         return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
@@ -135,19 +145,26 @@ class Search:
         """Seconds of the structure's first combination that fits, infinite if none of a few does, and whether it is the
         best so far; with the schedule and threshold that are the likeliest to be fast."""
         before = self.result.best
-        for chosen in (*islice(self._agreeing(ranking), GLANCES), self._least(ranking)):
+        for chosen in (*self.combiner.few(ranking), self.combiner.least(ranking)):
             if chosen is None or self._over():
-                break
-            schedule = self.schedules(ranking.structure, ranking.places, chosen)[-1]
-            migration = self.limits.migrations[len(self.limits.migrations) // 2]
-            candidate = replace(self.candidate(ranking, chosen, schedule), migration=migration)
-            found = self.estimated(candidate, ranking.structure.note)
-            if found.estimate.problem is None:
+                continue
+            found = self._once(ranking, chosen)
+            if found.estimate.fits:
                 return found.seconds, self.result.best is not before
         return float("inf"), False
 
+    def _once(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
+        """A combination with the threshold of the best so far, and the schedule that is the likeliest to be fast."""
+        schedule = self.schedules(ranking.structure, ranking.places, chosen)[-1]
+        best, migrations = self.result.best, self.limits.migrations
+        migration = best.candidate.migration if best else migrations[len(migrations) // 2]
+        candidate = replace(self.candidate(ranking, chosen, schedule), migration=migration)
+        return self.estimated(candidate, ranking.structure.note)
+
     def _over(self) -> bool:
-        return self.result.estimates >= self.effort.estimates or self.effort.expired()
+        # `_threshold` comes last.
+        kept = min(len(FINE_MIGRATIONS), self.effort.estimates // 10)
+        return self.result.estimates >= self.effort.estimates - kept or self.effort.expired()
 
     # ------------------------------------------------------------ structures
 
@@ -166,72 +183,47 @@ class Search:
 
     # ------------------------------------------------------------ combinations
 
-    def _beam(self, ranking: Ranking) -> Ranking | None:
-        """Estimate the structure's best combinations; the ranking if the result got better."""
+    def _beam(self, ranking: Ranking) -> None:
+        """Estimate the structure's best combinations; the best of them are finalists."""
         best = self.result.best
         if best is not None and ranking.bound >= best.seconds:
-            return None
-        improved, fits = False, False
-        for chosen in islice(self._agreeing(ranking), COMBINATIONS):
+            return
+        found: list[tuple[float, int, tuple[Share, ...]]] = []
+        for order, chosen in enumerate(self.combiner.many(ranking)):
             if self._over():
                 break
-            better, fit = self._try(ranking, chosen)
-            improved, fits = improved or better, fits or fit
-        least = self._least(ranking)
-        if not fits and least is not None and not self._over():
-            improved = self._try(ranking, least)[0] or improved
-        return ranking if improved else None
+            once = self._once(ranking, chosen)
+            if once.estimate.fits:
+                found.append((once.seconds, order, chosen))
+        least = self.combiner.least(ranking)
+        if not found and least is not None:
+            found.append((0.0, 0, least))
+        for _, _, chosen in sorted(found)[:STARTS]:
+            if self._over():
+                break
+            tried = self._try(ranking, chosen)
+            if tried.estimate.fits:
+                self._finalists.append((tried.seconds, len(self._finalists), ranking, tried))
 
-    def _agreeing(self, ranking: Ranking) -> Iterator[tuple[Share, ...]]:
-        return (c for c in islice(combinations(ranking.layouts), PATIENCE) if self.agrees(ranking, c))
-
-    def _least(self, ranking: Ranking) -> tuple[Share, ...] | None:
-        """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size the same."""
-        for micro in (None, *MICRO_BATCHES):
-            chosen = []
-            for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True):
-                mine = [o for o in ranked if micro is None or task not in TRAINING or o.share.micro_batch == micro]
-                if mine:
-                    chosen.append(min(mine, key=frugality).share)
-            if len(chosen) == len(ranking.places) and self.agrees(ranking, chosen):
-                return tuple(chosen)
-        return None
-
-    def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
-        """Whether a combination can run: a manifest has one micro-batch size for actor and critic, and inference takes
-        whole servers."""
-        if not self.limits.together:
-            return True
-        placed = list(zip(ranking.places, chosen, strict=True))
-        sizes = {share.pool: share.tp for (task, _), share in placed if task == "generation"}
-        whole = all(slot.count % sizes.get(slot.pool, 1) == 0 for (task, slot), _ in placed if task in INFERENCE)
-        return whole and len({share.micro_batch for (task, _), share in placed if task in TRAINING}) == 1
-
-    def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> tuple[bool, bool]:
-        """Estimate a combination with each schedule, then each migration threshold. Whether it is the best so far, and
-        whether it fits."""
-        before = self.result.best
-        first: Found | None = None
-        for schedule in self.schedules(ranking.structure, ranking.places, chosen):
-            found = self.estimated(self.candidate(ranking, chosen, schedule), ranking.structure.note)
-            if first is None or _better(found, first):
-                first = found
-        assert first is not None
-        fits = first.estimate.problem is None
-        if fits and (before is None or first.seconds < 1.5 * before.seconds):
-            for migration in self.limits.migrations[1:]:
-                self.estimated(replace(first.candidate, migration=migration), ranking.structure.note)
-        return self.result.best is not before, fits
+    def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
+        """The best of a combination's schedules, and then of its migration thresholds."""
+        schedules = self.schedules(ranking.structure, ranking.places, chosen)
+        note = ranking.structure.note
+        found = min((self.estimated(self.candidate(ranking, chosen, s), note) for s in schedules), key=_order)
+        if found.estimate.fits:
+            candidates = (replace(found.candidate, migration=m) for m in self.limits.migrations[1:])
+            found = min([found, *(self.estimated(c, note) for c in candidates)], key=_order)
+        return found
 
     def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
-        """The structure with these shares, in the order of `places`."""
+        """The structure with these shares, in the order of `places`, on their GPUs."""
         shares: dict[Task, list[Share]] = {}
         for (task, slot), share in zip(ranking.places, chosen, strict=True):
             if task in INFERENCE and self.limits.together:
                 # A scorer for each vLLM server, on one of its GPUs.
-                sizes = (server.tp for server in shares["generation"] if server.pool == share.pool)
+                sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
                 share = replace(share, dp=slot.count // next(sizes, 1))
-            shares.setdefault(task, []).append(share)
+            shares.setdefault(task, []).append(replace(share, first=slot.first) if slot.first else share)
         return Candidate(
             placement=ranking.structure.placement,
             **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
@@ -276,52 +268,79 @@ class Search:
         """Sizes of the structure's slots."""
         return frozenset(slot.count for task in TASKS for slot in structure.slots(task))
 
-    def _descend(self, ranking: Ranking) -> None:
-        """Change one task's layout at a time, or both trainings' at once, among all that fit, while that helps."""
+    def _descend(self, ranking: Ranking, start: Found) -> None:
+        """Change one task's layout at a time, or two tasks' at once, among all that fit, while that helps."""
         wide = self.ranker.rank(ranking.structure, width=10**9)
         assert isinstance(wide, Ranking)
-        improved = True
+        filling, current, improved = self.combiner.filling(wide), start, True
         while improved and not self._over():
-            before = self.result.best
+            before = current
             for at in range(len(wide.layouts)):
-                for option in self._within_slack(wide, at):
-                    self._vary(wide, {at: option.share})
-            for pair in self._pairs(wide):
-                self._vary(wide, pair)
-            improved = self.result.best is not before
+                for option in self._within_slack(wide, current, at):
+                    current = self._vary(wide, filling, current, {at: option})
+            for one, other in _BESIDE:
+                for pair in self._pairs(wide, current, one, other):
+                    current = self._vary(wide, filling, current, pair)
+            improved = current is not before
+            if improved and not self._over():
+                current = min(current, self._try(wide, _shares(current)), key=_order)
 
-    def _chosen(self) -> list[Share]:
-        assert self.result.best is not None
-        return [share for _, share in self.result.best.candidate.placed]
+    def _chosen(self) -> list[tuple[Ranking, Found]]:
+        """The best finalists, and the best of each kind of placement."""
+        ordered = [(ranking, found) for _, _, ranking, found in sorted(self._finalists, key=lambda f: f[:2])]
+        rest = {found.candidate.placement: (ranking, found) for ranking, found in reversed(ordered[FINALISTS:])}
+        known = {found.candidate.placement for _, found in ordered[:FINALISTS]}
+        return [*ordered[:FINALISTS], *(rest[kind] for kind in Placement if kind in rest and kind not in known)]
 
-    def _within_slack(self, wide: Ranking, at: int) -> list[Option]:
+    def _threshold(self) -> None:
+        """Migration thresholds in smaller steps, for what was found with coarse ones."""
+        found = self.result.best
+        if found is not None and self.limits.migrations == MIGRATIONS:
+            for migration in FINE_MIGRATIONS:
+                if self.result.estimates < self.effort.estimates and not self.effort.expired():
+                    self.estimated(replace(found.candidate, migration=migration), found.note)
+
+    def _within_slack(self, wide: Ranking, current: Found, at: int) -> list[Option]:
         """Layouts of a place that alone take not much longer than the one in use."""
-        used = self._chosen()[at]
+        used = _shares(current)[at]
         seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
         return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
 
-    def _pairs(self, wide: Ranking) -> list[dict[int, Share]]:
-        """Layouts of actor and critic that can share a schedule, the fastest first."""
-        places = [at for at, (task, _) in enumerate(wide.places) if task in TRAINING]
-        if len(places) != 2 or wide.structure.apart:
+    def _pairs(self, wide: Ranking, current: Found, one: Task, other: Task) -> list[dict[int, Option]]:
+        """Layouts of two tasks that go together, the fastest first: of actor and critic those that can share a
+        schedule, of training and use of the same weights equal ones, which leave nothing to move."""
+        places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
+        if len(places) != 2 or wide.places[places[0]][1] != wide.places[places[1]][1]:
             return []
-        actor, critic = places
+        first, second = places
+        ones, others = (self._within_slack(wide, current, at) for at in places)
         both = [
-            (a.seconds + b.seconds, order, {actor: a.share, critic: b.share})
-            for order, (a, b) in enumerate(product(self._within_slack(wide, actor), self._within_slack(wide, critic)))
-            if a.share.tp == b.share.tp and max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0
+            (a.seconds + b.seconds, order, {first: a, second: b})
+            for order, (a, b) in enumerate(product(ones, others))
+            if a.share.tp == b.share.tp
+            and (max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
+            and (one == "actor_training" or a.share.pp == b.share.pp)
         ]
         return [pair for _, _, pair in heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])]
 
-    def _vary(self, wide: Ranking, changes: Mapping[int, Share]) -> None:
-        if not self._over():
-            varied = [changes.get(at, share) for at, share in enumerate(self._chosen())]
-            if self.agrees(wide, varied):
-                self._try(wide, varied)
+    def _vary(self, wide: Ranking, filling: Filling, current: Found, changes: Mapping[int, Option]) -> Found:
+        """The better of `current` and what changes make of it."""
+        if self._over():
+            return current
+        varied = tuple(changes[at].share if at in changes else share for at, share in enumerate(_shares(current)))
+        if not self.combiner.fits(wide, filling, varied):
+            return current
+        return min(current, self._once(wide, varied), key=_order)
 
 
-def _better(a: Found, b: Found) -> bool:
-    return (a.estimate.problem is not None, a.seconds) < (b.estimate.problem is not None, b.seconds)
+def _shares(found: Found) -> list[Share]:
+    """In the order of a ranking's places, and as it has them."""
+    return [replace(share, first=0) for _, share in found.candidate.placed]
+
+
+def _order(found: Found) -> tuple[bool, float]:
+    """Of two, the better one first."""
+    return not found.estimate.fits, found.seconds
 
 
 def _near(cuts: frozenset[int], pool: Pool, count: int) -> list[int]:
@@ -339,7 +358,10 @@ def exhaustive(inventory: Inventory, workload: Workload, limits: Limits, costs: 
         ranking = search.ranker.rank(structure, width=10**9)
         if isinstance(ranking, str):
             continue
-        for chosen in filter(partial(search.agrees, ranking), combinations(ranking.layouts)):
+        for options in combinations(ranking.layouts):
+            chosen = tuple(option.share for option in options)
+            if not search.combiner.agrees(ranking, chosen):
+                continue
             for schedule in search.schedules(structure, ranking.places, chosen):
                 for migration in limits.migrations:
                     candidate = search.candidate(ranking, chosen, schedule)

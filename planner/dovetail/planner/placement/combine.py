@@ -1,0 +1,120 @@
+"""Combinations of layouts that are worth an estimate of the whole iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Share, Task
+from dovetail.planner.placement.costs import Estimator, Option
+from dovetail.planner.placement.filling import Filling
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
+from dovetail.planner.placement.ranking import Ranker, Ranking, combinations, frugality
+
+# Of a structure's fastest combinations, those that are estimated, and those that are looked at for them.
+COMBINATIONS = 8
+PATIENCE = 200
+
+Chosen = tuple[Share, ...]
+"""A share for each of a ranking's places."""
+
+
+class Combiner:
+    """Of the layouts that `ranker` finds."""
+
+    def __init__(self, inventory: Inventory, limits: Limits, costs: Estimator, ranker: Ranker) -> None:
+        self._inventory, self._limits, self._costs, self._ranker = inventory, limits, costs, ranker
+        self._alone: dict[tuple[Task, Share], Option] = {}
+
+    def few(self, ranking: Ranking) -> Iterator[Chosen]:
+        """The fastest combination if it fits, and otherwise those with the least changed that makes it fit."""
+        filling = self.filling(ranking)
+        first = next(self._agreeing(ranking, filling, 1), None)
+        if first is not None:
+            yield first
+        else:
+            yield from self._repaired(ranking, filling)
+
+    def many(self, ranking: Ranking) -> list[Chosen]:
+        """The fastest, those of `few`, and those that leave few weights to move; each once."""
+        filling = self.filling(ranking)
+        found = [*islice(self._agreeing(ranking, filling, PATIENCE), COMBINATIONS)]
+        return list(dict.fromkeys([*found, *self._repaired(ranking, filling), *self._aligned(ranking)]))
+
+    def filling(self, ranking: Ranking) -> Filling:
+        return Filling(ranking, self._inventory, self._costs)
+
+    def fits(self, ranking: Ranking, filling: Filling, chosen: Chosen) -> bool:
+        """Whether it can run, and fits as far as that is known without an estimate of everything."""
+        if not self.agrees(ranking, chosen):
+            return False
+        options = []
+        for (task, _), share in zip(ranking.places, chosen, strict=True):
+            if (task, share) not in self._alone:
+                self._alone[task, share] = self._costs.option(task, share)
+            options.append(self._alone[task, share])
+        return filling.fits(options)
+
+    def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
+        """Whether a combination can run: a manifest has one micro-batch size for actor and critic, and inference takes
+        whole servers."""
+        if not self._limits.together:
+            return True
+        placed = list(zip(ranking.places, chosen, strict=True))
+        sizes = {share.pool: share.pp * share.tp for (task, _), share in placed if task == "generation"}
+        whole = all(slot.count % sizes.get(slot.pool, 1) == 0 for (task, slot), _ in placed if task in INFERENCE)
+        return whole and len({share.micro_batch for (task, _), share in placed if task in TRAINING}) == 1
+
+    def least(self, ranking: Ranking) -> Chosen | None:
+        """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size the same."""
+        for micro in (None, *MICRO_BATCHES):
+            chosen = []
+            for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True):
+                mine = [o for o in ranked if micro is None or task not in TRAINING or o.share.micro_batch == micro]
+                if mine:
+                    chosen.append(min(mine, key=frugality).share)
+            if len(chosen) == len(ranking.places) and self.agrees(ranking, chosen):
+                return tuple(chosen)
+        return None
+
+    def _agreeing(self, ranking: Ranking, filling: Filling, patience: int) -> Iterator[Chosen]:
+        for options in islice(combinations(ranking.layouts), patience):
+            chosen = tuple(option.share for option in options)
+            if self.agrees(ranking, chosen) and filling.fits(options):
+                yield chosen
+
+    def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
+        """Where both trainings must have the same micro-batch size, one of each."""
+        for micro in (None, *MICRO_BATCHES) if self._limits.together else (None,):
+
+            def keep(task: Task, option: Option, micro: int | None = micro) -> bool:
+                return micro is None or task not in TRAINING or option.share.micro_batch == micro
+
+            found = filling.repaired(keep)
+            if found is not None and self.agrees(ranking, chosen := tuple(o.share for o in found)):
+                yield chosen
+
+    def _aligned(self, ranking: Ranking) -> Iterator[Chosen]:
+        """Where all train and generate on the same GPUs: each layout for both, which leaves no weights to move."""
+        structure = ranking.structure
+        if structure.apart or structure.generation != structure.actor_training:
+            return
+        wide = self._ranker.rank(structure, width=10**9)
+        assert isinstance(wide, Ranking)
+        filling, tasks = self.filling(wide), [task for task, _ in wide.places]
+        for layout in dict.fromkeys(map(_layout, wide.layouts[tasks.index("actor_training")])):
+            having = {t for t, ranked in zip(tasks, wide.layouts, strict=True) if layout in map(_layout, ranked)}
+            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
+                held = having & set(shared)
+
+                def keep(task: Task, option: Option, held: set[Task] = held, layout: tuple[int, int] = layout) -> bool:
+                    return task not in held or _layout(option) == layout
+
+                found = filling.repaired(keep)
+                if found is not None and self.agrees(wide, chosen := tuple(o.share for o in found)):
+                    yield chosen
+
+
+def _layout(option: Option) -> tuple[int, int]:
+    return option.share.pp, option.share.tp

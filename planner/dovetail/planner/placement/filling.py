@@ -1,0 +1,122 @@
+"""Layouts of all tasks that fit on their GPUs together, found without an estimate of the whole iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from dovetail.planner.placement.candidate import Task
+from dovetail.planner.placement.costs import Estimator, Option
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.ranking import Ranking
+
+Floats = npt.NDArray[np.float64]
+# A change that costs no time is not infinitely good.
+LEAST_SECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """Places that share GPUs, and the bytes of one: `room` for all, `serving` for all where one of them serves."""
+
+    places: tuple[int, ...]
+    room: float
+    serving: float
+
+
+class Filling:
+    """Of one ranking: which of its places share a GPU, and what fits there."""
+
+    def __init__(self, ranking: Ranking, inventory: Inventory, costs: Estimator) -> None:
+        self._ranking = ranking
+        self._cells = [
+            _Cell(places, *costs.rooms((ranking.places[at][0] for at in places), inventory[pool]))
+            for pool, places in _cells(ranking)
+        ]
+
+    def fits(self, chosen: Sequence[Option]) -> bool:
+        """Whether an option for each place fits with the others."""
+        return all(_excess(cell, chosen) <= 0 for cell in self._cells)
+
+    def repaired(self, keep: Callable[[Task, Option], bool] | None = None) -> list[Option] | None:
+        """The fastest options that `keep` allows, with such of them replaced as do not fit: always the replacement that
+        saves most bytes for its seconds. None if no replacement helps any more."""
+        layouts = self._ranking.layouts
+        if keep is not None:
+            tasks = (task for task, _ in self._ranking.places)
+            layouts = tuple([o for o in ranked if keep(task, o)] for task, ranked in zip(tasks, layouts, strict=True))
+        if not all(layouts):
+            return None
+        chosen = [ranked[0] for ranked in layouts]
+        tables: dict[int, _Table] = {}
+        for cell in self._cells:
+            while (excess := _excess(cell, chosen)) > 0:
+                best: tuple[float, int, int] = (0.0, 0, 0)
+                for at in cell.places:
+                    if at not in tables:
+                        tables[at] = _Table(layouts[at])
+                    saved = np.minimum(excess, excess - tables[at].excess(cell, at, chosen))
+                    value = saved / np.maximum(LEAST_SECONDS, tables[at].seconds - chosen[at].seconds)
+                    highest = int(np.argmax(value))
+                    if saved[highest] > 0 and value[highest] > best[0]:
+                        best = float(value[highest]), at, highest
+                if best[0] == 0.0:
+                    return None
+                chosen[best[1]] = layouts[best[1]][best[2]]
+        return chosen if self.fits(chosen) else None
+
+
+class _Table:
+    """A place's options, to see at once what each would change."""
+
+    def __init__(self, options: Sequence[Option]) -> None:
+        self.seconds: Floats = np.array([o.seconds for o in options])
+        self._kept: Floats = np.array([o.footprint.kept for o in options])
+        self._works: Floats = np.array([o.footprint.works for o in options])
+        self._serves = options[0].footprint.serves
+        self._awake = np.array([o.footprint.awake for o in options])
+
+    def excess(self, cell: _Cell, at: int, chosen: Sequence[Option]) -> Floats:
+        """As `_excess`, with each of the options in place of the one at `at`."""
+        others = [chosen[place].footprint for place in cell.places if place != at]
+        kept = self._kept + sum(f.kept for f in others)
+        works = np.maximum(self._works, max((f.works for f in others), default=0.0))
+        most: Floats = kept + works - cell.room
+        if self._serves:
+            most = np.maximum(most, kept + np.where(self._awake, works, self._works) - cell.serving)
+        for f in others:
+            if f.serves:
+                most = np.maximum(most, kept + (works if f.awake else f.works) - cell.serving)
+        return most
+
+
+def _excess(cell: _Cell, chosen: Sequence[Option]) -> float:
+    """Bytes by which a GPU has too little; 0 or less: the options fit. A server that is awake has what is left when
+    the others work, one that sleeps meanwhile what they keep."""
+    kept = works = 0.0
+    server = None
+    for at in cell.places:
+        f = chosen[at].footprint
+        kept += f.kept
+        works = max(works, f.works)
+        server = f if f.serves else server
+    most = kept + works - cell.room
+    if server is not None:
+        most = max(most, kept + (works if server.awake else server.works) - cell.serving)
+    return most
+
+
+def _cells(ranking: Ranking) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Places that share GPUs, each set of them once."""
+    seen = set()
+    for pool in dict.fromkeys(slot.pool for _, slot in ranking.places):
+        mine = [(at, slot) for at, (_, slot) in enumerate(ranking.places) if slot.pool == pool]
+        for start, stop in pairwise(sorted({e for _, s in mine for e in (s.first, s.first + s.count)})):
+            on = tuple(at for at, s in mine if s.first <= start and stop <= s.first + s.count)
+            if on and (pool, on) not in seen:
+                seen.add((pool, on))
+                yield pool, on
