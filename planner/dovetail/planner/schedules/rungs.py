@@ -25,6 +25,18 @@ LATENCY = (
     Rung(thin=2),
     Rung(rules=1, annealing=6, work=2.5, runs=4),
 )
+SPLIT_LATENCY = (  # more kinds of passes: rules find more than thinned problems
+    Rung(1 / 16, rules=1),
+    Rung(1 / 4, rules=1),
+    Rung(rules=1),
+    Rung(1 / 4, annealing=1),
+    Rung(rules=1),
+    Rung(1 / 4, annealing=2),
+    Rung(1 / 2, thin=1, work=0.3, runs=2),
+    Rung(rules=2),
+    Rung(thin=2),
+    Rung(rules=1, annealing=6, work=2.5, runs=4),
+)
 MEMORY = (
     Rung(1 / 16, rules=1),
     Rung(1 / 2, thin=2),

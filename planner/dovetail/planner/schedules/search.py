@@ -19,7 +19,17 @@ from dovetail.planner.schedules.instance import Instance, Ints, lower_bound
 from dovetail.planner.schedules.periodic import shorter, thicken, thinner, unroll
 from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
 from dovetail.planner.schedules.rounds import UNLIMITED, Effort, Rounds, rank
-from dovetail.planner.schedules.rungs import CLOSING, LATENCY, MEMORY, NEAR, POLISH, SPARES, THINNED, Rung
+from dovetail.planner.schedules.rungs import (
+    CLOSING,
+    LATENCY,
+    MEMORY,
+    NEAR,
+    POLISH,
+    SPARES,
+    SPLIT_LATENCY,
+    THINNED,
+    Rung,
+)
 from dovetail.planner.schedules.schedule import DeadlockError, Schedule, evaluate
 
 __all__ = ["Effort", "find"]
@@ -65,7 +75,7 @@ class _Search(Rounds):
         cap = UNLIMITED if limit is None else limit
         for words in self._starts(cap, known):
             self.keep(words, "rule")
-        for rung in LATENCY:
+        for rung in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
             self.attempt(cap, self.bound, rung)
