@@ -45,6 +45,8 @@ PLANS = {
     "interleaving, dp 2": replace(JOB, placement="Interleaving"),
 }
 JOBS = {
+    "small": Shape(16, 8, 2, 32, trainers=2, rollouts=2),
+    "large": Shape(96, 32, 8, 96, trainers=2, rollouts=2, fusion=0.0),
     "long responses": Shape(32, 16, 4, 128, trainers=2, rollouts=2),
     "one trainer": Shape(32, 8, 2, 64, trainers=1, rollouts=2),
     "one rollout, two epochs": Shape(32, 16, 2, 64, epochs=2, trainers=2, rollouts=1, fusion=0.0),
