@@ -180,3 +180,14 @@ def test_systems_differ_as_described() -> None:
     assert unbalanced.phases["training"] >= ours.phases["training"]
     hidden = estimate(candidate, work, there, replace(DOVETAIL, hidden_swaps=True))
     assert hidden.phases["swap"] == 0 < ours.phases["swap"]
+
+
+def test_a_model_split_over_all_gpus_is_not_run_before_they_are_all_free() -> None:
+    """As in the simulation: one server still generates when the others have nothing left."""
+    whole = flattened(migration=0.2)
+    split = replace(whole, **{task: (Share("pool", pp=8, dp=1),) for task in ("reference", "reward", "critic")})
+    last = replace(split, migration=None)
+    work, there = workload(), inventory()
+    hidden = estimate(whole, work, there).phases["inference"]
+    assert hidden < estimate(replace(whole, migration=None), work, there).phases["inference"]
+    assert estimate(split, work, there).phases["inference"] == estimate(last, work, there).phases["inference"]

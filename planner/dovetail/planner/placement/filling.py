@@ -17,6 +17,8 @@ from dovetail.planner.placement.ranking import Ranking
 Floats = npt.NDArray[np.float64]
 # A change that costs no time is not infinitely good.
 LEAST_SECONDS = 1e-6
+# What sums in another order differ by is no saving.
+LEAST_BYTES = 1024.0
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class Filling:
                     if at not in tables:
                         tables[at] = _Table(layouts[at])
                     saved = np.minimum(excess, excess - tables[at].excess(cell, at, chosen))
+                    saved[saved <= LEAST_BYTES] = 0.0
                     value = saved / np.maximum(LEAST_SECONDS, tables[at].seconds - chosen[at].seconds)
                     highest = int(np.argmax(value))
-                    if saved[highest] > 0 and value[highest] > best[0]:
+                    if value[highest] > best[0]:
                         best = float(value[highest]), at, highest
                 if best[0] == 0.0:
                     return None

@@ -15,7 +15,7 @@ from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import ModelShape
 
 INFERENCE_MICRO_BATCH = 8
-INFERENCE_MICRO_BATCHES = (1, 2, 4, 8)
+INFERENCE_MICRO_BATCHES = (1, 4)
 _EITHER = (False, True)
 
 
@@ -64,8 +64,9 @@ def _inference(slot: Slot, pool: Pool, shape: ModelShape, limits: Limits) -> Ite
 
 
 def _stages(shape: ModelShape, ranks: int) -> list[int]:
-    """Pipeline stages of what does not train."""
-    return [pp for pp in range(1, min(shape.layers, ranks, MOST_STAGES) + 1) if ranks % pp == 0]
+    """Pipeline stages of what does not train: powers of two, for these are tried with everything else."""
+    most = min(shape.layers, ranks, MOST_STAGES)
+    return [pp for pp in (2**i for i in range(most.bit_length())) if pp <= most and ranks % pp == 0]
 
 
 def _degrees(pool: Pool, shape: ModelShape, count: int) -> list[int]:
