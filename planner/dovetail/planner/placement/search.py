@@ -26,7 +26,7 @@ from dovetail.planner.placement.workload import Workload
 # The descent looks at layouts that alone take up to so much longer than the one in use.
 SLACK = 1.25
 # Combinations from which there is a descent: in all, and of one structure.
-FINALISTS = 4
+FINALISTS = 6
 STARTS = 2
 # Pairs of layouts of actor and critic that it looks at.
 PAIRS = 24
