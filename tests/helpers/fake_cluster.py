@@ -12,12 +12,16 @@ from typing import Any
 import yaml
 from golden import make_objects
 
+from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.operator import names
-from dovetail.operator.children import Children, deleting, is_true
+from dovetail.operator.children import Children, deleting, is_true, sizes
 from dovetail.operator.planning import read_job
 from dovetail.operator.reconcile import Refused, Result, Seen, reconcile
+from dovetail.operator.render.context import Context
+from dovetail.operator.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.settings import Settings
+from dovetail.planner.nodes import Pools
 from dovetail.planner.simple import make_plan
 
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
@@ -46,6 +50,8 @@ class FakeCluster:
         self.now = START
         self.reported: dict[str, Any] | None = None
         self.mounts: dict[str, str] = {}
+        self.pools: Pools | None = None
+        self.nodes_refused = False
         self.gone = False
         self.made: list[str] = []
         self.queueing = False
@@ -57,7 +63,19 @@ class FakeCluster:
         job = read_job(self.document)
         planned: tuple[RLHFJob, Any] | Refused = job if isinstance(job, Refused) else (job, make_plan(job.spec))
         children = Children(copy.deepcopy(self.objects))
-        return Seen(self.document, planned, children, self.reported, Settings(), self.mounts)
+        outlook = Outlook()
+        if not isinstance(planned, Refused):
+            outlook = self._outlook(*planned)
+        return Seen(self.document, planned, children, self.reported, Settings(), self.mounts, outlook=outlook)
+
+    def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:
+        """As the controller's, without waiting for the planner."""
+        made = sizes(self.objects.get(("JobSet", "demo")))
+        wanted = needs(Context(job, self.document["metadata"]["uid"], plan, Settings(), made))
+        there = room(wanted, self.pools) if self.pools is not None and wanted else None
+        spec = resized(job.spec, plan, wanted, there) if there is not None else None
+        other = honoured(plan, make_plan(spec)) if spec is not None else None
+        return Outlook(there, other, refused=self.nodes_refused and bool(wanted))
 
     def look(self) -> Result:
         """What reconcile says, not carried out."""

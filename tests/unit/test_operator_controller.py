@@ -14,6 +14,7 @@ from dovetail.operator.history import History
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.pace import STATUS_SECONDS, Pace
 from dovetail.operator.planning import read_job
+from dovetail.operator.reconcile import Refused
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
 from helpers.fake_cluster import START, manifest
@@ -25,6 +26,12 @@ class Planner:
     async def planned(self, document, children):
         job = read_job(document)
         return job, make_plan(job.spec)
+
+    made = None
+
+    def variant(self, key, spec, done):
+        self.asked = key, spec, done
+        return self.made
 
 
 class Coordinators:
@@ -50,6 +57,7 @@ class Client:
         self.calls = []
         self.refuse = {}
         self.secret = None
+        self.nodes = 0
 
     async def get(self, resource, namespace, name):
         if resource.kind == "RLHFJob":
@@ -57,6 +65,12 @@ class Client:
         if self.secret is None:
             raise KubeError(404, "not found")
         return self.secret
+
+    async def pages(self, resource, namespace, selector="", fields="", size=0):
+        gpus = {"nvidia.com/gpu": "1"}
+        ready = [{"type": "Ready", "status": "True"}]
+        metadata = {"labels": {"nvidia.com/gpu.product": "NVIDIA-A10"}}
+        yield [{"metadata": metadata, "status": {"allocatable": gpus, "conditions": ready}}] * self.nodes
 
     async def create(self, thing):
         self.calls.append(("create", thing["kind"]))
@@ -194,3 +208,34 @@ def test_the_end_is_written_before_anything_is_deleted():
     asyncio.run(controller.process(KEY))
     assert client.calls == [("delete", "JobSet")], "until it is gone"
     assert json.dumps(client.job["status"])
+
+
+def test_the_plan_for_other_nodes_is_waited_for_by_nobody():
+    gpu = {"product": "NVIDIA-A10", "perPod": 1}
+    train = {"name": "train", "roles": ["trainer"], "replicas": 1, "gpu": gpu}
+    gen = {"name": "gen", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 4, "gpu": gpu}
+    controller, client = a_controller(groups=[train, gen])
+    controller._pace._wrote[KEY] = float("-inf")
+
+    def see(nodes):
+        client.nodes = nodes
+        for _ in range(2):
+            asyncio.run(controller.nodes.look())
+        controller._pace._wrote[KEY] = float("-inf")
+        asyncio.run(controller.process(KEY))
+        return condition(client, "Planned")
+
+    assert see(2)["message"].startswith("1 trainer ranks, 1 rollouts")
+    before = client.job["status"]["plan"]
+    assert see(4)["reason"] == "Planned", "the new plan is not made yet"
+    assert client.job["status"]["plan"] == before
+    key, spec, _ = controller._planner.asked
+    assert key == KEY
+    assert [group.replicas for group in spec.groups] == [1, 3]
+    controller._planner.made = make_plan(spec)
+    found = see(4)
+    assert found["reason"] == "Replanned"
+    assert found["message"].startswith("rollouts of group gen 1 -> 3: nodes with NVIDIA-A10 have more room; 1 trainer")
+    assert client.job["status"]["plan"]["rollouts"] == 3
+    controller._planner.made = Refused("PlannerTimeout", "the planner found no plan within 60 s")
+    assert "no plan for the GPUs that there are now: the planner found no plan within 60 s" in see(4)["message"]

@@ -58,6 +58,7 @@ class PlanStatus(Observed):
     )
     critic: str | None = Field(default=None, max_length=63, description="Layout of the critic's training.")
     schedule: str | None = Field(default=None, max_length=63, description="Family of the training schedule.")
+    rollouts: int | None = Field(default=None, ge=0, description="Rollouts that it counts on with the nodes there are.")
     hash: str | None = Field(default=None, max_length=64, description="SHA-256 of the plan document.")
 
 

@@ -28,6 +28,11 @@ def is_true(thing: Object, kind: str) -> bool:
     return (condition(thing, kind) or {}).get("status") == "True"
 
 
+def changed_at(thing: Object, kind: str) -> str:
+    """When the condition of that type, which is there, became what it is."""
+    return str((condition(thing, kind) or {}).get("lastTransitionTime", ""))
+
+
 def label(thing: Object, key: str) -> str:
     return str((thing["metadata"].get("labels") or {}).get(key, ""))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -61,15 +61,20 @@ class Client:
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = ""
     ) -> Sequence[Object]:
         """All, page by page, with kind and apiVersion that lists leave out."""
-        found: list[Object] = []
-        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        return [item async for page in self.pages(resource, namespace, selector, fields) for item in page]
+
+    async def pages(
+        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
+    ) -> AsyncIterator[Sequence[Object]]:
+        """As `list`, `size` objects at a time."""
+        query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
             page = await self._call("GET", resource.path(namespace), query)
-            found += [{"kind": resource.kind, **item} for item in page["items"]]
+            yield [{"kind": resource.kind, **item} for item in page["items"]]
             token = page["metadata"].get("continue")
             if not token:
-                return found
+                return
             query["continue"] = token
 
     async def create(self, thing: Object) -> Object:

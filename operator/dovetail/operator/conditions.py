@@ -13,7 +13,8 @@ from dovetail.operator import reasons
 ORDER: tuple[ConditionType, ...] = ("Planned", "Suspended", "Scheduled", "Running", "Degraded", "Completed", "Failed")
 # Reasons whose appearance is worth an event, as opposed to what every job goes through every few seconds.
 QUIET = {reasons.IN_PROGRESS, reasons.CREATING, reasons.STARTING, reasons.NOT_PLANNED, reasons.STOPPED}
-QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED}
+# Events of new plans are told apart (`plans.publish`).
+QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED, reasons.REPLANNED}
 GOOD = {reasons.PLANNED, reasons.SUSPENDED, reasons.QUEUED, reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.COMPLETED}
 LONGEST_MESSAGE = 2000
 
@@ -35,6 +36,7 @@ class Conditions:
         self._new: dict[ConditionType, Condition] = {}
         self._generation = generation
         self._now = now.replace(microsecond=0)
+        self._told: list[JobEvent] = []
 
     def set(self, kind: ConditionType, status: bool, reason: str, message: str = "") -> None:
         """The time of the last transition stays while the status does."""
@@ -55,14 +57,18 @@ class Conditions:
         found = self._new.get(kind) or self._old.get(kind)
         return found is not None and found.status == "True"
 
+    def tell(self, event: JobEvent) -> None:
+        """An event besides those of conditions whose reason is new."""
+        self._told.append(event)
+
     def result(self) -> list[Condition]:
         """In a fixed order; what was not set stays as it was."""
         merged = self._old | self._new
         return [merged[kind] for kind in ORDER if kind in merged]
 
     def events(self) -> list[JobEvent]:
-        """One for each condition whose status or reason is new, with something to tell."""
-        found = []
+        """Those told, and one for each condition whose status or reason is new, with something to tell."""
+        found = list(self._told)
         for kind in ORDER:
             new, old = self._new.get(kind), self._old.get(kind)
             if new is None or new.reason in QUIET or (old and (old.status, old.reason) == (new.status, new.reason)):

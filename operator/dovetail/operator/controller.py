@@ -10,10 +10,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from dovetail.api.plan import Plan
 from dovetail.api.status import RLHFJobStatus
-from dovetail.api.types import KIND
+from dovetail.api.types import KIND, RLHFJob
 from dovetail.operator import names, progress, reasons
-from dovetail.operator.children import Children, Object, parse_time
+from dovetail.operator.children import Children, Object, label, parse_time, sizes
 from dovetail.operator.client import Client, KubeError
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.coordinators import Coordinators
@@ -22,10 +23,12 @@ from dovetail.operator.history import History, history_config_map, last_row
 from dovetail.operator.log import log
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.mounts import Mounts
+from dovetail.operator.nodes import Nodes
 from dovetail.operator.pace import Pace
 from dovetail.operator.planning import Planner
 from dovetail.operator.reconcile import Refused, Result, Seen, is_over, old_status, reconcile
 from dovetail.operator.render.context import Context
+from dovetail.operator.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.resources import CHILDREN, RLHFJOB, Resource
 from dovetail.operator.settings import Settings
 from dovetail.operator.store import Key, Store
@@ -52,6 +55,7 @@ class Controller:
         metrics: Metrics,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        self.nodes = Nodes(client, settings.nodes_seconds, self.look_at_all)
         self._client = client
         self._planner = planner
         self._coordinators = coordinators
@@ -76,6 +80,8 @@ class Controller:
     async def run(self) -> None:
         """Until cancelled. Nothing is decided before everything has been listed: to a controller that sees a job and
         not yet its children, they would all be missing."""
+        if self._settings.nodes_seconds > 0:
+            await self.nodes.look()  # so that new jobs are planned with it
         while True:
             try:
                 await self.resync()
@@ -87,6 +93,8 @@ class Controller:
             for _ in range(self._settings.workers):
                 group.create_task(self._work())
             group.create_task(self._resync_forever())
+            if self._settings.nodes_seconds > 0:
+                group.create_task(self.nodes.run())
 
     async def _work(self) -> None:
         while True:
@@ -123,13 +131,14 @@ class Controller:
         uid, children = str(document["metadata"]["uid"]), self.store.children(key)
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | Refused = Refused(reasons.NOT_PLANNED, "the job is over")
-        reported, mounts = None, dict[str, str]()
+        reported, mounts, outlook = None, dict[str, str](), Outlook()
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
+            outlook = self._outlook(key, uid, planned, children)
             reported = self._coordinators.report(key, children, token)
             mounts = await self._mounts.problems(key, children)
         result = reconcile(
-            Seen(document, planned, children, reported, self._settings, mounts, self._drift), self._now()
+            Seen(document, planned, children, reported, self._settings, mounts, self._drift, outlook), self._now()
         )
         if is_over(result.status):
             if not isinstance(planned, Refused):  # it was not over before
@@ -158,6 +167,25 @@ class Controller:
         if token is None and self._tokens.known(uid) is not None:
             return 0.0  # the coordinator can be asked from now on
         return min((seconds for seconds in (later, result.requeue) if seconds is not None), default=None)
+
+    def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | Refused, children: Children) -> Outlook:
+        """What the nodes have room for, and the plan for so much as soon as it is made."""
+        pools, refused = self.nodes.pools, self.nodes.refused
+        if isinstance(planned, Refused) or not (pools is not None or refused):
+            return Outlook()
+        (job, plan), jobset = planned, children.get("JobSet", key[1])
+        mine = jobset if jobset is not None and label(jobset, names.UID_LABEL) == uid else None
+        wanted = needs(Context(job, uid, plan, self._settings, sizes(mine)))
+        if not wanted or pools is None:
+            return Outlook(refused=refused and bool(wanted))
+        there = room(wanted, pools)
+        spec = resized(job.spec, plan, wanted, there)
+        if spec is None:
+            return Outlook(there, refused=refused)
+        found = self._planner.variant(key, spec, self.queue.add)
+        if isinstance(found, Refused):
+            return Outlook(there, problem=found.message, refused=refused)
+        return Outlook(there, None if found is None else honoured(plan, found), found is None, refused=refused)
 
     # ------------------------------------------------------------ effects
 
@@ -260,6 +288,10 @@ class Controller:
             for resource in (RLHFJOB, *CHILDREN):
                 await self._compare(resource, namespace)
         self._tokens.doubt()
+        await self.look_at_all()
+
+    async def look_at_all(self) -> None:
+        """Look at every job again."""
         for key in self.store.jobs():
             await self.queue.add(key)
 

@@ -35,6 +35,7 @@ class Look:
             and mine.plan is theirs.plan
             and mine.settings is theirs.settings
             and mine.sizes == theirs.sizes
+            and mine.room == theirs.room
             and self.started == other.started
             and self.running == other.running
             and self.versions == other.versions

@@ -16,6 +16,7 @@ GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 SPEC_HASH = "dovetail.dev/spec-hash"
+ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 KUEUE = "kueue.x-k8s.io/"
 QUEUE_LABEL = f"{KUEUE}queue-name"

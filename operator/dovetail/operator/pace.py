@@ -14,7 +14,7 @@ STATUS_SECONDS = 2.0
 STARTING_SECONDS = 10.0
 STARTING = {reasons.CREATING, reasons.STARTING}
 CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, reasons.NOT_SUSPENDED}
-CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS}
+CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED}
 
 
 class Pace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from dovetail.operator import names, reasons
 from dovetail.operator.children import Children, Object, label
 from dovetail.operator.reconcile import Refused
 from dovetail.operator.render.config_map import spec_hash
+from dovetail.operator.render.context import digest
+from dovetail.operator.store import Key
 
 REMEMBERED = 5000
 IDLE_SECONDS = 60.0
@@ -100,6 +102,10 @@ class Planner:
         self._pipe: Connection | None = None
         self._known: dict[str, Plan | Refused] = {}  # by the spec's hash
         self._read: dict[str, _Read] = {}  # by the job's uid
+        self._variants: dict[str, Plan | Refused] = {}  # by the spec's digest
+        self._waiting: dict[str, set[Key]] = {}  # for variants
+        self._varying: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
 
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | Refused:
         """The plan in the job's ConfigMap once it has started or while the spec is the same, else a new one."""
@@ -124,6 +130,30 @@ class Planner:
             _remember(self._known, wanted, found)
         return found if isinstance(found, Refused) else (job, found)
 
+    def variant(self, job: Key, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> Plan | Refused | None:
+        """The plan of a job's spec with other sizes, if it is known; else None, and `done` is called once it is."""
+        wanted = digest(spec.model_dump(mode="json", by_alias=True))
+        if (found := self._variants.get(wanted)) is not None:
+            return found
+        if wanted not in self._waiting:
+            self._waiting[wanted] = set()
+            task = asyncio.create_task(self._vary(wanted, spec, done))
+            self._varying.add(task)
+            task.add_done_callback(self._varying.discard)
+        self._waiting[wanted].add(job)
+        return None
+
+    async def _vary(self, wanted: str, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> None:
+        try:
+            async with self._turn, self._lock:
+                # Whatever it says: it would be asked again with every event of the job.
+                _remember(self._variants, wanted, await self._ask(spec))
+                self._rest()
+        finally:
+            waiting = self._waiting.pop(wanted)
+        for job in waiting:
+            await done(job)
+
     def _job(self, document: Object) -> _Read | Refused:
         """`read_job`, once for a manifest: it is looked at again with every event of the job."""
         metadata = document["metadata"]
@@ -139,7 +169,13 @@ class Planner:
         return read
 
     async def close(self) -> None:
-        """End the worker process."""
+        """Ask nothing more, and end the worker process."""
+        for task in self._varying:
+            task.cancel()
+        await asyncio.gather(*self._varying, return_exceptions=True)
+        await self._end()
+
+    async def _end(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
         if self._process is not None:
@@ -154,7 +190,7 @@ class Planner:
 
         async def end() -> None:
             async with self._lock:
-                await self.close()
+                await self._end()
 
         def ended() -> None:
             self._ending = asyncio.create_task(end())
@@ -165,21 +201,22 @@ class Planner:
 
     async def _ask(self, spec: RLHFJobSpec) -> Plan | Refused:
         if self._process is None or not self._process.is_alive():
-            await self.close()
+            await self._end()
             context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs, self._make), daemon=True, name="planner")
-            await asyncio.to_thread(self._process.start)
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._make), daemon=True, name="planner")
+            await asyncio.to_thread(process.start)
             theirs.close()
+            self._pipe, self._process = pipe, process
         assert self._pipe is not None
         try:
             self._pipe.send_bytes(spec.model_dump_json().encode())
             if not await asyncio.to_thread(self._pipe.poll, self._seconds):
-                await self.close()
+                await self._end()
                 return Refused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
             answer = self._pipe.recv_bytes().decode()
         except (EOFError, OSError) as error:
-            await self.close()
+            await self._end()
             return Refused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
         kind, text = answer[0], answer[1:]
         if kind == "+":

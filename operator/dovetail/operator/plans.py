@@ -10,45 +10,64 @@ from dovetail.api.status import PlanStatus, RLHFJobStatus
 from dovetail.api.types import Parallelism
 from dovetail.api.unexecuted import warnings
 from dovetail.operator import progress, reasons
-from dovetail.operator.conditions import Conditions
+from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.render.context import Context, digest
+from dovetail.operator.replan import Outlook, needs, news, remembered
 
 
-def plan_status(plan: Plan) -> PlanStatus:
+def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
+    """`plan`: what runs; `shown`: with as many rollouts as the nodes have room for."""
     return PlanStatus(
-        placement=plan.prediction.placement if plan.prediction is not None else None,
+        placement=shown.prediction.placement if shown.prediction is not None else None,
         actor=_layout(plan.parallelism.get("actor")),
         critic=_layout(plan.parallelism.get("critic") or plan.parallelism.get("reward")),
         schedule=plan.schedule,
+        rollouts=len(shown.rollouts),
         hash=digest(plan.model_dump(mode="json", by_alias=True)),
     )
 
 
-def say_planned(
-    reported: Mapping[str, Any] | None, context: Context, conditions: Conditions, old: RLHFJobStatus
-) -> None:
-    """With the reason PlanOff while iterations take other times than the plan says."""
-    told, was = summary(context), any(c.reason == reasons.PLAN_OFF for c in old.conditions)
-    if reported is None and was:
-        return  # the coordinator is away; what it said stays
+def publish(
+    context: Context,
+    conditions: Conditions,
+    old: RLHFJobStatus,
+    reported: Mapping[str, Any] | None,
+    outlook: Outlook,
+    config_map: Mapping[str, Any] | None,
+) -> PlanStatus | None:
+    """The plan in the status, and condition Planned: with the reason PlanOff while iterations take other times than the
+    plan says, Replanned while the nodes have room for something else than when it was made. `config_map`: the plan's,
+    of a job that has started."""
+    before = next((c for c in old.conditions if c.type == "Planned" and c.status == "True"), None)
+    if outlook.pending and before is not None and old.plan is not None:
+        return old.plan  # what it says stays until the new plan is there
+    then = outlook.room if config_map is None else remembered(config_map)
+    told = news(needs(context), then, outlook.room)
+    fresh = told.changed and (before is None or told.sentence not in before.message)
+    if fresh:
+        conditions.tell(JobEvent("Warning" if told.short else "Normal", reasons.REPLANNED, told.sentence))
+    shown = plan_status(context.plan, outlook.plan or context.plan)
+    if reported is None and before is not None and before.reason == reasons.PLAN_OFF and not fresh:
+        return shown  # the coordinator is away; what it said stays
     problem = progress.plan_problem(reported or {})
-    if problem is None:
-        conditions.set("Planned", True, reasons.PLANNED, told)
+    said = "; ".join(filter(None, (told.sentence, summary(context, outlook))))
+    if problem is not None:
+        conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({said})")
     else:
-        conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({told})")
+        conditions.set("Planned", True, reasons.REPLANNED if told.changed else reasons.PLANNED, said)
+    return shown
 
 
-def summary(context: Context) -> str:
+def summary(context: Context, outlook: Outlook) -> str:
     """The plan in short, and what a user may not expect of it."""
-    plan = context.plan
-    return "; ".join(
-        [
-            f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts",
-            *_predicted(plan),
-            *plan.warnings,
-            *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True)),
-        ]
-    )
+    plan = outlook.plan or context.plan
+    parts = [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *_predicted(plan)]
+    if outlook.problem is not None:
+        parts.append(f"the planner has no plan for the GPUs that there are now: {outlook.problem}")
+    parts += [*plan.warnings, *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True))]
+    if outlook.refused:
+        parts.append("the plan does not follow the inventory: the operator may not list nodes")
+    return "; ".join(parts)
 
 
 def _predicted(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # Planned
 PLANNED = "Planned"
+REPLANNED = "Replanned"
 PLAN_OFF = "PlanOff"
 INVALID_SPEC = "InvalidSpec"
 INFEASIBLE = "PlanInfeasible"

@@ -18,6 +18,7 @@ from dovetail.operator.children import (
     Children,
     Object,
     Ref,
+    changed_at,
     deleting,
     is_ready,
     is_true,
@@ -29,9 +30,10 @@ from dovetail.operator.children import (
 )
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.drift import Drift, look_at
-from dovetail.operator.plans import plan_status, say_planned
+from dovetail.operator.plans import publish
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
+from dovetail.operator.replan import Outlook
 from dovetail.operator.settings import Settings
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
@@ -49,7 +51,7 @@ class Refused:
 class Seen:
     """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `reported`:
     the coordinator's own status, if it answered. `mounts`: what is said of volumes that pods wait for, by uid.
-    `drift`: a memory that spares work and changes no answer."""
+    `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have room for."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | Refused
@@ -58,6 +60,7 @@ class Seen:
     settings: Settings = field(default_factory=Settings)
     mounts: Mapping[str, str] = field(default_factory=dict)
     drift: Drift = field(default_factory=Drift)
+    outlook: Outlook = field(default_factory=Outlook)
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,15 @@ def reconcile(seen: Seen, now: datetime) -> Result:
     planned = seen.planned
     uid = str(seen.document["metadata"]["uid"])
     if not isinstance(planned, Refused):
-        context = Context(planned[0], uid, planned[1], seen.settings, sizes(_jobset(seen, uid)))
+        mine, room = _jobset(seen, uid), seen.outlook.room or {}
+        context = Context(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
         if problem := name_problem(context):
             planned = Refused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, Refused):
         return _refused(planned, conditions, status)
-    say_planned(seen.reported, context, conditions, old)
-    status = status.model_copy(update={"plan": plan_status(context.plan)})
+    made = seen.children.get("ConfigMap", names.plan_config_map(context.name)) if mine is not None else None
+    plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
+    status = status.model_copy(update={"plan": plan})
     return _Reconciler(seen, context, conditions, status, now).run()
 
 
@@ -252,7 +257,7 @@ class _Reconciler:
     def _of_failed_jobs(self) -> rootcause.Cause | None:
         """Of the pods whose Job gave up first."""
         jobs = [j for j in self._children.jobs(surplus=False) if is_true(j, "Failed")]
-        first = min(jobs, key=lambda j: _since(j, "Failed"), default=None)
+        first = min(jobs, key=lambda j: changed_at(j, "Failed"), default=None)
         if first is None:
             return None
         name = first["metadata"]["name"]
@@ -393,8 +398,3 @@ def _unfinished(jobset: Object | None) -> list[Ref]:
     if jobset is None or deleting(jobset) or is_true(jobset, "Completed") or is_true(jobset, "Failed"):
         return []
     return [("JobSet", str(jobset["metadata"]["name"]))]
-
-
-def _since(thing: Object, kind: str) -> str:
-    found = [c for c in thing["status"]["conditions"] if c["type"] == kind]
-    return str(found[0].get("lastTransitionTime", ""))

@@ -27,6 +27,8 @@ class Resource:
 
 RLHFJOB = Resource(KIND, GROUP, VERSION, PLURAL)
 EVENT = Resource("Event", "", "v1", "events", watched=False)
+# Not watched: kubelets write to them all the time.
+NODE = Resource("Node", "", "v1", "nodes", watched=False)
 # Not watched: the operator has no right to list Secrets.
 SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
 CHILDREN = (
@@ -42,4 +44,4 @@ CHILDREN = (
     Resource("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
     Resource("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
 )
-BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, SECRET)}
+BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET)}

@@ -17,7 +17,8 @@ _IMAGE = "dovetail/{}:0.1.0"
 class Settings:
     """Images are those of groups that name none. `pod_template` is a strategic merge patch of every pod, applied
     before the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose
-    manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them."""
+    manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them;
+    `nodes_seconds` 0: nodes are not looked at."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -34,6 +35,7 @@ class Settings:
     workers: int = 8
     planner_seconds: float = 60.0
     progress_seconds: float = 5.0
+    nodes_seconds: float = 60.0
     health_port: int = 8080
 
     @staticmethod

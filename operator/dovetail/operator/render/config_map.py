@@ -13,6 +13,8 @@ def config_map(context: Context) -> Object:
     """job.json and plan.json, which `spec_hash` of the manifest tells apart from those of another one."""
     metadata = context.metadata(names.plan_config_map(context.name), "plan")
     metadata["annotations"] = {names.SPEC_HASH: spec_hash(context.job)}
+    if context.room:
+        metadata["annotations"][names.ROOM] = json.dumps(context.room, sort_keys=True)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

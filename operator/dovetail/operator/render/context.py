@@ -19,13 +19,15 @@ Object = dict[str, Any]
 @dataclass(frozen=True)
 class Context:
     """One job to render. `job` has its defaults filled in (`dovetail.api.resolve`); `uid` is the RLHFJob's. `sizes`:
-    pods of each group in the JobSet that runs already, which cannot change."""
+    pods of each group in the JobSet that runs already, which cannot change. `room`: pods of each GPU group that nodes
+    have GPUs for now, as far as that is known."""
 
     job: RLHFJob
     uid: str
     plan: Plan
     settings: Settings
     sizes: Mapping[str, int] = field(default_factory=dict)
+    room: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

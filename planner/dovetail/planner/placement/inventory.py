@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
 from dovetail.planner.timing import Cluster
 
-PRODUCT_LABEL = "nvidia.com/gpu.product"
-GPU_RESOURCE = "nvidia.com/gpu"
 # Assumed where an inventory does not say: one 100 Gbit/s port a GPU (APP section VI-A has 100 GB/s for eight).
 NETWORK_GBPS = 100.0
 _KEYS = {"name", "product", "nodes", "gpusPerNode", "pricePerGPUHour", "networkGbps"}
@@ -105,15 +104,9 @@ def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
 
 
 def from_nodes(nodes: Iterable[Mapping[str, Any]], measured: Mapping[str, GPU] | None = None) -> Inventory:
-    """Of Kubernetes Node objects: those that are ready, not cordoned, and have GPUs by device plug-in and label. One
-    pool for each product and number of GPUs a node. Raises InventoryError."""
-    counts: dict[tuple[str, int], int] = {}
-    for node in nodes:
-        product = ((node.get("metadata") or {}).get("labels") or {}).get(PRODUCT_LABEL)
-        status = node.get("status") or {}
-        count = _allocatable(status)
-        if product and count and not (node.get("spec") or {}).get("unschedulable") and _ready(status):
-            counts[product, count] = counts.get((product, count), 0) + 1
+    """Of Kubernetes Node objects, as `dovetail.planner.nodes` counts them: one pool for each product and number of GPUs
+    a node. Raises InventoryError."""
+    counts = count(nodes)
     if not counts:
         raise InventoryError(
             f"no node is ready and has {GPU_RESOURCE} and the label {PRODUCT_LABEL}; install GPU feature discovery, or "
@@ -124,16 +117,6 @@ def from_nodes(nodes: Iterable[Mapping[str, Any]], measured: Mapping[str, GPU] |
         name = slug(product) if names.count(slug(product)) == 1 else f"{slug(product)}-x{per_node}"
         pools.append(Pool(name, _gpu(product, measured, f"a node's {PRODUCT_LABEL}"), number, per_node))
     return Inventory(tuple(pools))
-
-
-def _allocatable(status: Mapping[str, Any]) -> int:
-    value = str((status.get("allocatable") or {}).get(GPU_RESOURCE, "0"))
-    return int(value) if value.isdigit() else 0
-
-
-def _ready(status: Mapping[str, Any]) -> bool:
-    conditions = status.get("conditions") or []
-    return all(c.get("status") == "True" for c in conditions if c.get("type") == "Ready")
 
 
 def slug(product: str) -> str:
