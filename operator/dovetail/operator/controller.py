@@ -321,4 +321,5 @@ def _rejected(document: Object, result: Result, problem: str, now: datetime) -> 
             conditions.set(kind, found.status == "True", found.reason, found.message)  # type: ignore[arg-type]
     conditions.set("Scheduled", False, reasons.APPLY_FAILED, problem)
     conditions.set("Running", False, reasons.APPLY_FAILED, problem)
-    return result.status.model_copy(update={"conditions": conditions.result()}), conditions.events()
+    told = [event for event in result.events if event.reason == reasons.REPLANNED]
+    return result.status.model_copy(update={"conditions": conditions.result()}), [*told, *conditions.events()]

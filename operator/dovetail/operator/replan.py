@@ -87,7 +87,7 @@ def room(wanted: Sequence[Need], pools: Pools) -> dict[str, int]:
 
 def _node(free: Mapping[str, Counter[int]], need: Need) -> int | None:
     """Free GPUs of the fullest node with enough of them."""
-    there = free.get(need.product, {})
+    there: Mapping[int, int] = free.get(need.product, {})
     return min((gpus for gpus, nodes in there.items() if nodes and gpus >= need.per_pod), default=None)
 
 
