@@ -7,13 +7,14 @@ import copy
 import itertools
 import json
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
 
 import yaml
 from golden import make_objects
 
 from dovetail.api.plan import Plan
-from dovetail.api.types import RLHFJob
+from dovetail.api.types import RLHFJob, RLHFJobSpec
 from dovetail.operator import names
 from dovetail.operator.children import Children, deleting, is_true, sizes
 from dovetail.operator.planning import read_job
@@ -27,6 +28,16 @@ from dovetail.planner.simple import make_plan
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 JOBSET_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"
 JOB_NAME = "batch.kubernetes.io/job-name"
+
+
+def plan_of(spec: RLHFJobSpec) -> Plan:
+    """Made once for a spec."""
+    return _plan(spec.model_dump_json())
+
+
+@cache
+def _plan(text: str) -> Plan:
+    return make_plan(RLHFJobSpec.model_validate_json(text))
 
 
 def manifest(**spec: Any) -> dict[str, Any]:
@@ -61,7 +72,7 @@ class FakeCluster:
 
     def seen(self) -> Seen:
         job = read_job(self.document)
-        planned: tuple[RLHFJob, Any] | Refused = job if isinstance(job, Refused) else (job, make_plan(job.spec))
+        planned: tuple[RLHFJob, Any] | Refused = job if isinstance(job, Refused) else (job, plan_of(job.spec))
         children = Children(copy.deepcopy(self.objects))
         outlook = Outlook()
         if not isinstance(planned, Refused):
@@ -74,7 +85,7 @@ class FakeCluster:
         wanted = needs(Context(job, self.document["metadata"]["uid"], plan, Settings(), made))
         there = room(wanted, self.pools) if self.pools is not None and wanted else None
         spec = resized(job.spec, plan, wanted, there) if there is not None else None
-        other = honoured(plan, make_plan(spec)) if spec is not None else None
+        other = honoured(plan, plan_of(spec)) if spec is not None else None
         return Outlook(there, other, refused=self.nodes_refused and bool(wanted))
 
     def look(self) -> Result:

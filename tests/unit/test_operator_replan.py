@@ -237,3 +237,29 @@ def test_a_job_of_an_older_operator_is_compared_with_its_plan():
     assert told(cluster.reconcile()) == [
         ("Normal", "rollouts of group gen 1 -> 2: nodes with NVIDIA-A10 have more room")
     ]
+
+
+any_nodes = st.none() | st.dictionaries(st.sampled_from([(A100, 4), (A100, 8), (A10, 1), (A10, 4)]), st.integers(1, 3))
+
+
+@given(seen=st.lists(any_nodes, min_size=1, max_size=4), resting=st.booleans())
+@settings(deadline=None, max_examples=15)
+def test_whatever_nodes_come_and_go_pods_and_their_plan_stay(seen, resting):
+    cluster = started(SMALL)
+    if resting:
+        cluster.edit(suspend=True)
+        cluster.settle()
+    kept = set(cluster.objects)
+    plan = cluster.objects["ConfigMap", "demo-plan"]["data"]["plan.json"]
+    for pools in seen:
+        cluster.pools = pools
+        result = cluster.reconcile()
+        assert [thing["kind"] for thing in result.apply] in ([], ["ConfigMap"] if resting else [])
+        assert result.delete == []
+        assert set(cluster.objects) == kept
+        assert cluster.objects["ConfigMap", "demo-plan"]["data"]["plan.json"] == plan
+        assert 1 <= cluster.document["status"]["plan"]["rollouts"] <= 4
+        status = cluster.document["status"]
+        again = cluster.reconcile()
+        assert (again.events, again.apply, again.delete) == ([], [], [])
+        assert cluster.document["status"] == status
