@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from dovetail.api.kv import HOLD, PULL
+from dovetail.api.kv import HOLD, PULL, KVHold
 from dovetail.rollout.kv import config, connector
 from dovetail.rollout.kv.connector import Scheduling, Working
 from dovetail.rollout.weights_vllm import LOADED
@@ -71,8 +72,12 @@ def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() ->
 )
 def test_other_requests_let_go_of_their_blocks_at_once(changes: dict[str, Any]) -> None:
     half = Scheduling(BLOCK)
-    assert not half.finished(request(**changes), [4, 5, 6, 7])
-    assert half.take().exports == []
+    ended = request(**changes)
+    assert not half.finished(ended, [4, 5, 6, 7])
+    metadata = half.take()
+    assert metadata.exports == []
+    # Also where the last token was made in the moment of the abort: somebody may be about to ask.
+    assert metadata.refused == ([] if connector.asked(ended, HOLD, KVHold) is None else ["k"])
 
 
 def test_all_tokens_but_the_last_are_asked_for_once() -> None:
@@ -100,7 +105,7 @@ def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
     half.take()
     assert not half.finished(asking, [1, 2, 3]), "it counts as computed what has not come yet"
     metadata = half.take()
-    assert (metadata.exports, metadata.cancels) == ([], ["r"])
+    assert (metadata.exports, metadata.cancels, metadata.refused) == ([], ["r"], ["k"])
 
 
 # ---------------------------------------------------------------- two workers
@@ -221,8 +226,21 @@ def test_a_cancelled_load_is_over_at_once_and_writes_nothing(workers: Any) -> No
     assert all(torch.equal(ours[name], before[name]) for name in ours)
 
 
+@pytest.mark.parametrize("when", ["before it is asked for", "while it is awaited"])
+def test_what_is_not_kept_is_not_waited_for(workers: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    (source, _, ports), (target, _, _) = workers
+    monkeypatch.setattr(source._server._server, "wait_seconds", 600.0)
+    if when == "before it is asked for":
+        source.refuse(["k"])
+    else:
+        timer = threading.Timer(0.1, source.refuse, (["k"],))
+        timer.start()
+    assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
+
+
 def test_a_full_host_memory_keeps_no_more(workers: Any) -> None:
     (source, _, ports), (target, _, _) = workers
+    source._server._server.wait_seconds = 600.0
     source._held._capacity = 10
     export(source, [4, 5, 6, 7])
     assert source.results().finished_sending == {"r"}, "blocks are never kept waiting"

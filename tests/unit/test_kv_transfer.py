@@ -81,6 +81,23 @@ def test_a_waiting_reader_gets_what_arrives_meanwhile() -> None:
     timer.join()
 
 
+def test_nobody_waits_for_an_entry_that_was_refused() -> None:
+    clock = Clock()
+    held = HeldBlocks(10_000, 30.0, lambda: 7, clock)
+    timer = threading.Timer(0.05, lambda: held.refuse("late"))
+    timer.start()
+    began = time.monotonic()
+    assert held.get("late", wait=600.0) is None
+    assert held.get("late", wait=600.0) is None
+    assert time.monotonic() - began < 300
+    timer.join()
+    assert held.nbytes == 0
+    clock.now += 30.1
+    held.purge()
+    assert held.put("late", entry()), "another request with this key"
+    assert held.get("late") is not None
+
+
 # ---------------------------------------------------------------- over the wire
 
 

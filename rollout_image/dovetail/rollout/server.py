@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         on_cpu = group.on_cpu or not has_gpu()
         if on_cpu and (problem := cpu_head_error(config)):
             raise ValueError(problem)
-        stages = planned_stages(env.plan_file, group.name)
+        # One device has no stages.
+        stages = planned_stages(env.plan_file, group.name) if not on_cpu and group.gpu.per_pod > 1 else 1
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -68,9 +68,11 @@ class Load:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """`cancels`: requests that were aborted while their blocks were coming."""
+    """`cancels`: requests that were aborted while their blocks were coming. `refused`: keys whose blocks are not kept,
+    though the requests asked for it."""
 
     exports: list[Export] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
 
@@ -124,6 +126,7 @@ class DovetailConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._metadata()
+        self._working.refuse(metadata.refused)
         for load in metadata.loads:
             self._working.start(load)
         for request_id in metadata.cancels:
@@ -199,15 +202,18 @@ class Scheduling:
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """True: the blocks are kept until the workers have copied them."""
         self._tried.discard(request.request_id)
-        if request.request_id in self.loading:
+        hold = asked(request, HOLD, KVHold)
+        tokens, least = request.num_computed_tokens, request.num_prompt_tokens
+        loading = request.request_id in self.loading
+        if loading:
             # It counts as computed what has not come yet. vLLM frees its blocks once the workers report.
             self._next.cancels.append(request.request_id)
+        if hold is None:
             return False
-        if request.status is not RequestStatus.FINISHED_ABORTED:
-            return False
-        hold = asked(request, HOLD, KVHold)
-        tokens = request.num_computed_tokens
-        if hold is None or tokens < max(request.num_prompt_tokens, hold.min_tokens) or not block_ids:
+        aborted = request.status is RequestStatus.FINISHED_ABORTED
+        if loading or not aborted or tokens < max(least, hold.min_tokens) or not block_ids:
+            # Also of one that was complete: whoever aborted it at the same moment does not know that.
+            self._next.refused.append(hold.key)
             return False
         self._next.exports.append(Export(request.request_id, hold, list(block_ids), tokens))
         return True
@@ -271,6 +277,7 @@ class Working:
         began, size = time.monotonic(), len(export.block_ids) * sum(self._block_bytes)
         if self._server is None or not self._held.may_hold(export.hold.weights, size):
             logger.info("%s is not kept: no room, or not computed with the weights of now", export.hold.key)
+            self.refuse([export.hold.key])
             return
         layers = []
         for cache, nbytes in zip(self._caches, self._block_bytes, strict=True):
@@ -282,6 +289,11 @@ class Working:
             "%s: %d tokens, %d bytes kept in %.1f ms",
             *(export.hold.key, export.tokens, size, 1e3 * (time.monotonic() - began)),
         )
+
+    def refuse(self, keys: Sequence[str]) -> None:
+        """Nobody needs to wait for these."""
+        for key in keys:
+            self._held.refuse(key)
 
     # ------------------------------------------------------------ in
 

@@ -39,19 +39,19 @@ class HeldBlocks:
         self._seconds = seconds
         self._weights = weights
         self._clock = clock
-        self._entries: dict[str, tuple[float, Held]] = {}
+        self._entries: dict[str, tuple[float, Held | None]] = {}  # None: refused
         self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:
         with self._changed:
-            return sum(held.nbytes for _, held in self._entries.values())
+            return self._used()
 
     def may_hold(self, weights: int, nbytes: int) -> bool:
         """Whether `put` would keep this much; asked before the copy is made."""
         with self._changed:
             self._purge()
-            used = sum(held.nbytes for _, held in self._entries.values())
+            used = self._used()
         return weights == self._weights() and used + nbytes <= self._capacity
 
     def put(self, key: str, held: Held) -> bool:
@@ -62,6 +62,13 @@ class HeldBlocks:
             self._entries[key] = (self._clock() + self._seconds, held)
             self._changed.notify_all()
         return True
+
+    def refuse(self, key: str) -> None:
+        """There will be no such entry: who waits for it, now or later, is told at once."""
+        with self._changed:
+            self._purge()
+            self._entries[key] = (self._clock() + self._seconds, None)
+            self._changed.notify_all()
 
     def get(self, key: str, wait: float = 0.0) -> Held | None:
         """The entry, waiting up to `wait` seconds for a request that is just being aborted."""
@@ -87,4 +94,11 @@ class HeldBlocks:
 
     def _purge(self) -> None:
         now, weights = self._clock(), self._weights()
-        self._entries = {k: (end, h) for k, (end, h) in self._entries.items() if now < end and h.weights == weights}
+        self._entries = {
+            key: (end, held)
+            for key, (end, held) in self._entries.items()
+            if now < end and (held is None or held.weights == weights)
+        }
+
+    def _used(self) -> int:
+        return sum(held.nbytes for _, held in self._entries.values() if held is not None)
