@@ -246,7 +246,9 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
             place = {"kind": "rollout", "group": "rollout", "url": server.url, "ready": True}
             fleet.register(Register.model_validate(message | place))
         store.samples.begin_iteration(1, [NewSample(i, 0, np.arange(3, 20 + i) + i, 70 + i) for i in range(8)])
-        generator = Generator(store, fleet, SAMPLED, TOKEN, log, Settings(stall=60, wait=60))
+        # Every token is seen at once: on a fast machine all are made in half a second.
+        settings = Settings(stall=60, wait=60, flush=0.01, stream_interval=1)
+        generator = Generator(store, fleet, SAMPLED, TOKEN, log, settings)
         # As if prefills had been seen to take long: on a model this small they don't.
         for server in world.servers:
             instance = fleet.get(server.name)

@@ -18,7 +18,7 @@ from papers.common import Figure, Section, llama  # noqa: E402
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search has tests of its own."""
-    monkeypatch.setattr(planner, "EFFORT", None)
+    monkeypatch.setattr(planner, "SEARCH", False)
 
 
 def test_pairs_are_those_that_were_published_as_different() -> None:
