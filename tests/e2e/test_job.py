@@ -34,6 +34,17 @@ def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
     assert sorted(history(peaceful, "ppo")) == [1, 2, 3, 4]
 
 
+def test_tensorboard_reads_the_same_curve(peaceful: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    board = EventAccumulator(str(peaceful / "tensorboard"))
+    board.Reload()
+    rewards = {event.step: float(make_ndarray(event.tensor_proto)) for event in board.Tensors("ppo/reward")}
+    expected = {step: row["reward"] for step, row in history(peaceful, "ppo").items()}
+    assert rewards == pytest.approx(expected)
+
+
 def test_the_first_policy_is_the_reference(peaceful: Path) -> None:
     """vLLM, scorer and trainer agree on the log-probabilities of the same weights in float32."""
     first = history(peaceful, "ppo")[1]
