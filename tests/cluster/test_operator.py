@@ -170,7 +170,8 @@ def test_pods_that_cannot_start_are_explained(
     groups, kind, reason, words = CAUSES[name]
     cluster.apply(manifest(namespace, groups), namespace=namespace)
     wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 180)
-    assert words in condition(cluster, namespace, kind)["message"]
+    # Another pod may be the first to be refused, for as long as the job's own volume is being made.
+    wait_for(words, lambda: words in condition(cluster, namespace, kind).get("message", ""), 180)
     assert "a100" in condition(cluster, namespace, kind)["message"]
     described = cluster.kubectl("describe", "rlhfjob", "tiny", "-n", namespace)
     assert reason in described
