@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -25,12 +27,14 @@ class Server:
     def __init__(self) -> None:
         self.answers: list[tuple[int, bytes]] = [(200, b"{}")]
         self.requests: list[tuple[str, str, str | None, bytes]] = []
+        self.pause = 0.0
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 server.requests.append((self.command, self.path, self.headers.get("Authorization"), body))
+                time.sleep(server.pause)
                 status, data = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -90,6 +94,31 @@ def test_an_absent_coordinator_is_waited_for_as_long_as_patience_lasts() -> None
     with pytest.raises(CoordinatorUnreachable, match="did not answer /v1/trainer/join for 30 s"):
         client.join(JOIN)
     assert 25 <= clock.now <= 30
+
+
+def test_a_silent_address_is_given_up_sooner_than_a_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+
+    class Silent(http.client.HTTPConnection):
+        def connect(self) -> None:
+            waits.append(self.timeout)
+            raise TimeoutError("timed out")
+
+    monkeypatch.setattr(http.client, "HTTPConnection", Silent)
+    client, _ = make_client(1, patience=10)
+    with pytest.raises(CoordinatorUnreachable):
+        client.join(JOIN)
+    assert len(waits) > 1
+    assert set(waits) == {client_module.CONNECT_TIMEOUT_SECONDS}
+
+
+def test_an_answer_may_take_longer_than_connecting(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_SECONDS", 0.2)
+    server.pause = 0.5
+    server.answers = [(200, b"late")]
+    client, clock = make_client(server.port)
+    assert client.batch("a") == b"late"
+    assert clock.now == 0.0, "at the first attempt"
 
 
 def test_conflict_and_refusal_are_told_apart(server: Server) -> None:

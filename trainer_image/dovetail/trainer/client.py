@@ -24,6 +24,9 @@ from dovetail.api.messages import (
 # The coordinator answers a long poll within 20 s.
 POLL_TIMEOUT_SECONDS = 30.0
 REQUEST_TIMEOUT_SECONDS = 30.0
+# A coordinator whose pod has just died leaves an address that nobody answers at, and one attempt to connect would stay
+# with it although its Service points to the next pod by now.
+CONNECT_TIMEOUT_SECONDS = 3.0
 JSON_LIMIT_BYTES = 16 * 2**20
 BATCH_LIMIT_BYTES = 4 * 2**30
 FIRST_PAUSE_SECONDS = 0.1
@@ -139,11 +142,14 @@ class CoordinatorClient:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(self, method: str, path: str, body: bytes | None, timeout: float, limit: int) -> bytes:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        connect = min(timeout, CONNECT_TIMEOUT_SECONDS)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=connect)
         headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:
+            connection.connect()
+            connection.sock.settimeout(timeout)
             connection.request(method, self._base + path, body, headers)
             response = connection.getresponse()
             data = response.read(limit + 1)
