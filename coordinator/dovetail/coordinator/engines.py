@@ -49,6 +49,8 @@ from dovetail.coordinator.weight_sync import WeightSync
 
 START_SECONDS = 900.0
 WEIGHTS_SECONDS = 300.0
+# For answers under way at the end; trainers wait for their next command all the time, and ask again.
+CLOSE_SECONDS = 1.0
 T = TypeVar("T")
 
 
@@ -116,7 +118,8 @@ class Engines:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         self._publisher = Publisher(self.trainers, self._session, float(self.spec.failure_policy.peer_timeout_seconds))
-        self._runner = web.AppRunner(make_app(self, self.settings.token, self.registry), access_log=None)
+        app = make_app(self, self.settings.token, self.registry)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self.settings.host, self.settings.port, reuse_address=True).start()
