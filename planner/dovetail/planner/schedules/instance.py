@@ -44,6 +44,7 @@ class Instance:
     step: Floats  # (2,)
     latency: Floats  # (2, 2, N): before a rank's forward, from the previous stage; before its backward, from the next
     tail: Floats  # (2, 3, N, Q): least time from an operation's end to the last end that depends on it
+    mirrored: bool = False  # kinds are in the order of the mirror image in time
 
     @property
     def ranks(self) -> int:
@@ -52,6 +53,12 @@ class Instance:
     @property
     def kinds(self) -> int:
         return 3 if self.split else 2
+
+    @property
+    def form(self) -> int:
+        """Kinds as the list scheduler takes them. 0: F and whole B; 1: F, I, W; 2, the latter's mirror image: W, I, F,
+        where the passes that come from the previous stage are the second kind, from the next stage the third."""
+        return 0 if not self.split else 2 if self.mirrored else 1
 
     @property
     def length(self) -> int:

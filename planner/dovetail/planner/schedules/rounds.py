@@ -1,4 +1,4 @@
-"""Rounds of a search: rules, annealing and CP-SAT on one instance, by tasks with seeds of their own.
+"""Rounds of a search: rules, justification, annealing and CP-SAT on one instance, by tasks with seeds of their own.
 
 Work is done in rounds of fixed size, on any number of threads (the kernels hold no lock): the answer depends on the
 seed and the effort, not on the number of cores, unless the time runs out, which ends a round with the best so far."""
@@ -17,6 +17,7 @@ from dovetail.planner.schedules.exact import Answer, ExactSearch, available
 from dovetail.planner.schedules.families import Family
 from dovetail.planner.schedules.instance import Coupling, Instance, Ints, lower_bound
 from dovetail.planner.schedules.jit import COMPILED
+from dovetail.planner.schedules.justification import justify
 from dovetail.planner.schedules.listing import search_rules
 from dovetail.planner.schedules.rungs import Rung
 from dovetail.planner.schedules.schedule import Schedule, evaluate, mirror, timing_arguments, unmirror
@@ -25,6 +26,7 @@ TASKS = 4
 UNLIMITED = 1e300
 EXACT_SIZE = 3200  # passes; beyond, CP-SAT takes more memory and time than it is worth
 _POLL = 0.05  # seconds
+_DIRECTED = ("duration", "activation", "latency")  # what a mirror image has of its own
 T = TypeVar("T")
 Clock = Callable[[], float]
 Progress = Callable[[str, float, float], None]
@@ -67,7 +69,7 @@ class Rounds:
         self.size = self.instance.ranks * self.instance.length
         # A mirrored schedule needs barriers that look alike from both ends.
         symmetric = self.instance.coupling is not Coupling.SERIAL and np.ptp(self.instance.step) == 0
-        self.mirrored = mirror(self.instance) if not self.instance.split and symmetric else None
+        self.mirrored = mirror(self.instance) if symmetric else None
 
     def left(self) -> float:
         return self.effort.seconds - (self.effort.clock() - self.started)
@@ -88,17 +90,22 @@ class Rounds:
         top: list[Schedule] = []
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
             top.append(self.best)
-        for number in range(rung.rules + rung.annealing):
+        work = ["rules"] * rung.rules
+        if self.mirrored is not None:
+            work += ["justification"] * rung.justifying
+        for number, kind in enumerate(work + ["annealing"] * rung.annealing):
             # One round always, so that there is an answer better than a rule's.
             if self.rounds and self.left() <= 0:
                 break
             self.rounds += 1
-            if number < rung.rules or not top:
+            if kind == "rules" or not top:
                 results = self.rules(limit, target, rung.part)
+            elif kind == "justification":
+                results = self.justify(top, limit, target, rung.part)
             else:
-                results = self.anneal(top, limit, target, rung.part * 2 ** min(number - rung.rules, 3))
+                results = self.anneal(top, limit, target, rung.part * 2 ** min(number - len(work), 3))
             top = sorted([*top, *results], key=rank)[:TASKS]
-            self.report("rules" if number < rung.rules else "annealing")
+            self.report(kind)
             if top and top[0].makespan <= target * (1 + 1e-9):
                 return top[0]
         return top[0] if top else None
@@ -108,18 +115,37 @@ class Rounds:
         tries = max(8, int(tries))
 
         def task(number: int, stop: Ints) -> tuple[float, Ints]:
-            use_mirror = self.mirrored is not None and number % 4 != 3
+            use_mirror = self.mirrored is not None and not self.instance.split and number % 4 != 3
             i = self.mirrored if use_mirror and self.mirrored is not None else self.instance
             words = np.zeros((i.ranks, i.length), np.int64)
             end = search_rules(
                 i.duration, i.activation, i.before, i.after, i.position, i.stages, i.total, i.group, i.wait, i.step,
-                i.latency, i.split, np.full(i.ranks, limit * (1 + 1e-9)), tries,
+                i.latency, i.form, np.full(i.ranks, limit * (1 + 1e-9)), tries,
                 self.seed(number), target, self.unit, stop, number, words,
             )  # fmt: skip
-            return float(end), unmirror(words) if use_mirror else words
+            return float(end), unmirror(i, words) if use_mirror else words
 
         found = self._first(self._run(task, TASKS), target)
         return [self.keep(words, "rules") for words in found]
+
+    def justify(self, starts: list[Schedule], limit: float, target: float, part: float) -> list[Schedule]:
+        assert self.mirrored is not None
+        passes = min(10000, 7.5e6 / self.size) * self.effort.scale * part if COMPILED else 10
+        i, both = self.instance, (self.instance, self.mirrored)
+        duration, activation, latency = (np.stack([getattr(s, f) for s in both]) for f in _DIRECTED)
+        forms = np.array([s.form for s in both])
+
+        def task(number: int, stop: Ints) -> tuple[float, Ints]:
+            words = np.zeros((i.ranks, i.length), np.int64)
+            end = justify(
+                duration, activation, i.before, i.after, i.position, i.stages, i.total, i.group, i.wait, i.step,
+                latency, forms, np.full(i.ranks, limit * (1 + 1e-9)), starts[number % len(starts)].finish,
+                max(8, int(passes)), self.seed(number), target, self.unit, stop, number, words,
+            )  # fmt: skip
+            return float(end), words
+
+        found = self._first(self._run(task, TASKS), target)
+        return [self.keep(words, "justification") for words in found]
 
     def anneal(self, starts: list[Schedule], limit: float, target: float, part: float) -> list[Schedule]:
         # A move's cost grows with the schedule.

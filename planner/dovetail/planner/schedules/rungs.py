@@ -10,11 +10,13 @@ class Rung(NamedTuple):
 
     part: float = 1.0  # of a round's work
     rules: int = 0  # rounds
+    justifying: int = 0  # rounds
     annealing: int = 0  # rounds
     work: float = 0.0  # CP-SAT's deterministic seconds, each run
     runs: int = 0
     thin: int = 0  # tries with fewer micro-batches of the larger model
     near: float = 1.0  # anneal where the best is this near to the target
+    far: float = 1.0  # only where the best is farther than this from the bound
 
 
 LATENCY = (
@@ -25,10 +27,10 @@ LATENCY = (
     Rung(thin=2),
     Rung(rules=1, annealing=6, work=2.5, runs=4),
 )
-SPLIT_LATENCY = (  # more kinds of passes: rules find more than thinned problems
+SPLIT_LATENCY = (  # more kinds of passes: rules and their justification find more than thinned problems
     Rung(1 / 16, rules=1),
-    Rung(1 / 4, rules=1),
-    Rung(rules=1),
+    Rung(1 / 4, rules=1, justifying=4),
+    Rung(1 / 2, rules=1, justifying=4),
     Rung(1 / 4, annealing=1),
     Rung(rules=1),
     Rung(1 / 4, annealing=2),

@@ -90,26 +90,26 @@ def timing_arguments(i: Instance) -> tuple[object, ...]:
 
 
 def mirror(instance: Instance) -> Instance:
-    """The instance run backwards in time: forwards and backwards change places. Only where backwards are
-    whole and barriers look alike from both ends."""
+    """The instance run backwards in time: the first kind of passes and the last change places. Only where barriers look
+    alike from both ends."""
     duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
-    latency = np.zeros_like(instance.latency)
+    latency, last = np.zeros_like(instance.latency), instance.kinds - 1
     for m in (0, 1):
         n = int(instance.total[m])
-        duration[m, 0, :, :n] = instance.duration[m, 1, :, :n][:, ::-1]
-        duration[m, 1, :, :n] = instance.duration[m, 0, :, :n][:, ::-1]
+        for kind in range(instance.kinds):
+            duration[m, kind, :, :n] = instance.duration[m, last - kind, :, :n][:, ::-1]
         for rank in range(instance.ranks):
             if (back := instance.before[m, rank]) >= 0:
                 latency[m, 0, rank] = instance.latency[m, 1, back]
             if (onward := instance.after[m, rank]) >= 0:
                 latency[m, 1, rank] = instance.latency[m, 0, onward]
         activation[m, :, :n] = instance.activation[m, :, :n][:, ::-1]
-    return replace(instance, duration=duration, activation=activation, latency=latency)
+    return replace(instance, duration=duration, activation=activation, latency=latency, mirrored=True)
 
 
-_SWAPPED = np.array([1, 0, 2, 4, 3, 5])
+_SWAPPED = {2: np.array([1, 0, 2, 4, 3, 5]), 3: np.array([2, 1, 0, 5, 4, 3])}
 
 
-def unmirror(words: Ints) -> Ints:
+def unmirror(instance: Instance, words: Ints) -> Ints:
     """The words of the mirrored instance's schedule, for the instance itself."""
-    return np.ascontiguousarray(_SWAPPED[words[:, ::-1]])
+    return np.ascontiguousarray(_SWAPPED[instance.kinds][words[:, ::-1]])

@@ -1,7 +1,8 @@
 """The search: latency first, then memory at that latency (in place of RLHFuse's annealing, section 5.2).
 
 1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
-2. Annealing on the critical path from the best of those, under a hard limit of activation memory.
+2. From the best of those: where backwards are split, justification, which lists passes anew from both ends in turn;
+   annealing on the critical path, under a hard limit of activation memory.
    Many micro-batches: from the schedule of a few, its steady part repeated.
 3. CP-SAT, where OR-Tools is installed, on what these do not reach; it also proves that nothing is faster."""
 
@@ -78,6 +79,8 @@ class _Search(Rounds):
         for rung in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
+            if self.best is not None and self.best.makespan <= self.bound * rung.far:
+                continue
             self.attempt(cap, self.bound, rung)
             if rung.thin and not (self.best is not None and self.best.at_bound):
                 self.thinned(cap, self.bound, rung, UNLIMITED if self.best is None else self.best.makespan)
