@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
+from dovetail.api.validation import check
 from dovetail.coordinator.data.synthetic import quality
 from dovetail.coordinator.experience import Experience
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
-from helpers.jobs import history, read_status, run_job, summary, tiny_job
+from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -55,6 +57,35 @@ def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
         assert (tmp_path / "models" / name / "config.json").exists()
     assert 'dovetail_stage_step{stage="ppo"}' in seen["metrics"]
     assert "dovetail_weight_version" in seen["metrics"]
+
+
+def test_a_critic_on_the_actor_s_body(tmp_path: Path) -> None:
+    """Two pipeline stages; a trainer dies between two checkpoints, a scorer never gets weights."""
+    job = tiny_job(
+        stages=["sft", "ppo"],
+        models={
+            "actor": tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True),
+            "critic": {"shareActorBody": True},
+            "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
+        },
+        ppo={"iterations": 3, "ema": 0.9, "criticOptimizer": {}},
+        plan={"parallelism": {"actor": {"pp": 2}}},
+    )
+    assert check(job.spec) == []
+    killer = Injector([Fault("trainer-1", lambda status: status["stage"] == "ppo" and status["iteration"] >= 2)])
+    outcome, _ = run_job(job, tmp_path, killer)
+    assert outcome.succeeded, outcome.reason
+    assert killer.killed == ["trainer-1"]
+    rows = history(tmp_path, "ppo")
+    assert sorted(rows) == [1, 2, 3]
+    assert all(row["value_loss"] > 0 and "critic_grad_norm" not in row for row in rows.values())
+    assert rows[3]["value"] != 0
+    assert not (tmp_path / "models" / "critic").exists()
+    for name in ("actor", "actor-ema"):
+        folder = tmp_path / "models" / name
+        _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not report["unexpected_keys"]
+        assert (folder / "value_head" / "model.safetensors").is_file()
 
 
 def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:

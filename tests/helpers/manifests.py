@@ -142,6 +142,18 @@ RULES = [
         {"ppo.advantage": "rloo", "ppo.samplesPerPrompt": 4, "ppo.criticWarmupIterations": 1},
         "spec.ppo.criticWarmupIterations is 1, but rloo has no critic; remove it.",
     ),
+    *(
+        ({"models.critic": {"shareActorBody": True, **critic}, **changes}, f"{field} cannot go with spec.models.critic")
+        for field, critic, changes in (
+            ("spec.models.critic.source", {"source": {"path": "x"}}, {}),
+            ("spec.models.critic.lora", {"lora": {}}, {}),
+            ("spec.models.critic.dtype", {"dtype": "bfloat16"}, {}),
+            ("spec.ppo.criticOptimizer", {}, {"ppo.criticOptimizer": {"learningRate": 1e-4}}),
+            ("spec.ppo.criticWarmupIterations", {}, {"ppo.criticWarmupIterations": 1}),
+            ("spec.plan.parallelism.critic", {}, {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2}}}),
+            ("spec.plan.intraStageFusion Fused or TimeSharing", {}, {"plan.intraStageFusion": "Fused"}),
+        )
+    ),
     ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),
     ({"ppo.kl": {"coef": 0, "target": 1}}, "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move"),
     ({"generation": {"minTokens": 9, "maxTokens": 8}}, "spec.generation.minTokens (9) is above"),

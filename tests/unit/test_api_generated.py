@@ -98,7 +98,7 @@ def test_rules_read_fields_that_exist_and_that_defaults_fill_or_has_guards():
     for rule in CEL_RULES:
         assert rule.message
         top = by_path["." + rule.path]
-        for has, reference in re.findall(r"(has\()?\bself((?:\.[A-Za-z_]+)+)", rule.rule):
+        for has, reference in re.findall(r"(has\()?\bself((?:\.[A-Za-z_]\w*)+)", rule.rule):
             node, read = top, "self"
             steps = reference.strip(".").split(".")
             for step in steps[: -1 if has else None]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dovetail.api.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 from dovetail.planner.machine import FitError, Observed, Work, fit, seconds
 from dovetail.planner.machine.fit import nonnegative
+from dovetail.planner.machine.iteration import training_seconds
 from dovetail.planner.machine.stage import Stage, chunk_seconds
 
 ALL = ("reference", "reward", "critic")
@@ -163,3 +164,13 @@ def test_schedules_of_a_pipeline_rank_as_they_must() -> None:
     times = [seconds(work(pp=2, schedule=family), MACHINE)["training"] for family in ("Fused", "TimeSharing", "Serial")]
     assert times == sorted(times)
     assert times[0] < times[2]
+
+
+def test_values_of_a_shared_body_take_a_forward_pass_first() -> None:
+    """A third of a pass forward and backward, once, however many epochs follow."""
+    plain, shared = (work(models=("actor",), epochs=2, values_first=first) for first in (False, True))
+    once = replace(plain, epochs=1)
+    steps = MACHINE.training.step * plain.steps / 2
+    forward = (training_seconds(once, MACHINE) - MACHINE.training.begin - steps) / 3
+    more = training_seconds(shared, MACHINE) - training_seconds(plain, MACHINE)
+    assert more == pytest.approx(forward)

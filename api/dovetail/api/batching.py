@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dovetail.api.critic import has_critic
 from dovetail.api.types import Parallelism, RLHFJobSpec, Stage
 
 
@@ -36,7 +37,7 @@ def batch_rules(spec: RLHFJobSpec) -> list[BatchRule]:
     if Stage.REWARD in spec.stages:
         rules.append(_supervised(spec, Stage.REWARD, "reward"))
     if Stage.PPO in spec.stages:
-        for model in ("actor", "critic") if spec.ppo.advantage == "gae" else ("actor",):
+        for model in ("actor", "critic") if has_critic(spec) else ("actor",):
             rules.append(
                 BatchRule(
                     Stage.PPO,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from dovetail.api.critic import SHARED_BODY_RULES
 from dovetail.api.rules import RESERVED_VLLM_ARGS
 
 _HOLE = re.compile(r"\{([^{}]*\bself\b[^{}]*)\}")
@@ -281,6 +282,11 @@ def _ppo() -> list[CelRule]:
     ]
 
 
+def _shared_body() -> list[CelRule]:
+    apart = f"{_PPO}self.ppo.advantage != 'gae' || !self.models.critic.shareActorBody || "
+    return [CelRule("spec", f"{apart}({r.kept})", r.message) for r in SHARED_BODY_RULES if r.kept is not None]
+
+
 def _groups() -> list[CelRule]:
     low = "{has(self.minReplicas) ? self.minReplicas : 1}"
     high = "{has(self.maxReplicas) ? ' to ' : ' up'}{has(self.maxReplicas) ? string(self.maxReplicas) : ''}"
@@ -368,5 +374,6 @@ CEL_RULES: tuple[CelRule, ...] = (
     *_tokenizer(),
     *_data(),
     *_ppo(),
+    *_shared_body(),
     *_groups(),
 )

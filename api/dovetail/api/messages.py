@@ -56,9 +56,10 @@ class JoinReply(Message):
 
 
 class ModelRef(Message):
-    """Where a trainer or scorer gets a model from. head `lm`: vocabulary logits; `value`: one scalar per token."""
+    """Where a trainer or scorer gets a model from. head `lm`: vocabulary logits; `value`: one scalar per token;
+    `lm+value`: both."""
 
-    head: Literal["lm", "value"]
+    head: Literal["lm", "value", "lm+value"]
     path: str | None = Field(default=None, description="Hugging Face folder. A value head absent there starts at zero.")
     scratch: ScratchModel | None = Field(default=None, description="Or: random weights from `seed`.")
     tokenizer: str | None = Field(

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
+from dovetail.api.critic import has_critic
 from dovetail.api.prediction import Prediction
 from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 
@@ -97,7 +98,7 @@ def trained_models(spec: RLHFJobSpec) -> list[str]:
     found = []
     if Stage.SFT in spec.stages or Stage.PPO in spec.stages:
         found.append("actor")
-    if Stage.PPO in spec.stages and spec.ppo.advantage == "gae":
+    if Stage.PPO in spec.stages and has_critic(spec):
         found.append("critic")
     if Stage.REWARD in spec.stages:
         found.append("reward")

@@ -25,7 +25,7 @@ class PassTimes(Model):
 class ModelTimes(Model):
     """A model's parts, each by micro-batch size. `head` holds the final norm, the head and the loss."""
 
-    head: Literal["lm", "value"]
+    head: Literal["lm", "value", "lm+value"]
     layers: PositiveInt
     hidden_size: PositiveInt
     bytes_per_value: PositiveInt = Field(description="Of an activation between stages.")

@@ -25,7 +25,9 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
             update={
                 name: model.model_copy(update={"dtype": Dtype.FLOAT32})
                 for name in ("actor", "critic", "reward", "reference")
-                if (model := getattr(models, name)).dtype is Dtype.AUTO and name != "reference"
+                if (model := getattr(models, name)).dtype is Dtype.AUTO
+                and name != "reference"
+                and not (name == "critic" and models.critic.share_actor_body)
             }
         )
     partly = spec.model_copy(update={"groups": groups, "stages": stages, "models": models})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dovetail.api.batching import batch_rules, pinned_layouts
+from dovetail.api.critic import SHARED_BODY_RULES, shares_body
 from dovetail.api.plan import trained_models, trainer_world, world_size
 from dovetail.api.scratch import architecture_layers, cpu_head_error, scratch_errors
 from dovetail.api.types import DataSource, Dtype, Group, ModelSource, RLHFJobSpec, Role, Stage, TrainedModel
@@ -183,6 +184,11 @@ def _ppo(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target."
 
 
+def _shared_body(spec: RLHFJobSpec) -> Iterator[str]:
+    if Stage.PPO in spec.stages and shares_body(spec):
+        yield from (rule.message for rule in SHARED_BODY_RULES if rule.broken(spec))
+
+
 def _generation(spec: RLHFJobSpec) -> Iterator[str]:
     generation = spec.generation
     if generation.min_tokens > generation.max_tokens:
@@ -335,6 +341,7 @@ _RULES: tuple[Callable[[RLHFJobSpec], Iterator[str]], ...] = (
     _tokenizer,
     _data,
     _ppo,
+    _shared_body,
     _generation,
     _batches,
     _groups,

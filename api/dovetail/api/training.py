@@ -8,6 +8,9 @@ from pydantic import Field
 
 from dovetail.api.base import Callable_, Fraction, Model, PositiveFloat, PositiveInt
 
+# As TRL and the shared-body setups after InstructGPT have it.
+SHARED_VALUE_COEF = 0.1
+
 
 class Optimizer(Model):
     """AdamW and its learning-rate schedule."""
@@ -93,7 +96,11 @@ class PPO(Model):
         default=None, description="Bound on the ratio for negative advantages (Ye et al. 2020); null: none."
     )
     value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of values; null: no clipping.")
-    value_coef: PositiveFloat = Field(default=1.0, description="Factor of the critic's loss.")
+    value_coef: PositiveFloat | None = Field(
+        default=None,
+        description=f"Factor of the value loss. Default: 1; with models.critic.shareActorBody {SHARED_VALUE_COEF}, as "
+        "it is added to the policy's loss there.",
+    )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     whiten_advantages: bool = Field(default=True, description="Give the batch's advantages mean 0 and variance 1.")
     whiten_rewards: bool = Field(default=False, description="Give the batch's rewards variance 1, keeping their mean.")

@@ -19,6 +19,7 @@ __all__ = [
     "KL",
     "PPO",
     "Checkpoint",
+    "CriticModel",
     "Data",
     "DataSource",
     "Dtype",
@@ -139,6 +140,16 @@ class TrainedModel(Model):
     )
 
 
+class CriticModel(TrainedModel):
+    """The critic: a model of its own, or a value head on the actor's body."""
+
+    share_actor_body: bool = Field(
+        default=False,
+        description="AC-share: no critic model; the actor's last stage has a value head beside its vocabulary "
+        "projection, and one loss and optimizer train both. Less memory and time, perhaps a worse policy.",
+    )
+
+
 class RewardModel(TrainedModel):
     """The reward: a trained model, or a Python function called in the coordinator."""
 
@@ -160,8 +171,8 @@ class Models(Model):
     """The four models of PPO and their tokenizer."""
 
     actor: TrainedModel = Field(default_factory=TrainedModel, description="The policy. A source is required.")
-    critic: TrainedModel = Field(
-        default_factory=TrainedModel,
+    critic: CriticModel = Field(
+        default_factory=CriticModel,
         description="Default source: the reward model's weights, or the actor's with a reward function.",
     )
     reward: RewardModel = Field(default_factory=RewardModel, description="Default source: the actor's, after SFT.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dovetail.api.batching import pinned_layouts
+from dovetail.api.critic import has_critic
 from dovetail.api.plan import pod_count
 from dovetail.api.types import Dtype, RLHFJobSpec, Role, Stage
 
@@ -121,12 +122,13 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
     ppo = Stage.PPO in spec.stages
     if Stage.REWARD in spec.stages and spec.models.reward.function is not None:
         yield "spec.stages: the reward stage is dropped, for spec.models.reward.function replaces the reward model."
-    if ppo and spec.ppo.advantage != "gae" and (spec.models.critic.source or spec.models.critic.lora):
+    critic = spec.models.critic
+    if ppo and spec.ppo.advantage != "gae" and (critic.source or critic.lora or critic.share_actor_body):
         yield f"spec.models.critic has no effect: {spec.ppo.advantage} uses no critic."
     if ppo and spec.plan.placement == "Interleaving":
         if sum(pod_count(group) for group in spec.groups if Role.ROLLOUT in group.roles) < 2:
             yield "spec.plan.placement Interleaving has no effect: it takes two rollouts to place models apart."
-        elif spec.models.reward.function is not None and spec.ppo.advantage != "gae":
+        elif spec.models.reward.function is not None and not has_critic(spec):
             yield "spec.plan.placement Interleaving has no effect: scorers run no model but the reference."
     trainers = [group for group in spec.groups if Role.TRAINER in group.roles]
     if trainers and all(group.on_cpu for group in trainers):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from dovetail.api.critic import has_critic, shares_body
 from dovetail.api.messages import ModelRef
 from dovetail.api.profile import Machine, ModelTimes, Profile
 from dovetail.api.types import ModelSource, RLHFJob, RLHFJobSpec
@@ -133,7 +134,7 @@ def _measure(
     dtype = torch.bfloat16 if gpu else torch.float32
     models: dict[str, ModelTimes] = {}
     for name in ("actor", "critic"):
-        if name == "critic" and spec.ppo.advantage != "gae":
+        if name == "critic" and not has_critic(spec):
             continue
         show(f"measuring the {name}")
         try:
@@ -163,7 +164,8 @@ def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
     model = next(m for m in sources if m.source is not None)
     source = model.source
     assert isinstance(source, ModelSource)
-    head: Literal["lm", "value"] = "value" if name == "critic" else "lm"
+    policy: Literal["lm", "lm+value"] = "lm+value" if shares_body(spec) else "lm"
+    head: Literal["lm", "value", "lm+value"] = "value" if name == "critic" else policy
     if source.scratch is None:
         try:
             folder = resolve(source, f"spec.models.{name}", base, model.trust_remote_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from dovetail.api.critic import shares_body
 from dovetail.api.messages import ModelRef, Step
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJobSpec, Stage
@@ -32,6 +33,7 @@ class ModelSources:
     ) -> None:
         """`own`: a model's own source in the manifest, if it names one."""
         self._stages = spec.stages
+        self._shares_body = shares_body(spec)
         self._has_reward_model = has_reward_model
         self._models = run_dir / "models"
         self._tokenizer = str(run_dir / "tokenizer")
@@ -47,6 +49,11 @@ class ModelSources:
     def actor_for_ppo(self) -> ModelRef:
         """The actor before PPO: SFT's result if the job runs SFT."""
         return self._trained("sft", "lm") if Stage.SFT in self._stages else self.actor()
+
+    def policy(self) -> ModelRef:
+        """What PPO trains as the actor: `actor_for_ppo`, with a value head if the critic shares its body."""
+        head = "lm+value" if self._shares_body else "lm"
+        return self.actor_for_ppo().model_copy(update={"head": head})
 
     def reward(self) -> ModelRef:
         """The reward model before its training: its own source, or else the actor after SFT, with a new head."""

@@ -25,6 +25,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from dovetail.api.critic import has_critic
 from dovetail.api.messages import CommandResult, Offer, Register
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJobSpec, Stage
@@ -33,7 +34,6 @@ from dovetail.coordinator.commands import ModelSources, supervised_step
 from dovetail.coordinator.experience import Experience, ExperienceFiles
 from dovetail.coordinator.experience_maker import ExperienceMaker, RewardFunction
 from dovetail.coordinator.fleet import Fleet, Timeouts
-from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.ppo_stage import PPOStage
 from dovetail.coordinator.prepare import Prepared, prepare
 from dovetail.coordinator.publishing import Publisher

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import numpy as np
 
+from dovetail.api.critic import has_critic
 from dovetail.api.messages import Span
 from dovetail.api.types import RLHFJobSpec, Role
 from dovetail.coordinator.experience import Experience, experience_arrays
@@ -22,7 +23,6 @@ from dovetail.coordinator.interstage.record import record
 from dovetail.coordinator.interstage.sleep import Sleepers
 from dovetail.coordinator.interstage.stage import generate_and_score
 from dovetail.coordinator.lanes import Lane, Lanes, lanes_of
-from dovetail.coordinator.ppo import has_critic
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.publishing import Target
 from dovetail.coordinator.samples import Key, NewSample, Sample, ScoreRow, State

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.api.critic import has_critic
 from dovetail.api.messages import Action, Step
 from dovetail.api.plan import Plan
 from dovetail.api.types import Parallelism, RLHFJobSpec, Stage
@@ -21,11 +22,6 @@ def optimizer_steps(spec: RLHFJobSpec) -> int:
     """Optimizer steps of the whole PPO stage."""
     ppo = spec.ppo
     return ppo.iterations * ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
-
-
-def has_critic(spec: RLHFJobSpec) -> bool:
-    """Group baselines (GRPO, RLOO) need no critic."""
-    return spec.ppo.advantage == "gae"
 
 
 def schedule(

@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dovetail.api.critic import has_critic
 from dovetail.api.messages import CommandResult, Span, Step
 from dovetail.api.types import Stage
 from dovetail.api.wire import Arrays, unpack
 from dovetail.coordinator.experience import Experience, kl_per_sample
 from dovetail.coordinator.experience_maker import ExperienceMaker
 from dovetail.coordinator.kl import KLController
-from dovetail.coordinator.ppo import StepFacts, has_critic, iteration_metrics, optimizer_steps, other_seconds, ppo_step
+from dovetail.coordinator.ppo import StepFacts, iteration_metrics, optimizer_steps, other_seconds, ppo_step
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.schedule_words import applies, scheduled
 from dovetail.coordinator.summary import mean_ci95
@@ -60,7 +61,7 @@ class PPOStage:
         """Load actor and critic and bring their weights to the rollouts and scorers."""
         progress = self._engines.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
         self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
-        models = {"actor": self._engines.sources.actor_for_ppo()}
+        models = {"actor": self._engines.sources.policy()}
         if has_critic(self._spec):
             models["critic"] = self._engines.sources.critic()
         if self._placing is not None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.api.critic import has_critic
 from dovetail.api.messages import Action, Kind, Step
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJobSpec, Stage
-from dovetail.coordinator.ppo import has_critic
 
 LETTERS: dict[str, tuple[str, Kind]] = {
     **{kind: ("actor", kind) for kind in ("F", "B", "I", "W")},

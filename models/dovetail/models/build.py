@@ -35,7 +35,9 @@ def build_stage(
 
 def open_source(ref: ModelRef, stage: Stage) -> Source:
     """The tensors that `ref` names."""
-    return Folder(Path(ref.path)) if ref.path is not None else Seed(ref.seed, stage.config, stage)
+    if ref.path is None:
+        return Seed(ref.seed, stage.config, stage)
+    return Folder(Path(ref.path), value_head=ref.head == "lm+value")
 
 
 def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:

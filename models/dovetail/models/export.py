@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.models.stage import Head
+from dovetail.models.stage import VALUE_HEAD_FILE, Head
 
 _ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
 _TOKENIZER_FILES = (
@@ -32,9 +32,9 @@ _TOKENIZER_FILES = (
 class HuggingFaceWriter:
     """Writes one part of a model's folder; a part is what one pipeline stage holds.
 
-    Each writer calls `write` with its tensors; then one process calls `finish` with all writers' manifests. Head
-    `lm` gives a causal language model; head `value` a `...ForSequenceClassification` with one label, whose `score` is
-    the scalar head. All files are flushed to the disk. `OSError` when the disk is full."""
+    Each writer calls `write` with its tensors; then one process calls `finish` with all writers' manifests. Heads
+    `lm` and `lm+value` give a causal language model; `value` a `...ForSequenceClassification` with one label, whose
+    `score` is the scalar head. All files are flushed to the disk. `OSError` when the disk is full."""
 
     def __init__(self, folder: Path, part: int = 0, shard_bytes: int = 2 * 1024**3) -> None:
         self.folder, self.part, self.shard_bytes = folder, part, shard_bytes
@@ -67,6 +67,19 @@ class HuggingFaceWriter:
         if pending:
             flush()
         return {"files": files, "bytes": total}
+
+    def write_value_head(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """What a model with both heads has beside the language model, in float32; nothing where that is nothing."""
+        from safetensors.torch import save_file
+
+        if not tensors:
+            return
+        path = self.folder / VALUE_HEAD_FILE
+        path.parent.mkdir(exist_ok=True)
+        whole = {name: t.detach().to(device="cpu", dtype=torch.float32).contiguous().clone() for name, t in tensors}
+        save_file(whole, str(path), metadata={"format": "pt"})
+        sync(path)
+        sync(path.parent)
 
     def finish(
         self,
@@ -101,7 +114,7 @@ class HuggingFaceWriter:
 def exported_config(config: Any, head: Head, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the trained model: the source's, with architecture, dtype and head as they are now."""
     fields: dict[str, Any] = config.to_dict()
-    kind = "CausalLM" if head == "lm" else "SequenceClassification"
+    kind = "SequenceClassification" if head == "value" else "CausalLM"
     fields["architectures"] = [f"{_ARCHITECTURES[config.model_type]}For{kind}"]
     fields["dtype"] = str(dtype).removeprefix("torch.")
     for stale in ("torch_dtype", "auto_map", "_name_or_path", "_attn_implementation"):

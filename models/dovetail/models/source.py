@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.models.config import ModelError
-from dovetail.models.stage import VALUE_HEAD, Stage
+from dovetail.models.stage import VALUE_HEAD, VALUE_HEAD_FILE, Stage
 
 
 class Source(Protocol):
@@ -29,7 +29,8 @@ class Folder:
 
     Raises `ModelError` for a folder with pickle weights only, a missing shard, and a shape that differs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, value_head: bool = False) -> None:
+        """`value_head`: take the folder's separate value head too, if it has one."""
         from safetensors import safe_open
 
         self.path = path
@@ -45,6 +46,8 @@ class Folder:
                     f"{path}: only pickle weights are there, which can run code when read; convert them to safetensors"
                 )
             raise ModelError(f"{path}: no *.safetensors weights")
+        if value_head and (path / VALUE_HEAD_FILE).is_file():
+            files.append(VALUE_HEAD_FILE)
         for file in files:
             if not (path / file).is_file():
                 raise ModelError(f"{path}: {file} is named by the index but missing")

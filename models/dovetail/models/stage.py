@@ -7,7 +7,7 @@ depend on the pipeline split."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,17 @@ from torch.nn import functional as F
 
 from dovetail.models.config import ModelError, is_tied, without_dropout
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
+# In the folder of a language model; below it, so that vLLM, which reads all weights in the folder, does not see it.
+VALUE_HEAD_FILE = "value_head/model.safetensors"
+
+
+class Outputs(NamedTuple):
+    """Of a last stage with both heads: logits (..., V) in the compute dtype, values (...) float32."""
+
+    logits: Tensor
+    values: Tensor
 
 
 def layer_range(layers: int, rank: int, size: int) -> range:
@@ -37,7 +46,7 @@ class Stage(nn.Module):
     `model.embed_tokens.weight` because the trainer sums the two gradients and gives the sum to both (`tied_copy`).
 
     Head `value`: `score`, a bias-free linear map from the final hidden state to one number, under the name and shape
-    of transformers' `...ForSequenceClassification` with `num_labels=1`.
+    of transformers' `...ForSequenceClassification` with `num_labels=1`. Head `lm+value`: both, on one body.
 
     Dropout is off. `mode` train/eval only matters to LoRA dropout."""
 
@@ -49,6 +58,7 @@ class Stage(nn.Module):
 
         self.config = config
         self.head: Head = head
+        lm, value = head != "value", head != "lm"
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self.is_first, self.is_last = pp_rank == 0, pp_rank == pp_size - 1
         self.opt = config.model_type == "opt"
@@ -81,10 +91,10 @@ class Stage(nn.Module):
         else:
             self.model = body
         width = int(config.word_embed_proj_dim) if self.opt else self.hidden_size
-        shares = head == "lm" and is_tied(config) and self.is_first
-        if self.is_last and head == "lm" and not shares:
+        shares = lm and is_tied(config) and self.is_first
+        if self.is_last and lm and not shares:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
-        if self.is_last and head == "value":
+        if self.is_last and value:
             setattr(self, VALUE_HEAD, nn.Linear(width, 1, bias=False, device="meta"))
 
     @property
@@ -100,9 +110,14 @@ class Stage(nn.Module):
     @property
     def tied_copy(self) -> str | None:
         """Name of this stage's parameter that is one half of a tied pair living in two stages, or None."""
-        if self.head != "lm" or not is_tied(self.config) or self.pp_size == 1:
+        if self.head == "value" or not is_tied(self.config) or self.pp_size == 1:
             return None
         return self.embedding_name if self.is_first else "lm_head.weight" if self.is_last else None
+
+    @property
+    def beside_policy(self) -> str | None:
+        """Name of this stage's parameter that is no part of the language model that it trains, or None."""
+        return f"{VALUE_HEAD}.weight" if self.head == "lm+value" and self.is_last else None
 
     def checkpoint_name(self, name: str) -> str:
         """Name of this stage's parameter `name` in the whole model's checkpoint: that of the embedding for the
@@ -116,15 +131,17 @@ class Stage(nn.Module):
                 # Not a submodule: float32 whatever the stage's dtype, and no part of its state dict.
                 object.__setattr__(self, "rotary", self.rotary_type(config=self.config))
 
-    def forward(self, inputs: Tensor, lengths: Sequence[int] | None = None, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, lengths: Sequence[int] | None = None, wanted: Tensor | None = None
+    ) -> Tensor | Outputs:
         """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
 
         With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other. Without, (B, T[,
         H]): every row is a sequence, right-padded; outputs at pad positions mean nothing.
 
-        Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`) or
-        values (B, T) float32 (head `value`); with `wanted` (n,) int64, positions among all B x T, only of those:
-        (n, V) or (n,)."""
+        Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
+        values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
+        those: (n, V) or (n,)."""
         body, device = self.body, inputs.device
         extra: dict[str, Any] = {}
         if lengths is None:
@@ -160,16 +177,19 @@ class Stage(nn.Module):
             hidden = body.project_in(hidden)
         return hidden + body.embed_positions(None, position_ids=positions)
 
-    def _head(self, hidden: Tensor) -> Tensor:
+    def _head(self, hidden: Tensor) -> Tensor | Outputs:
         body = self.body
         for name in ("norm", "final_layer_norm", "project_out"):
             if hasattr(body, name):
                 hidden = getattr(body, name)(hidden)
-        if self.head == "value":
-            # A matrix-vector product rather than `score(hidden).squeeze(-1)`: FSDP2 wants no view as a module's output.
-            values: Tensor = hidden @ getattr(self, VALUE_HEAD).weight[0]
-            return values.float()
+        if self.head == "lm":
+            return self._logits(hidden)
+        # A matrix-vector product rather than `score(hidden).squeeze(-1)`: FSDP2 wants no view as a module's output.
+        values: Tensor = (hidden @ getattr(self, VALUE_HEAD).weight[0]).float()
+        return values if self.head == "value" else Outputs(self._logits(hidden), values)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         if hasattr(self, "lm_head"):
             logits: Tensor = self.lm_head(hidden)
             return logits
-        return F.linear(hidden, body.embed_tokens.weight)
+        return F.linear(hidden, self.body.embed_tokens.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.api.critic import shares_body
 from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec, Role
 from dovetail.planner.memory import Training, training_memory
 from dovetail.planner.memory.parts import GIB
@@ -33,7 +34,8 @@ def activation_bytes(
     for model in both:
         given = getattr(spec.models, model)
         dtype = (Dtype.BFLOAT16 if gpu else Dtype.FLOAT32) if given.dtype is Dtype.AUTO else given.dtype
-        job = Training(known[model], _HEADS[model], parallelism[model], dtype, tokens, lora=given.lora, gpu=gpu)
+        head: Head = "lm+value" if model == "actor" and shares_body(spec) else _HEADS[model]
+        job = Training(known[model], head, parallelism[model], dtype, tokens, lora=given.lora, gpu=gpu)
         memory = (training_memory(job, stage) for stage in range(job.layout.pp))
         found[model] = [round(part.device["activations"]) for part in memory]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dovetail.api.critic import has_critic
 from dovetail.api.plan import Scored
 from dovetail.api.types import RLHFJobSpec
 
@@ -11,7 +12,7 @@ def scored_models(spec: RLHFJobSpec) -> list[Scored]:
     found: list[Scored] = ["reference"]
     if spec.models.reward.function is None:
         found.append("reward")
-    if spec.ppo.advantage == "gae":
+    if has_critic(spec):
         found.append("critic")
     return found
 

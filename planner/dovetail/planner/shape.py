@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "lm+value"]
 FAMILIES = ("llama", "qwen2", "qwen3", "opt")
 
 
@@ -107,8 +107,8 @@ class ModelShape:
         """After the last block. `tied_here`: the head's weight is the embedding on the same rank."""
         norm = (2 if self.family == "opt" else 1) * self.hidden * self.final_norm
         width = self.embedding or self.hidden
-        output = width if head == "value" else 0 if tied_here else self.vocabulary * width // tp
-        return norm + self.embedding * self.hidden + output
+        vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
+        return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
 
     def parameters(self, head: Head = "lm") -> int:
         """Of the whole model, a tied embedding counting once."""
@@ -140,7 +140,7 @@ class ModelShape:
         """Of a forward pass over `tokens` positions that attend to `context` tokens each on average: two per weight of
         a matrix and position, and scores and their use (4 x queries x context)."""
         matrices = sum(each.inputs * each.outputs for each in self.linears())
-        output = self.vocabulary * (self.embedding or self.hidden) if head == "lm" else self.hidden
+        output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden
         return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.api.batching import BatchRule, batch_rules, pinned_layouts
+from dovetail.api.critic import has_critic
 from dovetail.api.plan import (
     Batching,
     Plan,
@@ -196,7 +197,7 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
         tasks += [TaskPlacement(task="generation", groups=rollouts), TaskPlacement(task="reference", groups=rollouts)]
         if spec.models.reward.function is None:
             tasks.append(TaskPlacement(task="reward", groups=rollouts))
-        if spec.ppo.advantage == "gae":
+        if has_critic(spec):
             tasks.append(TaskPlacement(task="critic", groups=rollouts))
             tasks.append(TaskPlacement(task="critic_training", groups=trainers))
         tasks.append(TaskPlacement(task="actor_training", groups=trainers))

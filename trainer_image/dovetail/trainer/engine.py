@@ -145,7 +145,7 @@ class Engine:
         return total
 
     def forward(
-        self, model: str, batches: Sequence[MicroBatch], read: Callable[[Tensor, MicroBatch], Tensor]
+        self, model: str, batches: Sequence[MicroBatch], read: Callable[[Any, MicroBatch], Tensor]
     ) -> list[Tensor]:
         """Forward passes without gradients. `read(output, micro_batch)` picks a small tensor from the last stage's
         output; all stages of this dp rank get the results, on the trainer's device."""

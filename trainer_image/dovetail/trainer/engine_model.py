@@ -111,9 +111,10 @@ class EngineModel:
         """Parameters that the optimizer moves, by name in the stage."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def gather(self, instead: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out. `instead` holds
-        shards to use in place of parameters. Collective over dp. Raises `PeerLost`."""
+    def gather(self, instead: dict[str, Tensor] | None = None, beside: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out, a value head
+        beside a language model too; with `beside` all else is. `instead` holds shards to use in place of parameters.
+        Collective over dp. Raises `PeerLost`."""
         parameters = dict(self.module.named_parameters())
         if (copy := self.module.tied_copy) is not None and copy != self.module.embedding_name:
             del parameters[copy]
@@ -127,7 +128,7 @@ class EngineModel:
 
         for name in parameters:
             plain = lora.plain_name(name)
-            if plain is None:
+            if plain is None or (plain == self.module.beside_policy) is not beside:
                 continue
             value = whole(name)
             update = lora.delta(self.module, name, whole)

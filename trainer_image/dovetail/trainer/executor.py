@@ -26,7 +26,7 @@ from dovetail.trainer.batches import Packed
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.measure import SavedBytes, Stopwatch
 
-Loss = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
 
 
@@ -34,9 +34,9 @@ Record = Callable[[str, float, float], None]
 class MicroBatch:
     """Sequences of one forward pass, and what the loss wants of it (see `Packed`).
 
-    `loss` maps the last stage's output (logits (n, V), or values (n,), at the n wanted positions) to a scalar, scaled
-    so that the sum over all micro-batches and all dp ranks is the mini-batch's loss, and to detached scalars that are
-    summed the same way."""
+    `loss` maps the last stage's output (logits (n, V), or values (n,), or both, at the n wanted positions) to a
+    scalar, scaled so that the sum over all micro-batches and all dp ranks is the mini-batch's loss, and to detached
+    scalars that are summed the same way."""
 
     packed: Packed
     loss: Loss | None = None
@@ -54,7 +54,7 @@ class Pipe:
     batches: Sequence[MicroBatch]
     device: torch.device
     dtype: torch.dtype  # of activations between stages
-    read: Callable[[Tensor, MicroBatch], Tensor] | None = None  # forward only
+    read: Callable[[Any, MicroBatch], Tensor] | None = None  # forward only
     before_forward: Callable[[int], None] | None = None  # called with the micro-batch's index in its mini-batch
     before_last_backward: Callable[[], None] | None = None
     after_weight_gradient: Callable[[bool], None] | None = None  # called with whether it was the mini-batch's last
@@ -233,13 +233,13 @@ class Executor:
         ):
             with peer_errors(f"gathering weights of {action.model}"):
                 output = pipe.stage(inputs, packed.lengths, wanted)
-            if action.model in self._splits and output._is_view():
-                output = output.clone()  # torch's split backward detaches it in place, which no view allows
             if pipe.stage.is_last and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")
                 output, stats = batch.loss(output)
                 pipe.stats.append(stats)
+            if action.model in self._splits and output._is_view():
+                output = output.clone()  # torch's split backward detaches it in place, which no view allows
         if not pipe.stage.is_last:
             self._send(("F", *key), output.detach().contiguous(), pipe.groups.forward_out, pipe.groups.next)
         elif not training:

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 
 def export_model(engine: Engine, model: str, path: Path) -> None:
-    """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype."""
+    """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype. A value head
+    beside a language model's gets a file of its own."""
     held = engine.models["actor" if model == "ema" else model]
 
     def write(folder: Path) -> dict[str, Any]:
         tensors = engine.weights(model)
+        beside = list(held.gather(engine.ema if model == "ema" else None, beside=True))
         try:
             if held.groups.dp_rank == 0 and held.groups.tp_rank == 0:
-                return HuggingFaceWriter(folder, held.groups.pp_rank).write(tensors, held.compute)
+                writer = HuggingFaceWriter(folder, held.groups.pp_rank)
+                writer.write_value_head(beside)
+                return writer.write(tensors, held.compute)
             return {"files": [], "bytes": 0}
         finally:
             deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here

@@ -93,7 +93,8 @@ def take_split_gradients(stage: Stage, compute: torch.dtype, device: torch.devic
     set_last_backward(stage, last)
     hidden = torch.zeros(1, 1, stage.hidden_size, dtype=compute, device=device, requires_grad=True)
     output = stage(hidden)
-    torch.autograd.backward(output, torch.zeros_like(output))
+    outputs = list(output) if isinstance(output, tuple) else [output]
+    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
 
 
 def reshard(stage: Stage) -> None:

@@ -27,8 +27,9 @@ def senders(held: EngineModel, most: int) -> Layout | None:
 
 
 def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: None) -> Iterator[Part]:
-    """This rank's rows of every tensor of its stage under its Hugging Face name, adapters merged; the tied copy is left
-    out. A collective over dp only where there are adapters.
+    """This rank's rows of every tensor of its stage under its Hugging Face name, adapters merged. The tied copy is left
+    out, and a value head beside a language model's, for which rollouts have no use. A collective over dp only where
+    there are adapters.
 
     `ready(names)` is called before the parameters `names`, a layer's or one outside of them, are read. Raises
     `PeerLost`."""
@@ -37,7 +38,7 @@ def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: 
     for name in parameters:
         units.setdefault(layer_of(name) or name, []).append(name)
     copy = held.module.tied_copy
-    left_out = copy if copy != held.module.embedding_name else None
+    left_out = {copy if copy != held.module.embedding_name else None, held.module.beside_policy}
 
     def whole(name: str) -> Tensor:
         with peer_errors(f"gathering {name} of {held.name}"):
@@ -48,7 +49,7 @@ def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: 
         ready(unit)
         for name in unit:
             plain = lora.plain_name(name)
-            if plain is None or name == left_out:
+            if plain is None or name in left_out:
                 continue
             mine, rows = local_rows(parameters[name])
             shape = tuple(parameters[name].shape)

@@ -126,7 +126,7 @@ def _scoring(seen: Sequence[Observed], cores: int) -> ScoringCosts:
 def _passes(alone: Sequence[Observed]) -> dict[str, Cost]:
     found = {}
     for model in alone[0].passes:
-        features = [[o.work.steps * o.work.micro_batches, o.work.tokens] for o in alone]
+        features = [[o.work.executed, o.work.tokens] for o in alone]
         fixed, each = nonnegative(features, [o.passes[model] for o in alone])
         found[model] = Cost(fixed=fixed, each=each)
     return found

@@ -30,11 +30,10 @@ def training_seconds(work: Work, machine: Machine) -> float:
 def _passes(work: Work, machine: Machine) -> float:
     """Of all optimizer steps, on a machine without other work. With pipeline stages 1F1B, model by model (Serial), or
     both together: PUZZLE's equation 1 (TimeSharing), or half of the pipeline's filling hidden too (Fused)."""
-    count = work.steps * work.micro_batches
     stages = []
     for model in work.models:
         cost = machine.training.models[model]
-        stages.append((count * cost.fixed + work.tokens * cost.each) / work.pp)
+        stages.append((work.executed * cost.fixed + work.tokens * cost.each) / work.pp)
     busy = sum(stages)
     if work.pp == 1:
         return busy

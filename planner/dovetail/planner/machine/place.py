@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dovetail.api.critic import shares_body
 from dovetail.api.plan import pod_count, trained_models, trainer_world
 from dovetail.api.prediction import Alternative, PredictedTask, Prediction
 from dovetail.api.profile import Machine, Profile
@@ -168,6 +169,7 @@ def work_of(
         schedule=("Fused" if pin == "Auto" else pin) if layout.pp > 1 and len(models) > 1 else "Serial",
         fusion=THRESHOLDS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         max_concurrent=spec.generation.max_concurrent,
+        values_first=shares_body(spec),
     )
 
 

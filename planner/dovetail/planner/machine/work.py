@@ -10,7 +10,8 @@ class Work:
     """`prompts`, `responses`: tokens of each sample. `scores`: the models of each rollout's scorer. `models`: those
     that are trained, on `dp` ranks or, with `pp` above 1, in as many pipeline stages. `fusion`: shares of the samples
     left at which generation's tail may gather, 0: scorers of idle rollouts work, but nobody migrates, None: scoring
-    waits for generation; the best one counts."""
+    waits for generation; the best one counts. `values_first`: a forward pass of the actor over all samples before the
+    steps makes the values (a shared body)."""
 
     prompts: tuple[int, ...]
     responses: tuple[int, ...]
@@ -24,6 +25,7 @@ class Work:
     schedule: str = "Serial"
     fusion: tuple[float | None, ...] = field(default=(None,))
     max_concurrent: int = 256
+    values_first: bool = False
 
     @property
     def rollouts(self) -> int:
@@ -44,9 +46,19 @@ class Work:
         return self.mini_batch // (self.dp * self.micro_batch)
 
     @property
+    def passes(self) -> float:
+        """Over all samples, forward and backward: a forward pass alone is a third of one."""
+        return self.epochs + (1 / 3 if self.values_first else 0)
+
+    @property
     def tokens(self) -> float:
-        """Of a rank in all optimizer steps of a model: micro-batches are packed, and ranks get equal shares."""
-        return self.epochs * (sum(self.prompts) + sum(self.responses)) / self.dp
+        """Of a rank in all passes of a model: micro-batches are packed, and ranks get equal shares."""
+        return self.passes * (sum(self.prompts) + sum(self.responses)) / self.dp
+
+    @property
+    def executed(self) -> float:
+        """Micro-batches of a rank in all passes of a model."""
+        return self.passes / self.epochs * self.steps * self.micro_batches
 
 
 def slowdown(busy_cores: float, cores: int) -> float:

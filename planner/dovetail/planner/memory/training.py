@@ -63,7 +63,7 @@ def stage_parameters(job: Training, stage: int) -> tuple[int, int]:
         if not wanted or linear.name in wanted
     )
     trained = layers * each
-    value_head = shape.hidden if job.head == "value" and stage == pp - 1 else 0
+    value_head = shape.hidden if job.head != "lm" and stage == pp - 1 else 0
     return total + trained, trained + value_head
 
 
@@ -112,7 +112,7 @@ def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
     if job.layout.pp > 1:
         # What comes in and goes out while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)
-    if stage == job.layout.pp - 1 and job.head == "lm":
+    if stage == job.layout.pp - 1 and job.head != "value":
         # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks.
         logits = job.tokens * shape.vocabulary / tp * b
         chunk = min(LOSS_CHUNK_BYTES, 3 * job.tokens * shape.vocabulary * 4) if job.gpu else 0

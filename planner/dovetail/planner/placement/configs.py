@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.api.critic import has_critic
 from dovetail.api.types import ModelSource, RLHFJobSpec, Stage
 from dovetail.planner.shape import ModelShape, ShapeError
 
@@ -72,7 +73,7 @@ def needed(spec: RLHFJobSpec, model: str) -> bool:
     ppo = Stage.PPO in spec.stages
     if model == "reward":
         return Stage.REWARD in spec.stages or (ppo and spec.models.reward.function is None)
-    return {"actor": True, "reference": ppo, "critic": ppo and spec.ppo.advantage == "gae"}[model]
+    return {"actor": True, "reference": ppo, "critic": ppo and has_critic(spec)}[model]
 
 
 def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.api.batching import batch_rules
+from dovetail.api.critic import shares_body
 from dovetail.api.plan import trained_models
 from dovetail.api.prediction import Prediction
 from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
@@ -156,7 +157,7 @@ def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> 
     if not allowed:
         return []
     trained = getattr(spec.models, model)
-    head: Head = "lm" if model == "actor" else "value"
+    head: Head = "value" if model != "actor" else "lm+value" if shares_body(spec) else "lm"
     dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
     dtype = dtype if trained.dtype is Dtype.AUTO else trained.dtype
     rules = [rule for rule in batch_rules(spec) if rule.model == model]

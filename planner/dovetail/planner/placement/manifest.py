@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dovetail.api.batching import batch_rules, pinned_layouts
+from dovetail.api.critic import has_critic, shares_body
 from dovetail.api.plan import pod_count, trained_models
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
@@ -35,7 +36,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         actor=shapes["actor"],
         reference=shapes["reference"],
         reward=None if function else shapes["reward"],
-        critic=shapes["critic"] if spec.ppo.advantage == "gae" else None,
+        critic=shapes["critic"] if has_critic(spec) else None,
         batch=spec.ppo.global_batch_size,
         mini_batch=spec.ppo.mini_batch_size,
         epochs=spec.ppo.epochs,
@@ -44,6 +45,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         actor_lora=spec.models.actor.lora,
         critic_lora=critic,
         ema=spec.ppo.ema is not None,
+        value_head=shares_body(spec),
     )
 
 
@@ -129,7 +131,9 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
         schedules=_SCHEDULES[spec.plan.intra_stage_fusion],
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
-        folded=spec.ppo.old_log_probs == "Rollout",
+        # Values of a shared body come from the forward pass that a fold would save.
+        folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
+        shared_body=shares_body(spec),
     )
 
 

@@ -54,8 +54,9 @@ class Lengths:
 @dataclass(frozen=True)
 class Workload:
     """One iteration: `batch` samples generated, scored, and trained on in `epochs` passes of batch / mini_batch
-    optimizer steps each. `critic` None: no critic (grpo, rloo); `reward` None: a reward function. Actor and reference
-    have the language-model head, critic and reward one value a token.
+    optimizer steps each. `critic` None: no critic model (grpo, rloo, a shared body); `reward` None: a reward function.
+    Actor and reference have the language-model head, critic and reward one value a token; with `value_head` the actor
+    has both in training.
 
     `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
     host memory."""
@@ -73,6 +74,7 @@ class Workload:
     actor_lora: LoRA | None = field(default=None, hash=False)
     critic_lora: LoRA | None = field(default=None, hash=False)
     ema: bool = False
+    value_head: bool = False
 
     @property
     def steps(self) -> int:
@@ -93,7 +95,7 @@ class Workload:
         """Shape and head of the model that a task of `candidate.TASKS` runs; None if the job has no such task."""
         shapes: dict[str, tuple[ModelShape | None, Head]] = {
             "generation": (self.actor, "lm"),
-            "actor_training": (self.actor, "lm"),
+            "actor_training": (self.actor, "lm+value" if self.value_head else "lm"),
             "reference": (self.reference, "lm"),
             "reward": (self.reward, "value"),
             "critic": (self.critic, "value"),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dovetail.api.messages import ModelRef
 from dovetail.api.profile import ModelTimes, PassTimes
-from dovetail.models import Stage, load_config
+from dovetail.models import Outputs, Stage, load_config
 from dovetail.trainer.measure import SavedBytes
 
 # A model of three stages of one layer: the middle one is a layer alone, the others have one part more.
@@ -131,7 +131,7 @@ def _pass(
     meter = SavedBytes(stage.parameters())
     with timed("forward"), meter:
         output = stage(inputs, lengths)
-        output = _loss(output, words, stage) if stage.is_last else output
+        output = _loss(output, words) if stage.is_last else output
         output = output.clone() if output._is_view() else output
     gradient = None if stage.is_last else torch.ones_like(output)
     if not split:
@@ -153,8 +153,10 @@ def _pass(
     stage.zero_grad(set_to_none=True)
 
 
-def _loss(output: Tensor, words: Tensor, stage: Stage) -> Tensor:
-    if stage.head == "value":
+def _loss(output: Tensor | Outputs, words: Tensor) -> Tensor:
+    if isinstance(output, Outputs):
+        return _loss(output.logits, words) + _loss(output.values, words)
+    if output.dim() == 2:
         return output.square().mean()
     return F.cross_entropy(output.float().flatten(0, 1), words.flatten())
 

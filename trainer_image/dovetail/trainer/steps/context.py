@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ class Context:
         wanted: Tensor,
         micro: int,
         width: int,
-        read: Callable[[Tensor, Packed, list[int]], Tensor],
+        read: Callable[[Any, Packed, list[int]], Tensor],
     ) -> Tensor:
         """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
 

@@ -37,8 +37,9 @@ class Samples:
     returns: Tensor | None
 
     @staticmethod
-    def read(arrays: Arrays, config: PPO) -> Samples:
-        """Raises BadCommand naming the array that is missing, misshapen or not finite inside its mask."""
+    def read(arrays: Arrays, config: PPO, own_values: bool = False) -> Samples:
+        """`own_values`: the trainer makes the values, so the batch needs none. Raises BadCommand naming the array that
+        is missing, misshapen or not finite inside its mask."""
         tokens = read(arrays, "tokens", torch.int64, (None, None))
         n = tokens.shape[0]
         prompts = read(arrays, "prompt_lengths", torch.int64, (n,))
@@ -63,7 +64,7 @@ class Samples:
             return torch.where(mask, array, 0.0)
 
         custom = config.advantage_function is not None
-        needs_values = config.advantage == "gae" and not custom and "advantages" not in arrays
+        needs_values = config.advantage == "gae" and not custom and not own_values and "advantages" not in arrays
         scores = read(arrays, "scores", torch.float32, (n,))
         if not bool(torch.isfinite(scores).all()):
             raise BadCommand("batch array 'scores' holds a value that is not finite")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from dovetail.api.critic import value_coef
 from dovetail.api.messages import Action, Step
 from dovetail.api.wire import Arrays
+from dovetail.models import Outputs
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
 from dovetail.trainer.algorithms.losses import entropy_bonus, policy_loss, ptx_loss, value_loss
@@ -59,14 +62,16 @@ class MiniBatch:
 def prepare_step(context: Context, step: Step) -> Run:
     """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
     config = context.spec.ppo
-    context.model("actor")
     models = ["actor"] if step.train_actor else []
+    shared = context.model("actor").head == "lm+value"
+    if shared and not step.train_actor:
+        raise BadCommand("train_actor is false, but the critic shares the actor's body and cannot train without it")
     if "critic" in context.engine.models:
         models.append("critic")
     if not models:
         raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
     arrays = context.fetch(step.batch)
-    samples = Samples.read(arrays, config)
+    samples = Samples.read(arrays, config, own_values=shared)
     for name in models:
         context.check_vocabulary(context.model(name), samples.sequences)
     ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
@@ -81,17 +86,19 @@ def prepare_step(context: Context, step: Step) -> Run:
     recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
-    if not recompute:
+    learns_values = shared or "critic" in models
+    if not recompute and not shared:
         # Nothing collective is needed before the advantages, so a bad batch is refused while nothing has happened.
         ready = targets(samples, config, step.kl_coef, None)
-        _check_returns(models, ready)
+        _check_returns(learns_values, ready)
 
     def run() -> Metrics:
-        if recompute:
+        if recompute or shared:
             with context.timeline.phase("old log-probabilities"):
-                old = _policy_logprobs(context, samples)
-            goals = targets(samples, config, step.kl_coef, old)
-            _check_returns(models, goals)
+                old, values = _before_step(context, samples)
+            with_values = replace(samples, values=values) if shared else samples
+            goals = targets(with_values, config, step.kl_coef, old if recompute else None)
+            _check_returns(learns_values, goals)
         else:
             goals = ready
         return _train(context, samples, goals, ptx, minis, schedule, models)
@@ -99,8 +106,8 @@ def prepare_step(context: Context, step: Step) -> Run:
     return run
 
 
-def _check_returns(models: list[str], goals: Targets) -> None:
-    if "critic" in models and goals.returns is None:
+def _check_returns(learns_values: bool, goals: Targets) -> None:
+    if learns_values and goals.returns is None:
         raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
 
 
@@ -189,7 +196,7 @@ def _train(
                 metrics[name] = mean(totals, name, "mismatch_tokens")
     if ptx is not None:
         metrics["ptx_loss"] = mean(totals, "ptx_loss", "ptx_tokens")
-    if "critic" in models:
+    if totals.get("value_tokens"):
         metrics["value_loss"] = mean(totals, "value_loss", "value_tokens")
         metrics["value_clipfrac"] = mean(totals, "value_clipped", "value_tokens")
         metrics["value"] = mean(totals, "value", "value_tokens")
@@ -218,13 +225,15 @@ def _responses(samples: Samples, rows: list[int]) -> tuple[Packed, Tensor]:
 def _actor_micro_batch(
     context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
-    """Clipped policy loss plus entropy bonus over the response tokens of `rows`."""
+    """Clipped policy loss plus entropy bonus over the response tokens of `rows`; where the actor has a value head, plus
+    `valueCoef` times the value loss: one backward pass for both."""
     config = context.spec.ppo
     temperature = context.spec.generation.temperature
     packed, keep = _responses(samples, rows)
     normaliser = max(1, mini.response_tokens)
 
-    def loss(logits: Tensor) -> tuple[Tensor, Stats]:
+    def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
+        logits = _logits(output)
         device = logits.device
         wanted = packed.targets.to(device)
 
@@ -257,6 +266,9 @@ def _actor_micro_batch(
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
         if config.entropy_coef > 0:
             total = total + bonus
+        if isinstance(output, Outputs):
+            values_total, more = _value_part(context, goals, mini, rows, keep)(output.values)
+            total, stats = total + values_total, stats | more
         return total, stats
 
     return MicroBatch(packed, loss)
@@ -265,9 +277,14 @@ def _actor_micro_batch(
 def _critic_micro_batch(
     context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
-    """Clipped value loss, times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
-    config = context.spec.ppo
     packed, keep = _responses(samples, rows)
+    return MicroBatch(packed, _value_part(context, goals, mini, rows, keep))
+
+
+def _value_part(
+    context: Context, goals: Targets, mini: MiniBatch, rows: list[int], keep: Tensor
+) -> Callable[[Tensor], tuple[Tensor, Stats]]:
+    """Clipped value loss, times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
     returns = goals.returns
     assert returns is not None
     old_values = returns if goals.old_values is None else goals.old_values
@@ -280,11 +297,15 @@ def _critic_micro_batch(
             returns[rows][keep].to(device),
             torch.ones_like(values, dtype=torch.bool),
             normaliser=max(1, mini.response_tokens),
-            clip=config.value_clip,
+            clip=context.spec.ppo.value_clip,
         )
-        return config.value_coef * total, stats
+        return value_coef(context.spec) * total, stats
 
-    return MicroBatch(packed, loss)
+    return loss
+
+
+def _logits(output: Tensor | Outputs) -> Tensor:
+    return output.logits if isinstance(output, Outputs) else output
 
 
 def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action]) -> dict[str, float]:
@@ -302,7 +323,8 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
         rows = [mini.ptx_rows[i] for i in padded.rows]
         packed = ptx.sequences.pack(rows, ptx.mask[rows] & padded.weights.bool().unsqueeze(1))
 
-        def loss(logits: Tensor, packed: Packed = packed) -> tuple[Tensor, Stats]:
+        def loss(output: Tensor | Outputs, packed: Packed = packed) -> tuple[Tensor, Stats]:
+            logits = _logits(output)
             logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
             coef = context.spec.ppo.ptx_coef
             return ptx_loss(logprobs, torch.ones_like(logprobs), normaliser=normaliser, coef=coef)
@@ -311,15 +333,21 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
-def _policy_logprobs(context: Context, samples: Samples) -> Tensor:
-    """The actor's log-probabilities of the response tokens, (N, R), at its present weights. A collective call."""
-    width = samples.mask.shape[1]
+def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | None]:
+    """The actor's log-probabilities of the response tokens, (N, R), at its present weights, and the values of its value
+    head, if it has one, before each of them. One forward pass for both; a collective call."""
+    model, width = context.model("actor"), samples.mask.shape[1]
     temperature = context.spec.generation.temperature
 
-    def logprobs(logits: Tensor, packed: Packed, rows: list[int]) -> Tensor:
-        found = gather_logprobs(logits, packed.targets.to(logits.device), temperature)
-        return unpacked(found, samples.mask[rows])
+    def of(output: Tensor | Outputs, packed: Packed, rows: list[int]) -> Tensor:
+        logits = _logits(output)
+        found = unpacked(gather_logprobs(logits, packed.targets.to(logits.device), temperature), samples.mask[rows])
+        if isinstance(output, Outputs):
+            found = torch.cat([found, unpacked(output.values, samples.mask[rows])], dim=1)
+        return found
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
-    return context.per_sequence(context.model("actor"), samples.sequences, wanted, micro, width, logprobs)
+    columns = width if model.head == "lm" else 2 * width
+    table = context.per_sequence(model, samples.sequences, wanted, micro, columns, of)
+    return table[:, :width], table[:, width:] if columns > width else None
