@@ -11,7 +11,7 @@ UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch clean
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -87,6 +87,9 @@ bench-interstage: install ## Generation and inference fused, by threshold: real 
 
 bench-interstage-paper: install ## Inter-stage fusion on RLHFuse's settings, simulated
 	$(BIN)/python benchmarks/bench_interstage_paper.py
+
+bench-scoring: install ## Scoring several samples to a prompt, the prompt computed once
+	$(BIN)/python benchmarks/bench_scoring.py
 
 bench-papers: install ## APP, PUZZLE and RLHFuse on their own settings, simulated, beside what they published
 	$(BIN)/python benchmarks/bench_papers.py

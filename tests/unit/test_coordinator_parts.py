@@ -24,9 +24,13 @@ from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, ne
 from dovetail.coordinator.summary import build, mean_ci95, write_json
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=200), st.integers(1, 20))
+def finished(prompt: int, response: int, index: int = 0, sample: int = 0) -> Finished:
+    return Finished(Key(1, index, sample), np.full(prompt, 7, np.int32), np.full(response, 8, np.int32))
+
+
+@given(st.lists(st.integers(2, 300), min_size=1, max_size=200), st.integers(1, 20))
 def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], scorers: int) -> None:
-    chunk = next_chunk(lengths, scorers, least=100, most=600)
+    chunk = next_chunk([finished(1, n - 1, i) for i, n in enumerate(lengths)], scorers, least=100, most=600)
     assert len(set(chunk)) == len(chunk) >= 1
     rest = [n for i, n in enumerate(lengths) if i not in set(chunk)]
     longest = max(lengths)
@@ -35,8 +39,36 @@ def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], sc
     assert not rest or (len(chunk) + 1) * longest > min(100, sum(lengths) // (3 * scorers))
 
 
-def finished(prompt: int, response: int, index: int = 0) -> Finished:
-    return Finished(Key(1, index, 0), np.full(prompt, 7, np.int32), np.full(response, 8, np.int32))
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.lists(st.integers(0, 90), min_size=1, max_size=9)), min_size=1),
+    st.integers(1, 6),
+)
+def test_samples_of_a_prompt_share_a_chunk_unless_each_part_is_worth_one(
+    prompts: list[tuple[int, list[int]]], scorers: int
+) -> None:
+    waiting = [
+        finished(prompt, n, index, sample)
+        for index, (prompt, responses) in enumerate(prompts)
+        for sample, n in enumerate(responses)
+    ]
+    waiting = waiting[::2] + waiting[1::2]
+    left = waiting
+    while left:
+        chosen = next_chunk(left, scorers, least=300, most=2000)
+        assert len(set(chosen)) == len(chosen) >= 1
+        taken = {left[i].key for i in chosen}
+        for index in {key.prompt for key in taken}:
+            parts = [[len(s.response) for s in left if s.key.prompt == index and (s.key in taken) is t] for t in (0, 1)]
+            if all(parts):
+                prompt = prompts[index][0]
+                assert all(sum(part) >= prompt and prompt + sum(part) >= 300 for part in parts)
+        left = [s for s in left if s.key not in taken]
+
+
+def test_siblings_go_to_one_scorer_together_however_long_the_others_are() -> None:
+    waiting = [finished(128, n, index, s) for s, n in enumerate((40, 50, 60, 70)) for index in range(4)]
+    chunk = next_chunk(waiting, 4)
+    assert {waiting[i].key for i in chunk} == {Key(1, 0, s) for s in range(4)}
 
 
 class FakeScorer:

@@ -13,6 +13,7 @@ from dovetail.api.messages import ModelRef
 from dovetail.models import build_stage
 from dovetail.rollout import host_weights, scoring
 from dovetail.rollout.host_weights import HostModels
+from dovetail.rollout.samples import Samples
 from helpers.scorers import exported, samples
 
 
@@ -55,11 +56,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRef]:
 
 
 @pytest.fixture
-def arrays() -> scoring.Samples:
-    return scoring.Samples.read(samples())
+def arrays() -> Samples:
+    return Samples.read(samples())
 
 
-def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelRef], arrays: scoring.Samples) -> None:
+def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelRef], arrays: Samples) -> None:
     plain, copies = scoring.Scorer(), FakeCopies()
     plain.load(folders)
     expected = plain.score(scoring.MODELS, arrays)
@@ -80,7 +81,7 @@ def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelR
 
 
 def test_new_weights_of_the_critic_reach_host_memory_and_the_next_scores(
-    folders: dict[str, ModelRef], arrays: scoring.Samples
+    folders: dict[str, ModelRef], arrays: Samples
 ) -> None:
     scorer = scoring.Scorer(copies=FakeCopies())
     scorer.load(folders)
@@ -96,9 +97,7 @@ def test_new_weights_of_the_critic_reach_host_memory_and_the_next_scores(
         scorer.leave()
 
 
-def test_models_make_room_for_each_other_where_not_all_fit(
-    folders: dict[str, ModelRef], arrays: scoring.Samples
-) -> None:
+def test_models_make_room_for_each_other_where_not_all_fit(folders: dict[str, ModelRef], arrays: Samples) -> None:
     plain = scoring.Scorer()
     plain.load(folders)
     largest = max(sum(p.nbytes for p in plain.require(name).parameters()) for name in scoring.MODELS)
@@ -114,7 +113,7 @@ def test_models_make_room_for_each_other_where_not_all_fit(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu(folders: dict[str, ModelRef], arrays: scoring.Samples) -> None:
+def test_on_a_gpu(folders: dict[str, ModelRef], arrays: Samples) -> None:
     device = torch.device("cuda")
     plain = scoring.Scorer(device)
     plain.load(folders)

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dovetail.api.messages import ModelRef
 from dovetail.api.wire import pack
 from dovetail.rollout import scoring
+from dovetail.rollout.samples import Samples
 from dovetail.rollout.scorer_app import ScorerService
 from helpers.scorers import (
     VOCABULARY,
@@ -59,9 +58,9 @@ def test_company_changes_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]
     prompts[0], responses[0] = 48, 80  # all of the model's positions
     tokens = g.integers(0, VOCABULARY, (24, 128)).astype(np.int32)
 
-    def rows(chosen: list[int]) -> scoring.Samples:
+    def rows(chosen: list[int]) -> Samples:
         arrays = {"tokens": tokens, "prompt_lengths": prompts, "response_lengths": responses}
-        return scoring.Samples.read({name: array[chosen] for name, array in arrays.items()})
+        return Samples.read({name: array[chosen] for name, array in arrays.items()})
 
     scorer = scoring.Scorer()
     scorer.load(folders)
@@ -154,22 +153,9 @@ def test_every_route_but_metrics_and_health_asks_for_the_token() -> None:
     with_client(body)
 
 
-# ---------------------------------------------------------------- micro-batches
-
-
-@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 200))
-def test_micro_batches_hold_every_row_once_within_the_bound(lengths: list[int], bound: int) -> None:
-    batches = scoring.micro_batches(lengths, bound)
-    assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
-    for b in batches:
-        assert len(b) == 1 or len(b) * max(lengths[i] for i in b) <= bound
-    flat = [lengths[i] for b in batches for i in b]
-    assert flat == sorted(flat, reverse=True)
-
-
 def test_an_empty_request_has_empty_answers(folders: dict[str, ModelRef]) -> None:
     scorer = scoring.Scorer()
     scorer.load(folders)
-    none = scoring.Samples(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    none = Samples(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     result = scorer.score(scoring.MODELS, none)
     assert {k: v.shape for k, v in result.items()} == {"ref_logprobs": (0, 0), "scores": (0,), "values": (0, 0)}

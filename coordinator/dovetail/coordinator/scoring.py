@@ -1,4 +1,4 @@
-"""Reference, reward and critic inference: finished samples in chunks of like length over all scorers.
+"""Reference, reward and critic inference: finished samples in chunks over all scorers, the longest first.
 
 Samples may be added while others are scored: inter-stage fusion (RLHFuse section 4) adds them as they finish. Each
 scorer takes the next chunk when it is done with its last, so unlike devices get work by their speed. A chunk whose
@@ -55,11 +55,29 @@ class Scores:
 
 
 def next_chunk(
-    lengths: Sequence[int], scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
+    waiting: Sequence[Finished], scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
 ) -> list[int]:
-    """Indices of the samples that one of `scorers` scorers takes next, longest first: see `chunk_rows`."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    return order[: chunk_rows(lengths[order[0]], sum(lengths), scorers, least, most)]
+    """Indices of the samples that one of `scorers` scorers takes next: as many as `chunk_rows` says, prompt by prompt,
+    the longest first.
+
+    A scorer computes a prompt once for all its samples in a chunk. So those of one prompt go together, though they be
+    a few more, unless both parts are worth a chunk (`least`) and have as many response tokens as the prompt has."""
+    groups: dict[Key, list[int]] = {}
+    for i in sorted(range(len(waiting)), key=lambda i: (-len(waiting[i]), i)):
+        groups.setdefault(waiting[i].key._replace(sample=0), []).append(i)
+    rows = chunk_rows(max(map(len, waiting)), sum(map(len, waiting)), scorers, least, most)
+    chosen: list[int] = []
+    for group in groups.values():
+        prompt = len(waiting[group[0]].prompt)
+        enough = max(prompt, least - prompt)
+        responses = [len(waiting[i].response) for i in group]
+        count = min(len(group), rows - len(chosen))
+        while count < len(group) and min(sum(responses[:count]), sum(responses[count:])) < enough:
+            count += 1
+        chosen += group[:count]
+        if len(chosen) >= rows:
+            break
+    return chosen
 
 
 async def load_models(
@@ -175,7 +193,7 @@ class Inference:
                     await self._wake.wait()
 
     def _take(self, scorers: int) -> list[Finished]:
-        chosen = next_chunk([len(s) for s in self._waiting], scorers)
+        chosen = next_chunk(self._waiting, scorers)
         chunk = [self._waiting[i] for i in chosen]
         taken = set(chosen)
         self._waiting = [s for i, s in enumerate(self._waiting) if i not in taken]

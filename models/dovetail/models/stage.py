@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dovetail.models.config import ModelError, is_tied, without_dropout
+from dovetail.models.packing import Packing
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
@@ -132,12 +133,17 @@ class Stage(nn.Module):
                 object.__setattr__(self, "rotary", self.rotary_type(config=self.config))
 
     def forward(
-        self, inputs: Tensor, lengths: Sequence[int] | None = None, wanted: Tensor | None = None
+        self,
+        inputs: Tensor,
+        lengths: Sequence[int] | None = None,
+        wanted: Tensor | None = None,
+        prefixes: Sequence[int | None] | None = None,
     ) -> Tensor | Outputs:
         """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
 
-        With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other. Without, (B, T[,
-        H]): every row is a sequence, right-padded; outputs at pad positions mean nothing.
+        With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other, of which some may
+        go on from another one (`prefixes`: see `dovetail.models.packing`). Without, (B, T[, H]): every row is a
+        sequence, right-padded; outputs at pad positions mean nothing.
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
@@ -148,12 +154,9 @@ class Stage(nn.Module):
             longest = inputs.shape[1]
             positions = torch.arange(longest, device=device).unsqueeze(0)
         else:
-            longest = max(lengths)
-            sizes = torch.tensor(lengths)
-            starts = F.pad(sizes.cumsum(0), (1, 0))
-            inside = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(sizes)
-            positions = inside.to(device).unsqueeze(0)
-            extra = {"lengths": tuple(lengths), "starts": starts.to(device, torch.int32)}
+            packing = Packing.of(lengths, prefixes, device)
+            longest, positions = packing.longest, packing.positions.unsqueeze(0)
+            extra = {"packing": packing}
         hidden = self._embed(inputs, positions, longest) if self.is_first else inputs
         if self.rotary is not None:
             extra["position_embeddings"] = self.rotary(hidden, positions)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dovetail.api.messages import ModelRef, Receive
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
-from dovetail.rollout.scoring import NotReady, Samples, Scorer
+from dovetail.rollout.samples import Samples
+from dovetail.rollout.scoring import NotReady, Scorer
 from dovetail.rollout.weights import TransferError, WeightReceiver
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})

@@ -3,8 +3,7 @@ thread-safe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -16,17 +15,19 @@ from dovetail.api.messages import ModelRef
 from dovetail.api.wire import Arrays
 from dovetail.models import Stage, build_stage
 from dovetail.rollout.host_weights import Copies, HostModels
+from dovetail.rollout.samples import Pack, Samples, packs
 
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
 HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "value"}
 
 MAX_TOKENS = 8192
-# A micro-batch's logits stay below this, in the model's dtype; a float32 chunk of them below the second.
-# On CPUs samples share a forward pass only with those of their own width, which is rounded up to this: in float32 their
-# scores are then the same to the last bit whatever they are scored with (attention's blocks depend on the width). So
-# neither inter-stage fusion nor the number of scorers changes a run.
-WIDTH = 16
+# On CPUs a forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read: a float32
+# matrix product then gives each row the same bits however many there are and wherever it is. Attention runs sequence by
+# sequence. So a sample's scores are the same to the last bit whatever it is scored with, and neither inter-stage fusion
+# nor the number of scorers changes a run.
+ROWS = 16
+# A pass's logits stay below this, in the model's dtype; a float32 chunk of them below the second.
 LOGIT_BYTES = 512 * 2**20
 CHUNK_BYTES = 4 * 2**20
 
@@ -35,72 +36,18 @@ class NotReady(Exception):
     """A model that was asked for is not loaded, or lost its weights in a failed transfer."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """tokens (N, T) int64, prompt then response, right-padded; prompts, responses: lengths, (N,) int64."""
-
-    tokens: NDArray[np.int64]
-    prompts: NDArray[np.int64]
-    responses: NDArray[np.int64]
-
-    @staticmethod
-    def read(arrays: Arrays) -> Samples:
-        """From the arrays of POST /v1/score. Raises ValueError naming the array that is wrong."""
-        found = {}
-        for name, dimensions in (("tokens", 2), ("prompt_lengths", 1), ("response_lengths", 1)):
-            if name not in arrays:
-                raise ValueError(f"array {name} is missing")
-            array = arrays[name]
-            if array.ndim != dimensions or array.dtype.kind not in "iu":
-                raise ValueError(
-                    f"{name} must be an integer array of {dimensions} dimensions, "
-                    f"not {array.dtype} of shape {array.shape}"
-                )
-            found[name] = array.astype(np.int64)
-        tokens, prompts, responses = found["tokens"], found["prompt_lengths"], found["response_lengths"]
-        if not len(tokens) == len(prompts) == len(responses):
-            raise ValueError("tokens, prompt_lengths and response_lengths must have one row a sample")
-        if len(prompts) and prompts.min() < 1:
-            raise ValueError("prompt_lengths must be at least 1: the first response token needs a token before it")
-        if len(responses) and responses.min() < 0:
-            raise ValueError("response_lengths must not be negative")
-        if len(prompts) and (prompts + responses).max() > tokens.shape[1]:
-            raise ValueError("prompt_lengths + response_lengths exceed the width of tokens")
-        return Samples(tokens, prompts, responses)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return self.prompts + self.responses
+def filled(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    """(n,) with zeros behind, (a multiple of `multiple`,)."""
+    return np.pad(values, (0, -len(values) % multiple))
 
 
-def rounded(lengths: NDArray[np.int64], positions: int) -> NDArray[np.int64]:
-    """Lengths rounded up to multiples of WIDTH, but not beyond a model's `positions`."""
-    up = -(-lengths // WIDTH) * WIDTH
-    return np.asarray(np.maximum(lengths, np.minimum(up, positions)), np.int64)
-
-
-def micro_batches(lengths: Sequence[int] | NDArray[np.int64], max_tokens: int, alike: bool = False) -> list[list[int]]:
-    """Indices in micro-batches of like length (`alike`: of equal length), longest first, each at most `max_tokens` once
-    padded (or one row)."""
-    order = sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i))
-    result: list[list[int]] = []
-    for i in order:
-        if result:
-            longest = int(lengths[result[-1][0]])
-            if (len(result[-1]) + 1) * longest <= max_tokens and (not alike or lengths[i] == longest):
-                result[-1].append(i)
-                continue
-        result.append([i])
-    return result
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `tokens`: (n, V), (n,) -> (n,) float32; as the trainer's
+def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) in `rows` at `tokens`: (n, V), (m,), (m,) -> (m,) float32; as the trainer's
     `gather_logprobs`."""
     step = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
     parts = []
     for start in range(0, len(tokens), step):
-        x = logits[start : start + step].float()
+        x = logits[rows[start : start + step]].float()
         if temperature != 1.0:
             x = x / temperature
         logprobs = torch.log_softmax(x, dim=1)
@@ -109,8 +56,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
 
 
 class Scorer:
-    """Holds up to three models and runs them. `progress` is called with (model, tokens) after each
-    micro-batch.
+    """Holds up to three models and runs them. `progress` is called with (model, tokens) after each forward pass; a
+    prompt that samples share counts once.
 
     `copies`: the weights are in host memory, and on the device from `bring` or their first use until `leave`."""
 
@@ -217,49 +164,50 @@ class Scorer:
                     result["scores"] = self._reward(stage, samples)
         return result
 
-    def _batches(self, name: Model, stage: Stage, samples: Samples) -> Iterable[tuple[list[int], Tensor, Tensor]]:
-        limit = self.max_tokens
+    def _passes(
+        self, name: Model, stage: Stage, samples: Samples, read: Callable[[Pack], NDArray[np.int64]]
+    ) -> Iterator[tuple[Pack, Tensor, Tensor]]:
+        """Each forward pass: what went through it, outputs (n, V) or (n,), and for every position that `read` names
+        (m,), which of them is its."""
+        outputs = self.max_tokens
         if HEADS[name] == "lm":
-            limit = min(limit, max(1, LOGIT_BYTES // (self.dtype.itemsize * int(stage.config.vocab_size))))
-        alike = self.device.type == "cpu"
-        widths = (
-            rounded(samples.lengths, getattr(stage.config, "max_position_embeddings", 0)) if alike else samples.lengths
-        )
-        for rows in micro_batches(widths, limit, alike):
-            width = int(widths[rows].max())
-            inside = np.arange(width) < samples.lengths[rows, None]
-            # The padding may hold anything; token 0 is in every vocabulary.
-            block = np.zeros(inside.shape, np.int64)
-            block[inside] = samples.tokens[rows][:, :width][inside[:, : samples.tokens.shape[1]]]
-            tokens = torch.from_numpy(block).to(self.device)
-            yield rows, tokens, stage(tokens)
-            self._progress(name, int(inside.sum()))
+            outputs = max(1, LOGIT_BYTES // (self.dtype.itemsize * int(stage.config.vocab_size)))
+        multiple = ROWS if self.device.type == "cpu" else 1
+        for pack in packs(samples, self.max_tokens, outputs):
+            tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
+            if len(tokens) > len(pack.tokens):
+                # Token 0 is in every vocabulary.
+                lengths, prefixes = (*lengths, len(tokens) - len(pack.tokens)), (*prefixes, None)
+            wanted, which = np.unique(read(pack), return_inverse=True)
+            found = stage(
+                torch.from_numpy(tokens).to(self.device)[None],
+                lengths,
+                torch.from_numpy(filled(wanted, multiple)).to(self.device),
+                prefixes,
+            )
+            yield pack, found, torch.from_numpy(which).to(self.device)
+            self._progress(name, len(pack.tokens))
 
     def _reference(
         self, stage: Stage, samples: Samples, shape: tuple[int, int], temperature: float
     ) -> NDArray[np.float32]:
         result = np.zeros(shape, np.float32)
-        for rows, tokens, logits in self._batches("reference", stage, samples):
-            for b, row in enumerate(rows):
-                p, r = int(samples.prompts[row]), int(samples.responses[row])
-                logprobs = token_logprobs(logits[b, p - 1 : p + r - 1], tokens[b, p : p + r], temperature)
-                result[row, :r] = logprobs.cpu().numpy()
+        for pack, logits, rows in self._passes("reference", stage, samples, lambda pack: pack.before):
+            tokens = samples.tokens[pack.of, samples.prompts[pack.of] + pack.at]
+            logprobs = token_logprobs(logits, rows, torch.from_numpy(tokens).to(self.device), temperature)
+            result[pack.of, pack.at] = logprobs.cpu().numpy()
         return result
 
     def _critic(self, stage: Stage, samples: Samples, shape: tuple[int, int]) -> NDArray[np.float32]:
         result = np.zeros(shape, np.float32)
-        for rows, _, values in self._batches("critic", stage, samples):
-            block = values.float().cpu().numpy()
-            for b, row in enumerate(rows):
-                p, r = int(samples.prompts[row]), int(samples.responses[row])
-                result[row, :r] = block[b, p - 1 : p + r - 1]
+        for pack, values, rows in self._passes("critic", stage, samples, lambda pack: pack.before):
+            result[pack.of, pack.at] = values.float()[rows].cpu().numpy()
         return result
 
     def _reward(self, stage: Stage, samples: Samples) -> NDArray[np.float32]:
         result = np.zeros(len(samples.tokens), np.float32)
-        for rows, _, values in self._batches("reward", stage, samples):
-            last = torch.from_numpy(samples.lengths[rows] - 1).to(self.device)
-            result[rows] = values.float().gather(1, last[:, None]).squeeze(1).cpu().numpy()
+        for pack, values, rows in self._passes("reward", stage, samples, lambda pack: pack.last):
+            result[pack.rows] = values.float()[rows].cpu().numpy()
         return result
 
     # ------------------------------------------------------------ the critic's weights

@@ -26,8 +26,9 @@ class StageProfile:
 
     `decode`: measured (batch size, seconds a step), interpolated; below the first point as at it, beyond the last as
     the last two go on (with one point: in proportion). `inference_seconds_per_token`: reference, reward and critic
-    together, per token of prompt and response; `inference_seconds_per_chunk`: what a chunk of samples that are scored
-    together costs besides.
+    together, per token of prompt and response (the prompt counts for each of its samples, though they share its
+    computation: what is measured is that much lower); `inference_seconds_per_chunk`: what a chunk of samples that are
+    scored together costs besides.
     `swap_in_seconds`: from the last decode step to the first scored batch, as far as nothing hides it;
     `swap_out_seconds`: from the last scored batch back to a server that can generate.
     `max_samples`: most requests at once. `kv_tokens`: the KV cache's room, None: enough. `saturation`: BS_max, the

@@ -1,0 +1,73 @@
+"""Sequences laid end to end, of which some go on from another one: what shares a prefix computes it once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences of `lengths`, one after the other.
+
+    `prefixes[i]`: the sequence that sequence i goes on from, or None; it has none itself. Sequence i's positions begin
+    where that one's end, and it attends to that one and to itself. Without `prefixes` no sequence has one."""
+
+    lengths: tuple[int, ...]
+    prefixes: tuple[int | None, ...] | None
+    device: torch.device
+
+    @staticmethod
+    def of(lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device) -> Packing:
+        """Raises ValueError for prefixes that cannot be."""
+        if prefixes is not None:
+            if len(prefixes) != len(lengths):
+                raise ValueError(f"{len(prefixes)} prefixes for {len(lengths)} sequences; give one a sequence, or None")
+            for i, prefix in enumerate(prefixes):
+                if prefix is not None and not (0 <= prefix < len(lengths) and prefixes[prefix] is None):
+                    raise ValueError(
+                        f"sequence {i} goes on from {prefix}, which is none, or goes on from another itself"
+                    )
+        return Packing(tuple(lengths), None if prefixes is None else tuple(prefixes), device)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Tokens of each sequence's prefix."""
+        if self.prefixes is None:
+            return (0,) * len(self.lengths)
+        return tuple(0 if prefix is None else self.lengths[prefix] for prefix in self.prefixes)
+
+    @property
+    def longest(self) -> int:
+        """Of the sequences, each with its prefix, tokens."""
+        return max(b + n for b, n in zip(self.before, self.lengths, strict=True))
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """(sequences + 1,) int32."""
+        return self._starts.to(self.device, torch.int32)
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        return F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
+
+    @property
+    def positions(self) -> Tensor:
+        """Of each token in its sequence with the prefix, (total,) int64."""
+        sizes, offsets = torch.tensor(self.lengths), torch.tensor(self.before) - self._starts[:-1]
+        return (torch.arange(int(self._starts[-1])) + offsets.repeat_interleave(sizes)).to(self.device)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """The tokens that each sequence attends to, its prefix's and its own, sequence after sequence, (n,) int64, and
+        where each sequence's begin, (sequences + 1,) int32."""
+        spans = [torch.arange(a, b) for a, b in self._starts.unfold(0, 2, 1).tolist()]
+        prefixes = self.prefixes or (None,) * len(spans)
+        parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
+        starts = F.pad(torch.tensor([len(part) for part in parts]).cumsum(0), (1, 0))
+        return torch.cat(parts).to(self.device), starts.to(self.device, torch.int32)

@@ -1,0 +1,141 @@
+"""The samples of a request, and how they share forward passes: each prompt once, then all responses to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.wire import Arrays
+
+# Attention on GPUs repeats a prompt's keys and values for each of its responses: so many tokens' to one of a pack.
+KEYS = 8
+
+
+@dataclass(frozen=True)
+class Samples:
+    """tokens (N, T) int64, prompt then response, right-padded; prompts, responses: lengths, (N,) int64."""
+
+    tokens: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    responses: NDArray[np.int64]
+
+    @staticmethod
+    def read(arrays: Arrays) -> Samples:
+        """From the arrays of POST /v1/score. Raises ValueError naming the array that is wrong."""
+        found = {}
+        for name, dimensions in (("tokens", 2), ("prompt_lengths", 1), ("response_lengths", 1)):
+            if name not in arrays:
+                raise ValueError(f"array {name} is missing")
+            array = arrays[name]
+            if array.ndim != dimensions or array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} must be an integer array of {dimensions} dimensions, "
+                    f"not {array.dtype} of shape {array.shape}"
+                )
+            found[name] = array.astype(np.int64)
+        tokens, prompts, responses = found["tokens"], found["prompt_lengths"], found["response_lengths"]
+        if not len(tokens) == len(prompts) == len(responses):
+            raise ValueError("tokens, prompt_lengths and response_lengths must have one row a sample")
+        if len(prompts) and prompts.min() < 1:
+            raise ValueError("prompt_lengths must be at least 1: the first response token needs a token before it")
+        if len(responses) and responses.min() < 0:
+            raise ValueError("response_lengths must not be negative")
+        if len(prompts) and (prompts + responses).max() > tokens.shape[1]:
+            raise ValueError("prompt_lengths + response_lengths exceed the width of tokens")
+        return Samples(tokens, prompts, responses)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.prompts + self.responses
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Samples that go through a model together: `tokens` (total,) int64, sequences of `lengths` that go on from
+    `prefixes` as `Stage.forward` takes them. Some sequences are prompts; the others go on from theirs.
+
+    `rows` (n,): the samples; `last` (n,): where each one's last token is, in `tokens`. Of all response tokens in turn
+    (m,): `of` and `at`, sample and place in the response, and `before`, where the token before it is, in `tokens`."""
+
+    tokens: NDArray[np.int64]
+    lengths: tuple[int, ...]
+    prefixes: tuple[int | None, ...]
+    rows: NDArray[np.int64]
+    last: NDArray[np.int64]
+    of: NDArray[np.int64]
+    at: NDArray[np.int64]
+    before: NDArray[np.int64]
+
+
+def groups(samples: Samples) -> list[list[int]]:
+    """Samples by prompt, the longest first, and the groups by their longest."""
+    found: dict[bytes, list[int]] = {}
+    lengths = samples.lengths
+    for row in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
+        found.setdefault(samples.tokens[row, : samples.prompts[row]].tobytes(), []).append(row)
+    return list(found.values())
+
+
+def packs(samples: Samples, max_tokens: int, max_outputs: int) -> Iterator[Pack]:
+    """All samples, in packs of at most `max_tokens` tokens and `max_outputs` positions before response tokens, whose
+    samples have at most `KEYS` x `max_tokens` tokens with their prompts (or one sample). A prompt is in as few packs as
+    may be."""
+    limits = np.array([max_tokens, max_outputs, KEYS * max_tokens])
+
+    def cost(rows: Sequence[int], prompt: bool) -> NDArray[np.int64]:
+        before, responses = int(samples.prompts[rows[0]]), int(samples.responses[rows].sum())
+        return np.array([responses + prompt * before, responses + prompt, responses + len(rows) * before])
+
+    pack: list[list[int]] = []
+    used = np.zeros(3, np.int64)
+    for group in groups(samples):
+        parts = [[row] for row in group] if (cost(group, True) > limits).any() else [group]
+        joined = False
+        for part in parts:
+            if pack and (used + cost(part, not joined) > limits).any():
+                yield _pack(samples, pack)
+                pack, used, joined = [], np.zeros(3, np.int64), False
+            used = used + cost(part, not joined)
+            if joined:
+                pack[-1] += part
+            else:
+                pack.append(list(part))
+            joined = True
+    if pack:
+        yield _pack(samples, pack)
+
+
+def _pack(samples: Samples, chosen: Sequence[Sequence[int]]) -> Pack:
+    """Of groups that share a prompt."""
+    parts: list[NDArray[np.int64]] = []
+    prefixes: list[int | None] = []
+    last, before = [], []
+    total = 0
+    for group in chosen:
+        prompt, length = len(parts), int(samples.prompts[group[0]])
+        parts.append(samples.tokens[group[0], :length])
+        prefixes.append(None)
+        total += length
+        end = total - 1
+        for row in group:
+            response = int(samples.responses[row])
+            before.append(np.append(end, np.arange(total, total + response - 1))[:response])
+            if response:
+                parts.append(samples.tokens[row, length : length + response])
+                prefixes.append(prompt)
+                total += response
+            last.append(total - 1 if response else end)
+    rows = np.array([row for group in chosen for row in group])
+    return Pack(
+        np.concatenate(parts),
+        tuple(len(part) for part in parts),
+        tuple(prefixes),
+        rows,
+        np.array(last),
+        np.repeat(rows, samples.responses[rows]),
+        np.concatenate([np.arange(samples.responses[row]) for row in rows]),
+        np.concatenate(before),
+    )

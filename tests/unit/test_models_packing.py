@@ -1,0 +1,89 @@
+"""Sequences that go on from a shared prefix compute what whole sequences do, and attend to what they should."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from test_models_stage import FAMILIES, ref
+
+from dovetail.models import build_stage
+from dovetail.models.attention import attend, flash
+from dovetail.models.packing import Packing
+
+# Prompts are sequences 0 and 3; the others go on from them, and the last stands alone.
+LENGTHS = (7, 3, 5, 4, 2, 6)
+PREFIXES = (None, 0, 0, None, 3, None)
+
+
+def wholes(tokens: torch.Tensor) -> list[torch.Tensor]:
+    parts = tokens.split(LENGTHS)
+    return [
+        part if prefix is None else torch.cat([parts[prefix], part])
+        for part, prefix in zip(parts, PREFIXES, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_with_a_prefix_equal_whole_ones(family: str, head: str) -> None:
+    stage = build_stage(ref(family, head))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in stage.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    tokens = torch.randint(1, 64, (sum(LENGTHS),), generator=generator)
+    found = stage(tokens[None], LENGTHS, None, PREFIXES)[0].split(LENGTHS)
+    for part, whole in zip(found, wholes(tokens), strict=True):
+        torch.testing.assert_close(part, stage(whole[None])[0, -len(part) :], atol=1e-6, rtol=1e-5)
+    wanted = torch.tensor([6, 8, 20])
+    torch.testing.assert_close(
+        stage(tokens[None], LENGTHS, wanted, PREFIXES), torch.cat(found)[wanted], atol=1e-6, rtol=1e-5
+    )
+    # And through the stages of a pipeline.
+    hidden = tokens[None]
+    stages = [build_stage(ref(family, head), rank, 2) for rank in range(2)]
+    parameters = dict(stage.named_parameters())
+    for each in stages:
+        for name, parameter in each.named_parameters():
+            parameter.data.copy_(parameters[each.checkpoint_name(name)].data)
+        hidden = each(hidden, LENGTHS, None, PREFIXES)
+    torch.testing.assert_close(hidden[0], torch.cat(found), atol=1e-6, rtol=1e-5)
+
+
+def varlen(q: Any, k: Any, v: Any, starts: Any, key_starts: Any, most: int, most_keys: int, **settings: Any) -> Any:
+    """torch's varlen_attn as it is documented: of each sequence, the last query sees all keys."""
+    assert settings["window_size"] == (-1, 0)
+    outputs = []
+    spans = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
+    for (a, b), (c, d) in spans:
+        assert b - a <= most
+        assert d - c <= most_keys
+        groups = q.shape[1] // k.shape[1]
+        keys, values = (x[c:d].repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * settings["scale"]
+        behind = torch.ones(b - a, d - c, dtype=torch.bool).triu(d - c - (b - a) + 1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(behind, -torch.inf).softmax(-1), values))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("prefixes", [PREFIXES, None], ids=["prefixes", "none"])
+def test_one_call_of_flash_attention_is_asked_for_the_same(
+    prefixes: tuple[int | None, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, h, sum(LENGTHS), 8, generator=generator) for h in (4, 2, 2))
+    packing = Packing.of(LENGTHS, prefixes, torch.device("cpu"))
+    expected, _ = attend(torch.nn.Module(), query, key, value, None, 0.3, packing)
+    torch.testing.assert_close(flash(query, key, value, packing, 0.3), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [((None, 0), "2 prefixes for 3"), ((None, 0, 1), "sequence 2 goes on from 1"), ((None, None, 3), "goes on from 3")],
+)
+def test_prefixes_that_cannot_be(prefixes: tuple[int | None, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Packing.of((2, 2, 2), prefixes, torch.device("cpu"))
