@@ -14,7 +14,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from dovetail.api.messages import ModelRef
 from dovetail.api.types import ScratchModel
-from dovetail.models import Stage, build_stage
+from dovetail.models import Outputs, Stage, build_stage
+from dovetail.models.stage import Head
 from dovetail.trainer.parallel import is_sharded, set_last_backward, shard, take_split_gradients
 
 HIDDEN, COUNT = 32, 4
@@ -35,10 +36,12 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def gradients(rank: int, mesh: DeviceMesh, order: str) -> dict[str, torch.Tensor]:
+def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head = "lm") -> dict[str, torch.Tensor]:
     """Of two mini-batches' sum on stage `rank` of 3; `order`: B, or I and W of the micro-batches of one."""
     scratch = ScratchModel(architecture="llama", config=CONFIG)
-    stage: Stage = build_stage(ModelRef(head="lm", scratch=scratch, seed=5), rank, 3)
+    stage: Stage = build_stage(ModelRef(head=head, scratch=scratch, seed=5), rank, 3)
+    if head == "lm+value":
+        stage.score.weight.fill_(0.1)  # from scratch it is zero
     stage.requires_grad_(True).train()
     groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
     shard(stage, groups, COMPUTE, CPU)
@@ -50,6 +53,8 @@ def gradients(rank: int, mesh: DeviceMesh, order: str) -> dict[str, torch.Tensor
         for _ in range(COUNT):
             hidden = torch.randn(1, 7, HIDDEN, generator=generator).to(COMPUTE).requires_grad_(True)
             output = stage(hidden)
+            if isinstance(output, Outputs):
+                output = output.logits.float().logsumexp(-1).sum() + output.values.square().sum()
             saved.append((hidden, output, torch.randn(output.shape, generator=generator).to(output.dtype)))
         halves, done = {}, dict.fromkeys("BIW", 0)
         for kind in order:
@@ -70,10 +75,12 @@ def gradients(rank: int, mesh: DeviceMesh, order: str) -> dict[str, torch.Tensor
     return {name: gradient.full_tensor() for name, gradient in found.items()}
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(("rank", "head"), [(1, "lm"), (2, "lm"), (2, "lm+value")])
 @pytest.mark.parametrize("order", ["IWIWIWIW", "IIIIWWWW", "IIWIWIWW"])
-def test_split_backwards_of_sharded_stages_give_the_same_bits(mesh: DeviceMesh, rank: int, order: str) -> None:
-    whole, halves = gradients(rank, mesh, "BBBB"), gradients(rank, mesh, order)
+def test_split_backwards_of_sharded_stages_give_the_same_bits(
+    mesh: DeviceMesh, rank: int, head: Head, order: str
+) -> None:
+    whole, halves = gradients(rank, mesh, "BBBB", head), gradients(rank, mesh, order, head)
     assert whole.keys() == halves.keys()
     assert all(bool(value.abs().max() > 0) for value in whole.values())
     for name, value in whole.items():

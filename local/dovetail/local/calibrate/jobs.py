@@ -70,7 +70,7 @@ def variant(job: RLHFJob, shape: Shape, iterations: int = ITERATIONS) -> RLHFJob
     spec["groups"] = groups
     spec["plan"] |= {
         "placement": shape.placement,
-        "parallelism": {"actor": layout, "critic": layout},
+        "parallelism": {"actor": layout},
         "interStageFusion": shape.fusion,
         "intraStageFusion": shape.schedule,
     }
