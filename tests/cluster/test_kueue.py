@@ -116,7 +116,7 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     done = job.iteration()
     assert done < ITERATIONS, "the job must outlast its eviction"
     assert cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]["lastCheckpoint"]["step"] > 0
-    job.hurry()
+    job.pace(0)
     cluster.kubectl("delete", "jobs", "-n", namespace, "urgent-a100", "urgent-a10")
     wait_for("the end", lambda: is_true(job.document(), "Completed"), SECONDS)
     finished = [event["iteration"] for event in events(job.run_dir(), "iteration.finished")]

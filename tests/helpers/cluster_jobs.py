@@ -16,10 +16,12 @@ from helpers.jobs import MANIFEST, events
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
 # A job that is as fast as it can would be over before the last fault.
 _PACED = """
-import asyncio, pathlib
+import asyncio, pathlib, time
+TOLD = pathlib.Path("/var/dovetail/pace")
 async def score(prompts, responses, **fields):
-    if not pathlib.Path("/var/dovetail/hurry").exists():
-        await asyncio.sleep(PACE_SECONDS)
+    began = time.monotonic()
+    while time.monotonic() - began < (float(TOLD.read_text()) if TOLD.exists() else PACE_SECONDS):
+        await asyncio.sleep(0.1)
     return [len(set(text)) / 40 for text in responses]
 """
 _MOUNT = {"name": "paced", "mountPath": "/etc/paced", "readOnly": True}
@@ -40,6 +42,7 @@ class ClusterJob:
         state = find(cluster.name)
         assert state is not None
         self._volumes = state.state / "volumes"
+        self._run_dir: Path | None = None
 
     def document(self) -> dict[str, Any]:
         return dict(self.cluster.get("rlhfjob", "tiny", "-n", self.namespace) or {})
@@ -61,18 +64,23 @@ class ClusterJob:
         return {group: pod["metadata"]["uid"] for group, pod in self.pods().items()}
 
     def run_dir(self) -> Path:
-        uid = self.document()["metadata"]["uid"]
-        (folder,) = list(self._volumes.glob(f"*/tiny-{uid[:8]}"))
-        return Path(folder)
+        """Of the job that was there when this was first asked."""
+        if self._run_dir is None:
+            uid = self.document()["metadata"]["uid"]
+            (self._run_dir,) = self._volumes.glob(f"*/tiny-{uid[:8]}")
+        return self._run_dir
 
     def iteration(self) -> int:
         """The last one that is finished."""
         done = events(self.run_dir(), "iteration.finished")
         return int(done[-1]["iteration"]) if done else 0
 
-    def hurry(self) -> None:
-        """Let a paced job run as fast as it can from now on."""
-        (self.run_dir().parent / "hurry").touch()
+    def pace(self, seconds: float) -> None:
+        """How much longer a paced job makes each iteration from now on, the one under way too; 0: no longer."""
+        told = self.run_dir().parent / "pace"
+        partial = told.with_suffix(".partial")
+        partial.write_text(str(seconds))
+        partial.rename(told)
 
     def whole(self) -> bool:
         pods = self.pods()
