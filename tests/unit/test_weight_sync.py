@@ -12,15 +12,17 @@ DEADLINE = 20.0
 
 
 class World:
-    """Fleet, publisher and trainers at once. `cut`: instances that no transfer reaches."""
+    """Fleet, publisher and trainers at once. `cut`: instances that no transfer reaches; `along`: those that fail at the
+    same moment as they, and are blamed too."""
 
     step = 1
 
     def __init__(self, *names):
         self.now = 0.0
-        self.targets = {name: Target(name, name.split("-")[0], "http://x", "first") for name in names}
+        hosts = {name: name.split("-")[1] for name in names}
+        self.targets = {name: Target(name, name.split("-")[0], f"http://{hosts[name]}:1", "first") for name in names}
         self.held = dict.fromkeys(names, 0)
-        self.cut, self.rounds, self.failures = set(), [], []
+        self.cut, self.along, self.rounds, self.failures = set(), set(), [], []
         self.sync = WeightSync(
             self, self, self, self.prepare, ("rollout", "scorer"), lambda *_, **__: None, 60.0, lambda: self.now
         )
@@ -52,7 +54,7 @@ class World:
         lost = names & self.cut
         self.now += DEADLINE if lost else 1.0
         if lost:
-            return Published(dict.fromkeys(names, "the connection broke"), None, frozenset(lost))
+            return Published(dict.fromkeys(names, "the connection broke"), None, frozenset(lost | names & self.along))
         return Published(dict.fromkeys(names), object())
 
     def publish_version(self, version):
@@ -88,6 +90,13 @@ def test_one_that_cannot_be_reached_costs_the_others_one_attempt(world):
     assert world.failures == ["rollout-b", "scorer-b"], "the others did nothing wrong"
     world.publish_version(3)
     assert world.rounds[-1][1] == ["rollout-a", "scorer-a"], "no second attempt before the others have been served"
+
+
+def test_what_is_alone_at_its_address_is_tried_before_a_whole_pod(world):
+    world.cut, world.along, before = {"rollout-a", "scorer-a"}, {"scorer-b"}, world.now
+    world.publish_version(2)
+    assert [names for _, names in world.rounds[-2:]] == [["rollout-b"], ["scorer-b"]]
+    assert world.now - before == DEADLINE + 2.0
 
 
 def test_attempts_become_rarer(world):

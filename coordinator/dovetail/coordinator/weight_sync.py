@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from dovetail.coordinator.publishing import Published, Publisher, Target
 from dovetail.coordinator.trainer_session import TrainerSession
@@ -135,7 +137,8 @@ class WeightSync:
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
         """All of them, but those that kept others from their weights. When nobody else waits: half of those that have
-        not failed since, so that one that works among many is soon found; else the one whose time has come."""
+        not failed since, so that one that works among many is soon found, those alone at their address first: what
+        cannot be reached is mostly a whole pod. Else the one whose time has come."""
         stale = [target for target in stale if target.kind in self._kinds]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
@@ -144,7 +147,9 @@ class WeightSync:
             return trusted
         due = [target for target, doubt in doubtful.items() if doubt.until <= self._clock()]
         due.sort(key=lambda target: doubtful[target].until)
+        beside = Counter(urlsplit(target.url).hostname for target in doubtful)
         new = [target for target in due if doubtful[target].failures == 0]
+        new.sort(key=lambda target: beside[urlsplit(target.url).hostname])
         return new[: max(1, len(new) // 2)] or due[:1]
 
     def _judge(self, version: int, targets: Sequence[Target], published: Published, seconds: float) -> None:
