@@ -75,7 +75,7 @@ def test_one_call_of_flash_attention_is_asked_for_the_same(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, h, sum(LENGTHS), 8, generator=generator) for h in (4, 2, 2))
-    packing = Packing.of(LENGTHS, prefixes, torch.device("cpu"))
+    packing = Packing(LENGTHS, prefixes, torch.device("cpu"))
     expected, _ = attend(torch.nn.Module(), query, key, value, None, 0.3, packing)
     torch.testing.assert_close(flash(query, key, value, packing, 0.3), expected, atol=1e-6, rtol=1e-5)
 
@@ -86,4 +86,4 @@ def test_one_call_of_flash_attention_is_asked_for_the_same(
 )
 def test_prefixes_that_cannot_be(prefixes: tuple[int | None, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Packing.of((2, 2, 2), prefixes, torch.device("cpu"))
+        Packing((2, 2, 2), prefixes, torch.device("cpu"))

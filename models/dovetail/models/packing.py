@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -11,29 +10,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-@dataclass(frozen=True)
 class Packing:
-    """Sequences of `lengths`, one after the other.
+    """Sequences of `lengths`, one after the other, on `device`.
 
     `prefixes[i]`: the sequence that sequence i goes on from, or None; it has none itself. Sequence i's positions begin
     where that one's end, and it attends to that one and to itself. Without `prefixes` no sequence has one."""
 
-    lengths: tuple[int, ...]
-    prefixes: tuple[int | None, ...] | None
-    device: torch.device
-
-    @staticmethod
-    def of(lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device) -> Packing:
+    # No dataclass: FSDP2 makes a new one of those in every layer, without what is cached.
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device) -> None:
         """Raises ValueError for prefixes that cannot be."""
-        if prefixes is not None:
-            if len(prefixes) != len(lengths):
-                raise ValueError(f"{len(prefixes)} prefixes for {len(lengths)} sequences; give one a sequence, or None")
-            for i, prefix in enumerate(prefixes):
-                if prefix is not None and not (0 <= prefix < len(lengths) and prefixes[prefix] is None):
+        self.lengths = tuple(lengths)
+        self.prefixes = None if prefixes is None else tuple(prefixes)
+        self.device = device
+        if self.prefixes is not None:
+            if len(self.prefixes) != len(lengths):
+                raise ValueError(
+                    f"{len(self.prefixes)} prefixes for {len(lengths)} sequences; give one (or None) a sequence"
+                )
+            for i, prefix in enumerate(self.prefixes):
+                if prefix is not None and not (0 <= prefix < len(lengths) and self.prefixes[prefix] is None):
                     raise ValueError(
                         f"sequence {i} goes on from {prefix}, which is none, or goes on from another itself"
                     )
-        return Packing(tuple(lengths), None if prefixes is None else tuple(prefixes), device)
 
     @cached_property
     def before(self) -> tuple[int, ...]:

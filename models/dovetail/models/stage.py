@@ -154,7 +154,7 @@ class Stage(nn.Module):
             longest = inputs.shape[1]
             positions = torch.arange(longest, device=device).unsqueeze(0)
         else:
-            packing = Packing.of(lengths, prefixes, device)
+            packing = Packing(lengths, prefixes, device)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
             extra = {"packing": packing}
         hidden = self._embed(inputs, positions, longest) if self.is_first else inputs
