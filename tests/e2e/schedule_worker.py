@@ -110,6 +110,15 @@ def after_restart(trial: Trial, case: dict[str, Any], path: Path) -> list[str]:
     return same(before, {n: local(p) for n, p in trial.parameters()})
 
 
+def by_whole_name(engine: Engine, values: dict[str, Any]) -> dict[tuple[str, str, int], Any]:
+    """Parameters by model, name in the whole model and data-parallel rank: the same wherever the stages are."""
+    return {
+        (model, held.module.checkpoint_name(name), held.dp_rank): values[f"{model}.{name}"]
+        for model, held in engine.models.items()
+        for name in held.trainable()
+    }
+
+
 def same(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Names of what differs in a bit."""
     return [n for n in a if not (torch.equal(a[n], b[n]) if isinstance(a[n], torch.Tensor) else a[n] == b[n])]
@@ -140,10 +149,11 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
             if together == 1:
                 got["gradients"] = trial.gradients(actions)
             expected = expected or got
-            result[name] = {what: same(value, expected[what]) for what, value in got.items()}
+            result[name] = {what: same(value, expected.get(what, value)) for what, value in got.items()}
         moved = [n for n in trial.start if not torch.equal(local(trial.start[n]), expected["weights"][n])]
         found[str(number)] = {"differs": result, "moved": len(moved), "parameters": len(trial.start)}
-        if any(layout.pipelines > 1 for layout in layouts.values()):
+        found[str(number)]["final"] = by_whole_name(engine, expected["weights"])
+        if any(layout.pipelines > 1 or layout.first for layout in layouts.values()):
             found[str(number)]["lost"] = after_restart(trial, case, folder / f"checkpoint-{number}")
     groups.close()
     return found

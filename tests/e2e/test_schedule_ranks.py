@@ -12,11 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.api.plan import Layout
 from dovetail.api.types import Parallelism
-from dovetail.planner.schedules.families import FAMILIES
+from dovetail.planner.division import divisions, same_batches
+from dovetail.planner.schedules.families import DEDICATED, FAMILIES
 from dovetail.planner.schedules.problem import Model, Problem
+from dovetail.planner.schedules.schedule import Schedule
 from dovetail.planner.schedules.search import Effort
-from dovetail.planner.training import PINS, choose_schedule, rank_actions, shared_layouts
+from dovetail.planner.training import (
+    PINS,
+    Times,
+    choose_dedicated,
+    choose_schedule,
+    rank_actions,
+    shared_layouts,
+)
 
 WORKER = Path(__file__).with_name("schedule_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -52,7 +62,8 @@ def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: 
 
 
 def make_case(number: int) -> list[dict[str, Any]]:
-    """The setting with the critic's stages either way round, each with the schedules that can run there."""
+    """The setting with the critic's stages either way round, each with the schedules that can run there; then with
+    ranks of its own for each model (`reverse` None), for every division of the ranks."""
     world, actor, critic, architecture, lora, sharding = SETTINGS[number]
     cases = []
     for reverse in (True, False):
@@ -65,13 +76,25 @@ def make_case(number: int) -> list[dict[str, Any]]:
             names = [n for n in PINS["Auto"] if n.endswith("-rolled") == (together == 2)]
             choice = choose_schedule(problem, problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
             for name, found in choice.schedules.items():
-                lists = [[(a.model[0], a.kind, a.micro_batch) for a in mine] for mine in rank_actions(found, layouts)]
-                schedules[name] = (together, lists)
+                schedules[name] = (together, letters(found, layouts))
         where = {name: layout.model_dump() for name, layout in layouts.items()}
         case = {"world": world, "architecture": architecture, "lora": lora, "layouts": where, "copies": copies}
         case["sharding"] = sharding
         cases.append(case | {"schedules": schedules, "setting": number, "reverse": reverse})
+    plain = {"actor": actor, "critic": critic}
+    for division in divisions(plain, 4 * copies):
+        if same_batches(plain, division):
+            where = {name: layout.model_dump() for name, layout in division.items()}
+            schedules = {}
+            for together in (1, 2):
+                found, _ = choose_dedicated([division], 4 * copies, together, Times(), 1.0)
+                schedules[f"{DEDICATED.name} {together}"] = (together, letters(found, division))
+            cases.append(cases[0] | {"layouts": where, "schedules": schedules, "reverse": None})
     return cases
+
+
+def letters(found: Schedule, layouts: dict[str, Layout]) -> list[list[tuple[str, str, int]]]:
+    return [[(a.model[0], a.kind, a.micro_batch) for a in mine] for mine in rank_actions(found, layouts)]
 
 
 @pytest.fixture(scope="module")
@@ -110,5 +133,6 @@ def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dic
 
 def test_every_family_is_among_them(cases: list[dict[str, Any]]) -> None:
     for setting in range(len(SETTINGS)):
-        names = {name for case in cases if case["setting"] == setting for name in case["schedules"]}
+        mine = [case for case in cases if case["setting"] == setting and case["reverse"] is not None]
+        names = {name for case in mine for name in case["schedules"]}
         assert names == set(FAMILIES)

@@ -174,3 +174,11 @@ def test_values_of_a_shared_body_take_a_forward_pass_first() -> None:
     forward = (training_seconds(once, MACHINE) - MACHINE.training.begin - steps) / 3
     more = training_seconds(shared, MACHINE) - training_seconds(plain, MACHINE)
     assert more == pytest.approx(forward)
+
+
+def test_ranks_of_their_own_save_the_pipeline_and_lose_by_uneven_models() -> None:
+    two = {s: seconds(work(pp=2, schedule=s), MACHINE)["training"] for s in ("Dedicated", "Fused", "Serial")}
+    assert two["Dedicated"] < two["Serial"]
+    heavy = MACHINE.training.models | {"actor": Cost(fixed=0.1, each=2e-3)}
+    uneven = MACHINE.model_copy(update={"training": MACHINE.training.model_copy(update={"models": heavy})})
+    assert seconds(work(pp=2, schedule="Dedicated"), uneven)["training"] > seconds(work(pp=2), uneven)["training"]

@@ -33,10 +33,12 @@ class Layout(Parallelism):
     """A layout with the place of its stages among the ranks of a schedule that two models share.
 
     The ranks are N = pp * pipelines positions of D = dp / pipelines * tp ranks each, the same N and D for both models.
-    Pipeline k has positions [k * pp, (k + 1) * pp), its first stage at the last of them where `reverse` is true."""
+    Pipeline k has positions [k * pp, (k + 1) * pp), its first stage at the last of them where `reverse` is true.
+    Where each model has ranks of its own, `first` is the first of them."""
 
     pipelines: int = Field(default=1, ge=1, description="Pipelines side by side (the fusion factor K).")
     reverse: bool = Field(default=False, description="Stages run from the last position to the first.")
+    first: int = Field(default=0, ge=0, description="First trainer rank that holds a part of the model.")
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -51,10 +53,10 @@ def coordinates(rank: int, layout: Parallelism) -> Coordinates:
     Ranks of one tensor-parallel group are neighbours (they talk most), pipeline stages are furthest apart. In a
     `Layout` of several pipelines, rank = (position * D + d) * tp + t and dp = pipeline * D + d. Raises ValueError for
     a rank outside the layout."""
-    if not 0 <= rank < world_size(layout):
-        raise ValueError(f"rank {rank} is outside a layout of {world_size(layout)} ranks")
-    pipelines, reverse = _placed(layout)
-    rest, tp = divmod(rank, layout.tp)
+    pipelines, reverse, first = _placed(layout)
+    if not holds(rank, layout):
+        raise ValueError(f"rank {rank} is outside a layout of {world_size(layout)} ranks from rank {first} on")
+    rest, tp = divmod(rank - first, layout.tp)
     position, d = divmod(rest, layout.dp // pipelines)
     pipeline, pp = divmod(position, layout.pp)
     return Coordinates(layout.pp - 1 - pp if reverse else pp, pipeline * (layout.dp // pipelines) + d, tp)
@@ -62,15 +64,20 @@ def coordinates(rank: int, layout: Parallelism) -> Coordinates:
 
 def rank_at(place: Coordinates, layout: Parallelism) -> int:
     """Inverse of `coordinates`."""
-    pipelines, reverse = _placed(layout)
+    pipelines, reverse, first = _placed(layout)
     copies = layout.dp // pipelines
     pipeline, d = divmod(place.dp, copies)
     pp = layout.pp - 1 - place.pp if reverse else place.pp
-    return ((pipeline * layout.pp + pp) * copies + d) * layout.tp + place.tp
+    return first + ((pipeline * layout.pp + pp) * copies + d) * layout.tp + place.tp
 
 
-def _placed(layout: Parallelism) -> tuple[int, bool]:
-    return (layout.pipelines, layout.reverse) if isinstance(layout, Layout) else (1, False)
+def holds(rank: int, layout: Parallelism) -> bool:
+    """Whether trainer rank `rank` holds a part of a model so laid out."""
+    return 0 <= rank - _placed(layout)[2] < world_size(layout)
+
+
+def _placed(layout: Parallelism) -> tuple[int, bool, int]:
+    return (layout.pipelines, layout.reverse, layout.first) if isinstance(layout, Layout) else (1, False, 0)
 
 
 def world_size(layout: Parallelism) -> int:
@@ -148,7 +155,7 @@ class Plan(Model):
     world_size: int = Field(description="Trainer ranks.")
     parallelism: dict[str, Parallelism] = Field(description="By trained model: actor, critic, reward.")
     batching: list[Batching]
-    schedule: Literal["Auto", "Fused", "TimeSharing", "Serial"] = Field(
+    schedule: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
         default="Auto",
         description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
     )

@@ -302,8 +302,10 @@ class PlanPins(Model):
         description="Start inference while generation still runs: Auto, Off, or the share of samples left at which the "
         'remaining ones migrate. Quote "Off": YAML 1.1 reads it as false.',
     )
-    intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "Serial"] = Field(
-        default="Auto", description="How actor and critic training share the pipeline."
+    intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
+        default="Auto",
+        description="How actor and critic training share the pipeline. Dedicated: each model on trainer ranks of its "
+        "own, both at once.",
     )
     activation_memory: PositiveFloat | None = Field(
         default=None,

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.local.errors import UsageError
-from dovetail.planner.schedules.families import FAMILIES
+from dovetail.planner.schedules.families import DEDICATED, FAMILIES, family_of
 from dovetail.planner.schedules.problem import Problem, ProblemError, fused_problem, serial_memory
 from dovetail.planner.schedules.store import FolderStore
 
@@ -61,7 +61,7 @@ _count = click.IntRange(1)
 @click.option("--memory", type=_positive, help="Limit of a rank's activations, in units of --actor-activation.")
 @click.option(
     "--family",
-    type=click.Choice(["auto", *FAMILIES]),
+    type=click.Choice(["auto", *FAMILIES, DEDICATED.name]),
     default="auto",
     show_default=True,
     help="auto: the fastest that fits.",
@@ -145,7 +145,7 @@ def schedule(
                 choice = Choice(best, {family: best, **others}, {})
     except ProblemError as error:
         raise UsageError(f"{error}.") from error
-    check_steps(problem, steps(choice.best))
+    check_steps(choice.best.instance.problem, steps(choice.best))
     _show(console, problem, choice)
     if pareto:
         with console.status("searching"):
@@ -188,7 +188,7 @@ def _show_front(console: Console, problem: Problem, choice: Choice, effort: Effo
     from dovetail.planner.schedules.pareto import pareto
 
     family = choice.best.family
-    found = pareto(problem, FAMILIES[family], effort, finder=lambda p, f, e: finder(p, f.name, e))
+    found = pareto(problem, family_of(family), effort, finder=lambda p, f, e: finder(p, f.name, e))
     serial = choice.schedules.get("serial")
     baseline, unit = serial.makespan if serial else _serial(problem), serial_memory(problem)
     table = Table(title=f"{family}: less memory for more time", title_justify="left", show_edge=False)
@@ -231,7 +231,7 @@ def _show(console: Console, problem: Problem, choice: Choice) -> None:
         table.add_row(
             f"{name} *" if chosen else name,
             f"{found.makespan:g}",
-            f"{found.bound:g}" if not FAMILIES[name].fixed else "",
+            f"{found.bound:g}" if not family_of(name).fixed else "",
             f"{baseline / found.makespan:.3f}",
             "" if chosen else f"{100 * choice.loss(name):.1f} %",
             f"{found.peak:g}",
@@ -240,16 +240,6 @@ def _show(console: Console, problem: Problem, choice: Choice) -> None:
         )
     for name in choice.refused:
         table.add_row(name, "does not fit", *[""] * 5)
-    if (own := choice.dedicated) is not None:
-        table.add_row(
-            f"own ranks {own.ranks[0]}+{own.ranks[1]}",
-            f"{own.makespan:g}",
-            "",
-            f"{baseline / own.makespan:.3f}",
-            f"{100 * (own.makespan / choice.best.makespan - 1):.1f} %",
-            f"{own.peak:g}",
-            f"{own.peak / unit:.2f}",
-        )
     limit = zero_bubble_limit(problem)
     table.add_row("no bubbles", f"{limit:g}", "", f"{baseline / limit:.3f}", "", "", "")
     console.print(table)

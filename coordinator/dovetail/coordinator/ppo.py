@@ -35,7 +35,7 @@ def schedule(
     replace the plan's."""
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
     counts = {name: sequences // (layout.dp * micro_batch_size) for name, layout in layouts.items()}
-    return serial_1f1b(layouts, counts, list(models))
+    return serial_1f1b(layouts, counts, list(models), plan.world_size)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,12 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 
 
 def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
-    """Whether there is a schedule to choose: two models, at least one of them in a pipeline."""
+    """Whether there is a schedule to choose: two models, at least one of them in a pipeline or to have ranks of its
+    own."""
+    if Stage.PPO not in spec.stages or not has_critic(spec):
+        return False
     layouts = plan.parallelism
-    return Stage.PPO in spec.stages and has_critic(spec) and max(layouts["actor"].pp, layouts["critic"].pp) > 1
+    return max(layouts["actor"].pp, layouts["critic"].pp) > 1 or plan.schedule == "Dedicated"
 
 
 @dataclass(frozen=True)

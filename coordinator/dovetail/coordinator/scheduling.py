@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,15 +22,17 @@ from dovetail.api.types import RLHFJobSpec, Role
 from dovetail.coordinator.ppo import optimizer_steps
 from dovetail.coordinator.schedule_words import Chosen, write_words
 from dovetail.coordinator.summary import write_json
+from dovetail.planner.division import divisions, same_batches
 from dovetail.planner.schedules.choose import Choice
 from dovetail.planner.schedules.export import document
-from dovetail.planner.schedules.families import FAMILIES
+from dovetail.planner.schedules.families import DEDICATED, FAMILIES, Family, family_of
 from dovetail.planner.schedules.problem import Problem, ProblemError, serial_memory
 from dovetail.planner.schedules.schedule import Schedule
 from dovetail.planner.schedules.search import Effort
 from dovetail.planner.training import (
     PINS,
     Times,
+    choose_dedicated,
     choose_schedule,
     mini_batches_together,
     placeable,
@@ -38,7 +41,8 @@ from dovetail.planner.training import (
     training_problem,
 )
 
-# A schedule is replaced between iterations when the new one is faster by this part.
+# A schedule is replaced between iterations when the new one is faster by this part; ranks are divided between the
+# models only for as much, since a job then keeps to that.
 HYSTERESIS = 0.03
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
@@ -68,21 +72,24 @@ class Scheduling:
         self._seconds: list[float] = []
         self._layouts: dict[str, Layout] = {}
         self._reverse: bool | None = None
+        self._apart = False  # each model has ranks of its own
         self._allowed = PINS[spec.plan.intra_stage_fusion]
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Where the stages of actor and critic are; empty where the plan's layouts say all."""
+        """Where the stages of actor and critic are."""
         return self._layouts
 
     async def begin(self) -> None:
         """Choose the first schedule, and with it the placement of the critic's stages, which the job keeps."""
         kept = self._records.get("ppo/placement")
         if isinstance(kept, dict):
-            self._place(bool(kept["reverse"]))
+            own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
+            self._place(bool(kept["reverse"]), own)
         self._assume()
         await asyncio.to_thread(self._choose, self._times)
-        self._records.put("ppo/placement", {"reverse": bool(self._reverse)})
+        apart = {name: layout.model_dump() for name, layout in self._layouts.items()} if self._apart else {}
+        self._records.put("ppo/placement", {"reverse": bool(self._reverse), "apart": apart})
 
     async def current(self) -> Chosen | None:
         """The schedule of the next iteration. Nothing waits for a search under way: what it finds counts later."""
@@ -131,9 +138,15 @@ class Scheduling:
         except (OSError, ValueError) as error:
             self._log("schedule.profile_ignored", reason=str(error))
 
-    def _place(self, reverse: bool) -> None:
-        self._reverse = reverse
-        self._layouts = shared_layouts(self._plan.parallelism, reverse)
+    def _place(self, reverse: bool, own: dict[str, Layout] | None = None) -> None:
+        self._reverse, self._apart = reverse, bool(own)
+        self._layouts = own or shared_layouts(self._plan.parallelism, reverse)
+
+    def _runs(self, family: str) -> bool:
+        """Whether a family runs where the stages are."""
+        if self._apart or family == DEDICATED.name:
+            return self._apart and family == DEDICATED.name
+        return placeable(FAMILIES[family], self._reverse)
 
     def _limited(self) -> bool:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
@@ -164,7 +177,9 @@ class Scheduling:
         limit = self._limit(free, in_bytes)
         problem, halves = (replace(p, memory_limit=limit) for p in (free, free_halves))
         effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
-        choice = choose_schedule(problem, halves, PINS["Auto"], effort)
+        pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
+        choice = choose_schedule(problem, halves, PINS["Auto"] if pipelined else PINS["Serial"], effort)
+        own = self._dedicated(choice, times, size, together, limit)
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
         if not found:
             raise ProblemError(
@@ -172,9 +187,9 @@ class Scheduling:
                 + "; ".join(choice.refused.values())
             )
         if self._reverse is None:
-            best = min(found.values(), key=_rank)
-            self._place(FAMILIES[best.family].reverse)
-        here = {n: s for n, s in found.items() if placeable(FAMILIES[n], self._reverse)}
+            family = self._placement(found)
+            self._place(family.reverse, own if family is DEDICATED else None)
+        here = {n: s for n, s in found.items() if self._runs(n)}
         best = self._turned(min(here.values(), key=_rank), problem, halves, effort)
         now = None if self._current is None else here.get(self._current.family)
         if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
@@ -185,9 +200,40 @@ class Scheduling:
             self._current = self._turned(now, problem, halves, effort)
         self._write(choice, choose_schedule(free, free, ["serial"], effort, self._reverse).best, in_bytes)
 
+    def _dedicated(
+        self, choice: Choice, times: Times, size: int, together: int, limit: float | None
+    ) -> dict[str, Layout]:
+        """Add the schedule with ranks of its own for each model to the choice, or why there is none; returns the
+        layouts. Unless pinned, only where it changes neither micro-batches nor, on GPUs, what ranks hold."""
+        shared = self._plan.parallelism
+        if self._apart:
+            found = [self._layouts]
+        else:
+            found = divisions(shared, size)
+            if self._spec.plan.intra_stage_fusion != "Dedicated":
+                found = [each for each in found if same_batches(shared, each)]
+        whole = math.lcm(shared["actor"].pp, shared["critic"].pp)
+        try:
+            schedule, layouts = choose_dedicated(found, size, together, times, whole, limit)
+        except ProblemError as error:
+            choice.refused[DEDICATED.name] = str(error)
+            return {}
+        choice.schedules[DEDICATED.name] = schedule
+        return layouts
+
+    def _placement(self, found: dict[str, Schedule]) -> Family:
+        """The family that decides where stages are: one with dedicated ranks must be worth it."""
+        best = min(found.values(), key=_rank)
+        shared = [s for s in found.values() if s.family != DEDICATED.name]
+        if best.family == DEDICATED.name and shared:
+            other = min(shared, key=_rank)
+            if self._limited() or best.makespan > other.makespan * (1 - HYSTERESIS):
+                best = other
+        return family_of(best.family)
+
     def _turned(self, found: Schedule, problem: Any, halves: Any, effort: Effort) -> Schedule:
         """A serial schedule, which runs either way, for the way that the stages are placed."""
-        if found.instance.reverse == self._reverse:
+        if self._apart or found.instance.reverse == self._reverse:
             return found
         return choose_schedule(problem, halves, [found.family], effort, self._reverse).best
 
@@ -217,13 +263,12 @@ class Scheduling:
                     name: {
                         "makespan": found.makespan,
                         "peak": found.peak,
-                        "description": FAMILIES[name].description,
-                        "runs_here": name in self._allowed and placeable(FAMILIES[name], self._reverse),
+                        "description": family_of(name).description,
+                        "runs_here": name in self._allowed and self._runs(name),
                     }
                     for name, found in choice.schedules.items()
                 },
                 "refused": choice.refused,
-                "dedicated": None if choice.dedicated is None else asdict(choice.dedicated),
                 "before": document(serial),
                 "after": document(current),
             },

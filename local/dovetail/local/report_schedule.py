@@ -95,14 +95,6 @@ def _families(found: Mapping[str, Any]) -> str:
         )
         cells = (f"{name}: {family['description']}", f"{loss:+.1%}", _size(found, float(family["peak"])), note)
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    if own := found.get("dedicated"):
-        cells = (
-            f"{own['ranks'][0]} ranks for the actor alone, {own['ranks'][1]} for the critic",
-            f"{float(own['makespan']) / best - 1:+.1%}",
-            _size(found, float(own["peak"])),
-            "estimated; trainers hold both models on all ranks",
-        )
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     for name, reason in sorted(found.get("refused", {}).items()):
         rows.append(f"<tr><td>{escape(name)}</td><td>–</td><td>–</td><td>{escape(reason)}</td></tr>")
     head = "<tr><th>family</th><th>time</th><th>peak activation</th><th></th></tr>"

@@ -4,7 +4,7 @@ it out; else it is as data-parallel as the batch sizes allow."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from dovetail.api.batching import BatchRule, batch_rules, pinned_layouts
 from dovetail.api.critic import has_critic
@@ -24,6 +24,7 @@ from dovetail.api.prediction import Prediction
 from dovetail.api.profile import Profile
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.activations import LimitError, activation_bytes, check_limit
+from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU
 from dovetail.planner.machine.place import Local, place_locally
 from dovetail.planner.placement.configs import ConfigError
@@ -72,7 +73,7 @@ def make_plan(
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=rollouts,
-        schedule=spec.plan.intra_stage_fusion if _pipelined(spec, parallelism) else "Serial",
+        schedule=_schedule(spec, parallelism),
         activation_bytes=_activations(spec, configs or {}, parallelism),
         warnings=_warnings(spec, parallelism, chosen=placed is not None),
         prediction=placed.prediction if placed is not None else None,
@@ -210,6 +211,22 @@ def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> boo
     return Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
 
 
+def _schedule(
+    spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]
+) -> Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"]:
+    """Ranks can be divided between the models without pipelines too. Raises PlanError where they cannot be."""
+    pin = spec.plan.intra_stage_fusion
+    if pin == "Dedicated" and Stage.PPO in spec.stages and "critic" in parallelism:
+        if divisions(parallelism, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size):
+            return pin
+        raise PlanError(
+            f"spec.plan.intraStageFusion is Dedicated, but the {world_size(parallelism['actor'])} trainer ranks cannot "
+            "be divided between actor and critic; give the trainer groups at least 2 ranks, or make "
+            "spec.ppo.miniBatchSize a multiple of spec.ppo.microBatchSize times more ranks"
+        )
+    return pin if pin != "Dedicated" and _pipelined(spec, parallelism) else "Serial"
+
+
 def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism], chosen: bool) -> list[str]:
     """Unless `chosen` by time and memory, Auto prefers data parallelism: a batch size forced pipeline stages."""
     found = []
@@ -221,7 +238,8 @@ def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism], chosen:
             if layout.pp > 1
         ]
     pin = spec.plan.intra_stage_fusion
-    if pin in ("Fused", "TimeSharing") and not _pipelined(spec, parallelism):
+    useless = pin in ("Fused", "TimeSharing") and not _pipelined(spec, parallelism)
+    if useless or (pin == "Dedicated" and "critic" not in parallelism):
         why = "no critic is trained" if "critic" not in parallelism else "neither actor nor critic has pipeline stages"
         found.append(f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}")
     return found

@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from dovetail.api.messages import Action, StageTimes
-from dovetail.api.plan import Coordinates, Layout, coordinates, rank_at, world_size
+from dovetail.api.plan import Coordinates, Layout, coordinates, holds, rank_at, world_size
 from dovetail.api.profile import Profile
 from dovetail.api.types import Parallelism
 from dovetail.planner.schedules.choose import Choice, choose
-from dovetail.planner.schedules.families import FAMILIES, Family, family_names
+from dovetail.planner.schedules.dedicated import dedicated_schedule
+from dovetail.planner.schedules.families import DEDICATED, FAMILIES, Family, family_names
 from dovetail.planner.schedules.legality import check_steps, steps
 from dovetail.planner.schedules.measured import stage_times, transfer_seconds
 from dovetail.planner.schedules.problem import Floats, Model, Problem, ProblemError
@@ -27,9 +28,10 @@ SPLIT_OVERHEAD = 0.1
 NO_INPUT_GRADIENT = 1e-3
 MAX_MINI_BATCHES = 6
 PINS = {
-    "Auto": tuple(FAMILIES),
+    "Auto": (*FAMILIES, DEDICATED.name),
     "Fused": tuple(name for name in FAMILIES if name.startswith("fused")),
     "TimeSharing": tuple(name for name in FAMILIES if name.startswith(("stitched", "shared"))),
+    "Dedicated": (DEDICATED.name,),
     "Serial": ("serial",),
 }
 """Families that each value of plan.intraStageFusion allows."""
@@ -66,8 +68,10 @@ class Times:
         self._seconds: dict[tuple[str, int, int, int, str], list[float]] = {}
         self._bytes: dict[tuple[str, int, int, int], list[float]] = {}
         self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
-        self._profiled: dict[tuple[str, int], dict[str, Floats]] = {}
+        self._profile: Profile | None = None
+        self._micro_batch = 0
         self._profiled_transfer = 0.0
+        self._measured: dict[str, Layout] = {}
         self._sizes: dict[str, list[int]] = {}
 
     @property
@@ -78,7 +82,7 @@ class Times:
     @property
     def profiled(self) -> bool:
         """Whether a profile was taken in."""
-        return bool(self._profiled)
+        return self._profile is not None
 
     def assume(self, profile: Profile, layouts: Mapping[str, Parallelism], micro_batch: int) -> None:
         """Begin with a profile's times of micro-batches of `micro_batch` sequences.
@@ -87,7 +91,8 @@ class Times:
         for name, layout in layouts.items():
             if name not in profile.models:
                 raise ProblemError(f"the profile has no {name}, only {', '.join(profile.models)}; measure it")
-            self._profiled[name, layout.pp] = stage_times(name, profile.models[name], layout.pp, micro_batch)
+            stage_times(name, profile.models[name], layout.pp, micro_batch)
+        self._profile, self._micro_batch = profile, micro_batch
         self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
 
     def expect(self, sizes: Mapping[str, Sequence[int]]) -> None:
@@ -96,9 +101,10 @@ class Times:
         self._sizes = {model: list(each) for model, each in sizes.items()}
 
     def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
-        """Take measurements in: half of what is known from now on, so that one odd moment counts for little."""
+        """Take measurements in: half of what is known from now on, so that one odd moment counts for little. All of a
+        job's are of the same layouts."""
         for part in times:
-            layout = layouts[part.model]
+            layout = self._measured[part.model] = layouts[part.model]
             place = coordinates(part.rank, layout)
             width = layout.dp // layout.pipelines
             pipeline, copy = divmod(place.dp, width)
@@ -110,13 +116,21 @@ class Times:
             self._bytes[key] = part.activation
             if part.transfer is not None:
                 onward = rank_at(place._replace(pp=place.pp + 1), layout)
-                edge = sorted(rank // (width * layout.tp) for rank in (part.rank, onward))
+                edge = sorted(_position(rank, part.model, layouts) for rank in (part.rank, onward))
                 known = self._transfers.setdefault((edge[0], edge[1]), {})
                 known[part.model, copy] = (part.transfer + known.get((part.model, copy), part.transfer)) / 2
 
     def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
         """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
-        any stage was neither measured nor profiled."""
+        any stage was neither measured nor profiled. Of another layout than the measured one: the same work in
+        equal stages and micro-batches."""
+        measured = self._measured.get(model)
+        if measured is not None and (measured.pp, measured.dp) != (layout.pp, layout.dp):
+            number = self._micro_batches(model, kind)
+            other = None if number is None else self.array(model, kind, measured, number, 1)
+            if other is not None:
+                each = float(other.sum(axis=1).mean()) / layout.pp
+                return np.full((layout.pipelines, layout.pp, count * mini_batches), each)
         result = np.zeros((layout.pipelines, layout.pp, count))
         for k in range(layout.pipelines):
             for stage in range(layout.pp):
@@ -132,12 +146,14 @@ class Times:
     def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
         """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
         halves of a backward."""
-        stages = self._profiled.get((model, layout.pp))
-        if stages is None:
+        if self._profile is None:
             sizes = np.array(self._sizes.get(model, []), dtype=np.float64)
-            if kind != "bytes" or len(sizes) != layout.pp:
+            if kind != "bytes" or not len(sizes):
                 return None
+            if len(sizes) != layout.pp:
+                sizes = np.full(layout.pp, sizes.sum() / layout.pp)
             return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
+        stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
         share = stages[kind]
         if any(key[0] == model for key in self._seconds):
             whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
@@ -148,12 +164,20 @@ class Times:
         """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
         return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in ("actor", "critic"))
 
-    def communication(self, positions: int) -> float | Floats:
+    def _micro_batches(self, model: str, kind: str) -> int | None:
+        """Micro-batches of a mini-batch in the measurements."""
+        of_seconds = (len(v) for key, v in self._seconds.items() if key[0] == model and key[4] == kind)
+        of_bytes = (len(v) for key, v in self._bytes.items() if key[0] == model)
+        return next(of_bytes if kind == "bytes" else of_seconds, None)
+
+    def communication(self, positions: int, apart: bool = False) -> float | Floats:
         """Seconds of a message from position to position, (N, N), the slowest of both models; one number where they
-        were not measured."""
+        were not measured. `apart`: positions of models with ranks of their own."""
         if not self._transfers:
             return self._profiled_transfer
         slowest = {edge: max(found.values()) for edge, found in self._transfers.items()}
+        if apart != any(layout.first for layout in self._measured.values()):
+            return max(slowest.values())
         result = np.full((positions, positions), max(slowest.values()))
         for (a, b), seconds in slowest.items():
             result[a, b] = result[b, a] = seconds
@@ -169,10 +193,12 @@ def training_problem(
     split: bool = False,
     communication: float | None = None,
     memory_limit: float | None = None,
+    whole: float | None = None,
 ) -> Problem:
     """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `split`: with the times of a
-    backward in two halves. `communication`: seconds of a message, by default what `times` knows of it. Raises
-    ProblemError where the numbers do not fit together."""
+    backward in two halves. `communication`: seconds of a message, by default what `times` knows of it. `whole`:
+    units of a whole model's forward where no times are known (default: the positions). Raises ProblemError where the
+    numbers do not fit together."""
 
     known = times or Times()
     sizes, sized = known, known.complete("bytes", layouts, micro_batches)
@@ -187,22 +213,22 @@ def training_problem(
 
         shape = (layout.pipelines, layout.pp, count * mini_batches)
         forward = values("F")
-        # In units of the actor's stage; a model with fewer stages has longer ones.
-        unit = float(layout.pipelines)
+        # A model with fewer stages has longer ones.
+        unit = (positions if whole is None else whole) / layout.pp
         least = 1e-9 if forward is not None else 1e-3
         forward = np.full(shape, unit) if forward is None else np.maximum(forward, least)
-        whole, first, second = values("B"), values("I"), values("W")
+        both, first, second = values("B"), values("I"), values("W")
         if first is not None and second is not None:
             halves = np.maximum(first, least), np.maximum(second, least)
-            if whole is None:
-                whole = (halves[0] + halves[1]) / (1 + SPLIT_OVERHEAD)
+            if both is None:
+                both = (halves[0] + halves[1]) / (1 + SPLIT_OVERHEAD)
         else:
-            whole = 2 * forward if whole is None else np.maximum(whole, least)
-            longer = whole * (1 + SPLIT_OVERHEAD)
+            both = 2 * forward if both is None else np.maximum(both, least)
+            longer = both * (1 + SPLIT_OVERHEAD)
             share = np.full(shape, 0.5)
             share[:, 0, :] = NO_INPUT_GRADIENT
             halves = longer * share, longer * (1 - share)
-        backward = halves[0] + halves[1] if split else np.maximum(whole, least)
+        backward = halves[0] + halves[1] if split else np.maximum(both, least)
         size = sizes.array(name, "bytes", layout, count, mini_batches) if sized else None
         return Model(
             name,
@@ -213,10 +239,12 @@ def training_problem(
             np.full(shape, unit) if size is None else size,
             layout.pipelines,
             input_gradient=halves[0] if split else None,
+            first=_offset(name, layouts),
         )
 
-    positions = layouts["actor"].pp * layouts["actor"].pipelines
-    latency = known.communication(positions) if communication is None else communication
+    apart = _apart(layouts)
+    positions = sum(layout.pp * layout.pipelines for layout in layouts.values()) // (1 if apart else 2)
+    latency = known.communication(positions, apart) if communication is None else communication
     return Problem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
 
 
@@ -236,13 +264,38 @@ def choose_schedule(
     return choose(problem, effort, names, finder)
 
 
+def choose_dedicated(
+    divisions: Sequence[Mapping[str, Layout]],
+    micro_batches: int,
+    mini_batches: int,
+    times: Times,
+    whole: float,
+    memory_limit: float | None = None,
+) -> tuple[Schedule, dict[str, Layout]]:
+    """The fastest of `divisions` (`dovetail.planner.division`) that fits, and its schedule. `micro_batches` of a
+    mini-batch, of all ranks; `whole` as in `training_problem`. Raises ProblemError where none fits."""
+    found, reasons = [], ["there are too few ranks for either to have some alone"]
+    for layouts in divisions:
+        counts = {name: micro_batches // layout.dp for name, layout in layouts.items()}
+        try:
+            problem = training_problem(layouts, counts, mini_batches, times, memory_limit=memory_limit, whole=whole)
+            found.append((dedicated_schedule(problem), dict(layouts)))
+        except ProblemError as error:
+            reasons.append(str(error))
+    if not found:
+        raise ProblemError(reasons[-1])
+    return min(found, key=lambda each: (round(each[0].makespan, 9), each[0].peak))
+
+
 def is_serial(family: Family) -> bool:
     """One model after the other, whichever way the stages run."""
     return family.name in ("serial", "zero-bubble")
 
 
 def placeable(family: Family, reverse: bool | None) -> bool:
-    """Whether the family runs where the critic's stages are (None: anywhere)."""
+    """Whether the family runs where the critic's stages are, on the actor's ranks (None: anywhere)."""
+    if family is DEDICATED:
+        return False
     return reverse is None or is_serial(family) or family.reverse == reverse
 
 
@@ -253,10 +306,29 @@ def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list
     for p in schedule.passes():
         by_position[p.rank].append(Action(model=p.model, micro_batch=p.micro_batch, kind=p.kind))  # type: ignore[arg-type]
     actor = layouts["actor"]
-    width = world_size(actor) // len(by_position)
-    for model in layouts.values():
-        _check_places(model, width)
-    return [by_position[rank // width] for rank in range(world_size(actor))]
+    if not _apart(layouts):
+        width = world_size(actor) // len(by_position)
+        for model in layouts.values():
+            _check_places(model, width)
+    world = max(layout.first + world_size(layout) for layout in layouts.values())
+    owner = {rank: name for name, layout in layouts.items() for rank in range(world) if holds(rank, layout)}
+    return [by_position[_position(rank, owner[rank], layouts)] for rank in range(world)]
+
+
+def _apart(layouts: Mapping[str, Layout]) -> bool:
+    """Whether each model has ranks of its own."""
+    return any(layout.first for layout in layouts.values())
+
+
+def _offset(model: str, layouts: Mapping[str, Layout]) -> int:
+    """The model's first position: with ranks of its own the critic's come after the actor's."""
+    return layouts["actor"].pp * layouts["actor"].pipelines if layouts[model].first else 0
+
+
+def _position(rank: int, model: str, layouts: Mapping[str, Layout]) -> int:
+    """The position of a schedule that a trainer rank has."""
+    layout = layouts[model]
+    return _offset(model, layouts) + (rank - layout.first) // (layout.dp // layout.pipelines * layout.tp)
 
 
 def _check_places(layout: Layout, width: int) -> None:

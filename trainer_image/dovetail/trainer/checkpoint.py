@@ -30,7 +30,7 @@ def save(engine: Engine, path: Path) -> None:
     """Write the checkpoint folder `path`, whole or not at all; collective. Raises `RankFailed`, `PeerLost`."""
     import torch.distributed.checkpoint as dcp
 
-    def write(folder: Path) -> str:
+    def write(folder: Path) -> tuple[str, dict[str, int]]:
         tensors = _tensors(engine, saving=True)
         with peer_errors("writing a checkpoint"):
             # Files are flushed to the disk by the writer (sync_files).
@@ -40,16 +40,16 @@ def save(engine: Engine, path: Path) -> None:
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
-        return _rng(engine)
+        return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}
 
-    def finish(folder: Path, rng: list[str]) -> None:
+    def finish(folder: Path, ranks: list[tuple[str, dict[str, int]]]) -> None:
         assert engine.stage is not None
         state = {
             "format": _FORMAT,
             "stage": engine.stage.value,
             "step": engine.step,
-            "optimizer_steps": {name: model.optimizer.steps for name, model in engine.models.items()},
-            "rng": rng,
+            "optimizer_steps": {name: steps for _, models in ranks for name, steps in models.items()},
+            "rng": [rng for rng, _ in ranks],
         }
         write_text(folder / STATE, json.dumps(state))
 
@@ -95,7 +95,7 @@ def _read_state(engine: Engine, path: Path) -> dict[str, Any]:
     assert engine.stage is not None
     if state["format"] != _FORMAT or state["stage"] != engine.stage.value:
         raise ValueError(f"{path}: a checkpoint of stage {state['stage']}, not of {engine.stage.value}")
-    if missing := sorted(set(engine.models) - set(state["optimizer_steps"])):
+    if missing := sorted(set(engine.loaded) - set(state["optimizer_steps"])):
         raise ValueError(f"{path}: the checkpoint has no model called {missing[0]}")
     return state
 

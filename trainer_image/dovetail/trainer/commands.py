@@ -268,10 +268,10 @@ class CommandRunner:
 
     def _require_model(self, name: str) -> None:
         if name == "ema":
-            if not self.engine.ema:
+            if not self.engine.averages:
                 raise BadCommand("there is no averaged actor to export; set ppo.ema")
         else:
-            self._context.model(name)
+            self._context.require(name)
 
     def _fetch(self, key: str) -> Arrays:
         try:

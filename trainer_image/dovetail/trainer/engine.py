@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.api.messages import Action, Load
+from dovetail.api.messages import Action, Load, ModelRef
 from dovetail.api.types import Optimizer, RLHFJobSpec
 from dovetail.api.types import Stage as StageName
 from dovetail.trainer import checkpoint
@@ -38,13 +38,15 @@ Stepped = Callable[[str, dict[str, float]], None]
 
 class Engine:
     """Holds what `load` built. `stage` and `step` say what that is: `step` is the last applied step (the caller sets
-    it after each; `save` writes it and `load` of a checkpoint restores it).
+    it after each; `save` writes it and `load` of a checkpoint restores it). `loaded` are the models of all ranks,
+    `models` those of which this rank holds a part.
 
     `record(name, start, end)` receives a span, in seconds since the epoch, for every executed action."""
 
     def __init__(self, spec: RLHFJobSpec, groups: Groups, record: Record | None = None) -> None:
         self.spec, self.groups, self.record = spec, groups, record
         self.models: dict[str, EngineModel] = {}
+        self.loaded: dict[str, ModelRef] = {}
         self.stage: StageName | None = None
         self.step = 0
         self.ema: dict[str, Tensor] = {}
@@ -60,11 +62,14 @@ class Engine:
 
         Raises `RankFailed` on every rank, with one sentence, when any rank could not."""
         self.models, self.ema, self.stage, self.step, self._begun = {}, {}, None, 0, {}
+        self.loaded = dict(command.models)
         error = None
         try:
-            for name, layout in sorted(command.layouts.items()):
+            for name, layout in sorted({**self.groups.planned, **command.layouts}.items()):
                 self.groups.place(name, layout)
             for name, ref in command.models.items():
+                if name in self.groups.elsewhere:
+                    continue
                 self.models[name] = EngineModel.build(
                     name,
                     ref,
@@ -77,7 +82,7 @@ class Engine:
                     always_shard=self.spec.plan.sharding == "Always",
                 )
             self.stage = command.stage
-            if command.stage is StageName.PPO and self.spec.ppo.ema is not None and "actor" in self.models:
+            if self.averages and "actor" in self.models:
                 self.ema = {n: local(p).clone() for n, p in self.models["actor"].trainable().items()}
         except PeerLost:
             raise
@@ -86,6 +91,11 @@ class Engine:
         self.groups.all_succeed(error)
         if command.checkpoint is not None:
             self.step = checkpoint.restore(self, Path(command.checkpoint))
+
+    @property
+    def averages(self) -> bool:
+        """Whether the ranks that hold the actor keep its average (`ppo.ema`)."""
+        return self.stage is StageName.PPO and self.spec.ppo.ema is not None and "actor" in self.loaded
 
     def _optimizer_config(self, stage: StageName, model: str) -> Optimizer:
         if stage is StageName.PPO:
@@ -117,18 +127,30 @@ class Engine:
         """Execute this rank's actions, accumulating gradients.
 
         `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages, those of `mini_batches`
-        optimizer steps one after another. With `stepped` a model's steps are applied within the run, each before the
-        model's next mini-batch, and reported to it with what `optimizer_step` returns; without, the caller steps. With
+        optimizer steps one after another; nothing of a model that is elsewhere. With `stepped` a model's steps are
+        applied within the run, each before the model's next mini-batch, and reported to it, on every rank, at the end
+        of the run with what `optimizer_step` returns; without, the caller steps. With
         `defer` each model's last step is decided and reported, but applied by whatever comes next, so that its weights
         can leave as they are stepped (`sendable`).
         `schedule` is compared among all ranks. Returns, on every rank alike, each model's loss statistics summed over
         micro-batches and dp ranks."""
         self.settle()
         check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches)
-        pipes = {n: self._training_pipe(self.models[n], b, mini_batches, stepped, defer) for n, b in work.items()}
-        agree_on_work(pipes, schedule, self.groups.control, self.groups.rank)
+        steps: dict[str, list[dict[str, float]]] = {}
+
+        def keep(name: str, applied: dict[str, float]) -> None:
+            steps.setdefault(name, []).append(applied)
+
+        during = None if stepped is None else keep
+        pipes = {n: self._training_pipe(self.models[n], b, mini_batches, during, defer) for n, b in work.items()}
+        agree_on_work(pipes, list(self.loaded), schedule, self.groups.control, self.groups.rank)
         executor = self._executor(pipes)
-        executor.run(actions)
+        error = None
+        try:
+            executor.run(actions)
+        except FloatingPointError as problem:
+            error = str(problem)  # of a model that others may hold nothing of
+        self._meet()
         for name in pipes:
             self.models[name].module.eval()
         counts = {name: pipe.mini_batch for name, pipe in pipes.items()}
@@ -138,24 +160,39 @@ class Engine:
             name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
         }
         total: dict[str, dict[str, float]] = {name: {} for name in work}
-        for part in self.groups.share_json(mine):
+        for failed, part, there in self.groups.share_json([error, mine, steps]):
+            error = error or failed
+            steps = there | steps
             for name, values in part.items():
+                found = total.setdefault(name, {})
                 for key, value in values.items():
-                    total[name][key] = total[name].get(key, 0.0) + value
+                    found[key] = found.get(key, 0.0) + value
+        if error is not None:
+            raise FloatingPointError(error)
+        if stepped is not None:
+            for name, each in sorted(steps.items()):
+                for applied in each:
+                    stepped(name, applied)
         return total
 
     def forward(
         self, model: str, batches: Sequence[MicroBatch], read: Callable[[Any, MicroBatch], Tensor]
     ) -> list[Tensor]:
         """Forward passes without gradients. `read(output, micro_batch)` picks a small tensor from the last stage's
-        output; all stages of this dp rank get the results, on the trainer's device."""
+        output; all stages of this dp rank get the results, on the trainer's device; none where the model is elsewhere.
+        """
         self.settle()
+        if model not in self.models:
+            agree_on_work({}, [model], "", self.groups.control, self.groups.rank)
+            self._meet()
+            return []
         held = self.models[model]
         pipe = Pipe(held.module, held.groups, batches, self.groups.device, held.compute, read=read)
         actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
         check_actions(actions, {model: len(batches)}, False)
-        agree_on_work({model: pipe}, "", self.groups.control, self.groups.rank)
+        agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
         self._executor({model: pipe}).run(actions, training=False)
+        self._meet()
         reshard(held.module)
         if held.groups.pp_size == 1 or not batches:
             return pipe.results
@@ -167,9 +204,18 @@ class Engine:
         Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
         `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
         self.settle()
-        held = self.models[model]
-        applied = self._decide(held, Reduction(held, self.groups.device))
-        self._begun.pop(model).finish()
+        applied: dict[str, float] = {}
+        error = None
+        if (held := self.models.get(model)) is not None:
+            try:
+                applied = self._decide(held, Reduction(held, self.groups.device))
+                self._begun.pop(model).finish()
+            except FloatingPointError as problem:
+                error = str(problem)
+        if self.groups.apart:
+            applied, error = self.groups.broadcast_json([applied, error], source=self.groups.first_rank(model))
+        if error is not None:
+            raise FloatingPointError(error)
         return applied
 
     def settle(self) -> None:
@@ -222,6 +268,11 @@ class Engine:
         return Parts(lambda: parts(held, ready), layout)
 
     # ------------------------------------------------------------ parts
+
+    def _meet(self) -> None:
+        """Ranks of one model may be done long before those of another."""
+        if self.groups.apart:
+            self.groups.meet()
 
     def _executor(self, pipes: dict[str, Pipe]) -> Executor:
         return Executor(pipes, self.groups.timeout, self.record, clock=time.time)

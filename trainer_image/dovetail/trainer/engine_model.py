@@ -101,12 +101,6 @@ class EngineModel:
     def is_last(self) -> bool:
         return self.module.is_last
 
-    @property
-    def tokenizer(self) -> Path | None:
-        """Folder whose tokenizer files belong to an export."""
-        folder = self.ref.tokenizer or self.ref.path
-        return Path(folder) if folder is not None else None
-
     def trainable(self) -> dict[str, nn.Parameter]:
         """Parameters that the optimizer moves, by name in the stage."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -133,6 +127,12 @@ class EngineModel:
             value = whole(name)
             update = lora.delta(self.module, name, whole)
             yield plain, value if update is None else (value.float() + update).to(value.dtype)
+
+
+def tokenizer_folder(ref: ModelRef) -> Path | None:
+    """Folder whose tokenizer files belong to an export."""
+    folder = ref.tokenizer or ref.path
+    return Path(folder) if folder is not None else None
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:

@@ -126,14 +126,15 @@ def check_actions(
                 )
 
 
-def agree_on_work(pipes: dict[str, Pipe], schedule: str, control: Any, rank: int) -> None:
+def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
     """Raise `RuntimeError` on every rank if the ranks hold unlike schedules, or the stages of a pipeline micro-batches
-    of unlike sequences: their sends and receives would not match, nor would attention."""
+    of unlike sequences: their sends and receives would not match, nor would attention. `models`: of all ranks."""
     world = dist.get_world_size(control)
     if world == 1:
         return
-    names = sorted(pipes)
-    lengths = [repr((name, [batch.packed.lengths for batch in pipes[name].batches])) for name in names]
+    names = sorted(models)
+    batches = {name: pipe.batches for name, pipe in pipes.items()}
+    lengths = [repr((name, [batch.packed.lengths for batch in batches.get(name, ())])) for name in names]
     mine = torch.tensor([_number(text) for text in (schedule, *lengths)])
     others = [torch.empty_like(mine) for _ in range(world)]
     with peer_errors("comparing schedules with the other trainer ranks"):
@@ -141,6 +142,8 @@ def agree_on_work(pipes: dict[str, Pipe], schedule: str, control: Any, rank: int
     if odd := [r for r, other in enumerate(others) if int(other[0]) != int(others[0][0])]:
         raise RuntimeError(f"trainer ranks {odd} hold another schedule than rank 0")
     for index, name in enumerate(names, start=1):
+        if name not in pipes:
+            continue
         first, *rest = pipes[name].groups.pp_ranks
         if odd := [r for r in rest if int(others[r][index]) != int(others[first][index])]:
             raise RuntimeError(

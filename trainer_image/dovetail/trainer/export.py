@@ -6,7 +6,9 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dovetail.models import HuggingFaceWriter
+from dovetail.models import HuggingFaceWriter, load_config
+from dovetail.trainer.engine_model import tokenizer_folder
+from dovetail.trainer.parallel import compute_dtype
 from dovetail.trainer.storage import write_together
 
 if TYPE_CHECKING:
@@ -16,21 +18,25 @@ if TYPE_CHECKING:
 def export_model(engine: Engine, model: str, path: Path) -> None:
     """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype. A value head
     beside a language model's gets a file of its own."""
-    held = engine.models["actor" if model == "ema" else model]
+    name = "actor" if model == "ema" else model
+    ref, held = engine.loaded[name], engine.models.get(name)
+    compute = compute_dtype(getattr(engine.spec.models, name).dtype, engine.groups.device)
 
     def write(folder: Path) -> dict[str, Any]:
+        if held is None:
+            return {"files": [], "bytes": 0}
         tensors = engine.weights(model)
         beside = list(held.gather(engine.ema if model == "ema" else None, beside=True))
         try:
             if held.groups.dp_rank == 0 and held.groups.tp_rank == 0:
                 writer = HuggingFaceWriter(folder, held.groups.pp_rank)
                 writer.write_value_head(beside)
-                return writer.write(tensors, held.compute)
+                return writer.write(tensors, compute)
             return {"files": [], "bytes": 0}
         finally:
             deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here
 
     def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
-        HuggingFaceWriter(folder).finish(manifests, held.config, held.head, held.compute, held.tokenizer)
+        HuggingFaceWriter(folder).finish(manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref))
 
     write_together(engine.groups, path, write, finish)

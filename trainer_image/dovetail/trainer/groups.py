@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dovetail.api.plan import Layout, coordinates
+from dovetail.api.plan import Coordinates, Layout, coordinates, holds, world_size
 from dovetail.api.types import Parallelism
 
 _FORMING_SECONDS = 60.0
@@ -73,7 +73,7 @@ class ModelGroups:
     mesh: DeviceMesh
     pp_ranks: list[int]
     pp_group: dist.ProcessGroup
-    everyone: dist.ProcessGroup  # all ranks, for this model's gradient norm alone
+    everyone: dist.ProcessGroup  # all ranks that hold a part of it, for its gradient norm alone
     copies: dist.ProcessGroup | None
     replicas: dist.ProcessGroup
     forward_in: dist.ProcessGroup | None
@@ -94,12 +94,17 @@ class ModelGroups:
 
 
 class Groups:
-    """All groups of this process. `control` is a Gloo group over every rank; `model[name]` a model's own groups."""
+    """All groups of this process. `control` is a Gloo group over every rank; `model[name]` a model's own groups.
+    `elsewhere`: layouts of models of which this rank holds nothing; `planned`: those that the groups were formed with.
+    """
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self.rank, self.world_size, self.timeout, self.device = rank, world_size, timeout, device
         self.model: dict[str, ModelGroups] = {}
+        self.elsewhere: dict[str, Parallelism] = {}
+        self.planned: dict[str, Parallelism] = {}
         self.control: dist.ProcessGroup = None
+        self._patient: dist.ProcessGroup = None
         self._store: Any = None
 
     @classmethod
@@ -131,6 +136,7 @@ class Groups:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=timeout_seconds)
         self = cls(rank, world_size, timeout, device)
+        self.planned = dict(layouts)
         try:
             with peer_errors("forming the trainer's groups"):
                 # Starting up may take longer than a message: ranks come with seconds between them.
@@ -144,27 +150,33 @@ class Groups:
                     timeout=timeout,
                 )
                 self.control = dist.new_group(backend="gloo", timeout=timeout)
+                self._patient = dist.new_group(backend="gloo", timeout=timeout * _PATIENCE)
                 for name in sorted(layouts):
-                    self.model[name] = self._form_model(name, layouts[name])
+                    self._form_model(name, layouts[name])
                 self._warm_up(self.model)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _form_model(self, name: str, layout: Parallelism) -> ModelGroups:
+    def _form_model(self, name: str, layout: Parallelism) -> None:
+        """Make a model's groups; every rank does, also one that holds nothing of it."""
+        self.model.pop(name, None)
+        self.elsewhere.pop(name, None)
+        members = [rank for rank in range(self.world_size) if holds(rank, layout)]
+        here = self.rank in members
         pipelines = layout.pipelines if isinstance(layout, Layout) else 1
         shards = layout.dp // pipelines
         ranks = torch.empty(layout.pp, layout.dp, layout.tp, dtype=torch.int64)
-        for rank in range(self.world_size):
+        for rank in members:
             ranks[tuple(coordinates(rank, layout))] = rank
-        pp, dp, tp = coordinates(self.rank, layout)
+        pp, dp, tp = coordinates(self.rank, layout) if here else (-1, -1, -1)
         if pipelines > 1:
             names: tuple[str, ...] = ("pp", "copies", "dp", "tp")
             mesh = DeviceMesh(self.device.type, ranks.view(layout.pp, pipelines, shards, -1), mesh_dim_names=names)
         else:
             mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
-        replicas = mesh.get_group("dp" if pipelines == 1 else "copies")
+        replicas = mesh.get_group("dp" if pipelines == 1 else "copies") if here else None
         if 1 < pipelines < layout.dp:
             for stage in range(layout.pp):
                 for t in range(layout.tp):
@@ -185,7 +197,11 @@ class Groups:
                     group = dist.new_group([column[0], column[-1]], timeout=self.timeout)
                     if mine and pp in (0, layout.pp - 1):
                         tied = group
-        return ModelGroups(
+        everyone = dist.new_group(members, timeout=self.timeout * _PATIENCE)
+        if not here:
+            self.elsewhere[name] = layout
+            return
+        self.model[name] = ModelGroups(
             name=name,
             layout=layout,
             pp_rank=pp,
@@ -197,7 +213,7 @@ class Groups:
             mesh=mesh,
             pp_ranks=ranks[:, dp, tp].tolist(),
             pp_group=mesh.get_group("pp"),
-            everyone=dist.new_group(timeout=self.timeout * _PATIENCE),
+            everyone=everyone,
             copies=mesh.get_group("copies") if pipelines > 1 else None,
             replicas=replicas,
             forward_in=edges.get(("forward", pp - 1)),
@@ -225,12 +241,12 @@ class Groups:
 
     def place(self, name: str, layout: Parallelism) -> None:
         """Make the groups of `layout` for a model unless it has them; a collective call. Raises PeerLost."""
-        held = self.model.get(name)
-        if held is not None and _same_places(held.layout, layout, self.world_size):
+        held = self.model[name].layout if name in self.model else self.elsewhere.get(name)
+        if held is not None and _same_places(held, layout, self.world_size):
             return
         with peer_errors(f"forming the groups of {name}"):
-            self.model[name] = self._form_model(name, layout)
-            self._warm_up([name])
+            self._form_model(name, layout)
+            self._warm_up([name] if name in self.model else [])
 
     def of(self, model: str) -> ModelGroups:
         """Groups of `model`; a model without a layout of its own (reward) uses the actor's."""
@@ -240,7 +256,8 @@ class Groups:
         """Drop every group, whatever its state; `form` can be called again afterwards. Pending operations of peers in
         these groups fail, so that one rank's exit frees all. Never raises."""
         self.model.clear()
-        self.control = None
+        self.elsewhere.clear()
+        self.control = self._patient = None
         ways = [dist.destroy_process_group]
         if self.device.type == "cuda":
             # Destroying would wait for kernels that wait for the lost peer.
@@ -295,6 +312,23 @@ class Groups:
             if other is not None:
                 raise RankFailed(other if self.world_size == 1 else f"{other} (trainer rank {rank})")
 
+    @property
+    def apart(self) -> bool:
+        """Whether models have ranks of their own; the same on every rank."""
+        layouts = [*(model.layout for model in self.model.values()), *self.elsewhere.values()]
+        return any(world_size(layout) < self.world_size for layout in layouts)
+
+    def first_rank(self, model: str) -> int:
+        """The lowest rank that holds a part of the model."""
+        layout = self.elsewhere.get(model) or self.of(model).layout
+        return next(rank for rank in range(self.world_size) if holds(rank, layout))
+
+    def meet(self) -> None:
+        """Wait for ranks that may have much more to do than this one, where models are on ranks of their own. Raises
+        `PeerLost`."""
+        with peer_errors("waiting for the ranks of another model"):
+            dist.all_reduce(torch.zeros(1), group=self._patient)
+
     def barrier(self) -> None:
         """Wait for every rank. Raises `PeerLost` past the deadline."""
         with peer_errors("waiting for the other trainer ranks"):
@@ -302,9 +336,10 @@ class Groups:
 
 
 def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
-    return [coordinates(r, a) for r in range(world)] == [coordinates(r, b) for r in range(world)] and (
-        getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
-    )
+    def places(layout: Parallelism) -> list[Coordinates | None]:
+        return [coordinates(rank, layout) if holds(rank, layout) else None for rank in range(world)]
+
+    return places(a) == places(b) and getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
 
 
 class RankFailed(RuntimeError):

@@ -155,7 +155,6 @@ def work_of(
     """An iteration of a job with samples of these lengths. `spec.plan.placement` says what each scorer holds."""
     rollouts = sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)
     fusion = spec.plan.inter_stage_fusion
-    pin = spec.plan.intra_stage_fusion
     return Work(
         prompts=prompts,
         responses=responses,
@@ -166,11 +165,18 @@ def work_of(
         epochs=spec.ppo.epochs,
         pp=layout.pp,
         dp=layout.dp,
-        schedule=("Fused" if pin == "Auto" else pin) if layout.pp > 1 and len(models) > 1 else "Serial",
+        schedule=_schedule(spec, models, layout),
         fusion=THRESHOLDS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         max_concurrent=spec.generation.max_concurrent,
         values_first=shares_body(spec),
     )
+
+
+def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> str:
+    pin = spec.plan.intra_stage_fusion
+    if len(models) < 2 or (layout.pp == 1 and (pin != "Dedicated" or layout.dp == 1)):
+        return "Serial"
+    return "Fused" if pin == "Auto" else pin
 
 
 def _prediction(spec: RLHFJobSpec, machine: Machine, best: _Option, others: Sequence[_Option]) -> Prediction:

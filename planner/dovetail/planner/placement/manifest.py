@@ -21,6 +21,7 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Auto": ("Serial", "TimeSharing", "Fused"),
     "Fused": ("Fused",),
     "TimeSharing": ("TimeSharing",),
+    "Dedicated": ("Serial",),  # the layouts that are searched are divided between the models later
     "Serial": ("Serial",),
 }
 _TRAINING: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dovetail.api.messages import Action
-from dovetail.api.plan import Coordinates, coordinates, rank_at, world_size
+from dovetail.api.plan import Coordinates, coordinates, holds, rank_at, world_size
 from dovetail.api.types import Parallelism
 
 
@@ -29,13 +29,14 @@ def one_f_one_b(model: str, stage: int, stages: int, micro_batches: int) -> list
 
 
 def serial_1f1b(
-    layouts: Mapping[str, Parallelism], micro_batches: Mapping[str, int], order: Sequence[str]
+    layouts: Mapping[str, Parallelism], micro_batches: Mapping[str, int], order: Sequence[str], world: int | None = None
 ) -> list[list[Action]]:
-    """Each model's 1F1B, one model after another in `order`; one action list per rank.
+    """Each model's 1F1B, one model after another in `order`; one action list per rank, of what that rank holds.
 
-    `micro_batches[model]` is the number of one data-parallel rank. Raises ScheduleError when the models' layouts
-    occupy different numbers of ranks or a model has no micro-batch."""
-    world = _world(layouts)
+    `micro_batches[model]` is the number of one data-parallel rank. `world`: the number of ranks, which models with
+    ranks of their own need. Raises ScheduleError when the models' layouts occupy different numbers of ranks without it,
+    or a model has no micro-batch."""
+    world = _world(layouts) if world is None else world
     for model in order:
         if micro_batches[model] < 1:
             raise ScheduleError(f"{model} has {micro_batches[model]} micro-batches; a schedule needs at least 1")
@@ -44,8 +45,9 @@ def serial_1f1b(
         actions: list[Action] = []
         for model in order:
             layout = layouts[model]
-            stage = coordinates(rank, layout).pp
-            actions += one_f_one_b(model, stage, layout.pp, micro_batches[model])
+            if holds(rank, layout):
+                stage = coordinates(rank, layout).pp
+                actions += one_f_one_b(model, stage, layout.pp, micro_batches[model])
         result.append(actions)
     return result
 

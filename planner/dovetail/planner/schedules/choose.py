@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.planner.schedules.dedicated import Dedicated, dedicated
-from dovetail.planner.schedules.families import FAMILIES, family_names
+from dovetail.planner.schedules.families import DEDICATED, family_names, family_of
 from dovetail.planner.schedules.problem import Problem, ProblemError
 from dovetail.planner.schedules.schedule import Schedule
 from dovetail.planner.schedules.search import Effort, find
@@ -16,13 +15,11 @@ Finder = Callable[[Problem, str, Effort], Schedule]
 
 @dataclass(frozen=True)
 class Choice:
-    """`schedules`: the best of each family that fits; `refused`: why each of the others does not; `dedicated`: the same
-    work where each model has ranks of its own, where that fits."""
+    """`schedules`: the best of each family that fits; `refused`: why each of the others does not."""
 
     best: Schedule
     schedules: dict[str, Schedule]
     refused: dict[str, str]
-    dedicated: Dedicated | None = None
 
     def loss(self, family: str) -> float:
         """How much longer the family takes than the best: 0.08 is 8 % longer."""
@@ -30,15 +27,16 @@ class Choice:
 
 
 def _find(problem: Problem, family: str, effort: Effort) -> Schedule:
-    return find(problem, FAMILIES[family], effort)
+    return find(problem, family_of(family), effort)
 
 
 def choose(problem: Problem, effort: Effort, families: Sequence[str] | None = None, finder: Finder = _find) -> Choice:
-    """The fastest family within the memory limit; equal ones by less memory, then by the order of `families`.
+    """The fastest family within the memory limit; equal ones by less memory, then by the order of `families` (default:
+    all).
 
     `effort.seconds` is shared among the searched families. Raises ProblemError where none fits."""
-    names = list(families or family_names(problem))
-    searched = sum(not FAMILIES[n].fixed for n in names)
+    names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 else [])])
+    searched = sum(not family_of(n).fixed for n in names)
     share = replace(effort, seconds=effort.seconds / max(1, searched))
     found: dict[str, Schedule] = {}
     refused: dict[str, str] = {}
@@ -50,4 +48,4 @@ def choose(problem: Problem, effort: Effort, families: Sequence[str] | None = No
     if not found:
         raise ProblemError("no family fits: " + "; ".join(refused.values()))
     best = min(found.values(), key=lambda s: (round(s.makespan, 9), s.peak))
-    return Choice(best, found, refused, dedicated(problem))
+    return Choice(best, found, refused)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.planner.schedules.families import FAMILIES, family_instance
+from dovetail.planner.schedules.families import family_instance, family_of
 from dovetail.planner.schedules.problem import Problem
 from dovetail.planner.schedules.schedule import DeadlockError, Schedule, evaluate
 from dovetail.planner.schedules.search import Effort, find
@@ -25,9 +25,11 @@ def document(schedule: Schedule) -> dict[str, Any]:
     models = []
     for index, m in enumerate(problem.models):
         entry: dict[str, Any] = {"name": m.name, "pipelines": m.pipelines, "stages": m.stages}
+        if m.first:
+            entry["first_rank"] = m.first
         entry["micro_batches"] = m.micro_batches
         for field in ("forward", "backward", "activation"):
-            values = problem.array(index, field)
+            values = problem.array(index, field)[m.ranks.start : m.ranks.stop]
             uniform = bool((values == values.flat[0]).all())
             entry[field] = _number(values.flat[0]) if uniform else values.reshape(m.pipelines, m.stages, -1).tolist()
         models.append(entry)
@@ -59,6 +61,8 @@ def _number(value: float) -> float | int:
 def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMapping[str, str]) -> Schedule:
     """`find`, with the answer kept in `store` under a hash of problem, family and effort. A kept answer is evaluated
     anew, so a damaged or foreign entry is noticed and searched for again."""
+    if family_of(family).fixed:
+        return find(problem, family_of(family), effort)
     key = hashlib.sha256(
         json.dumps([VERSION, problem.digest, family, effort.seed, effort.seconds, effort.scale, effort.memory]).encode()
     ).hexdigest()
@@ -66,7 +70,7 @@ def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMap
     if kept is not None:
         try:
             entry = json.loads(kept)
-            instance = family_instance(problem, FAMILIES[family])
+            instance = family_instance(problem, family_of(family))
             words = np.array(entry["words"], dtype=np.int64)
             counts = np.array([np.bincount(w, minlength=6) for w in words])
             if words.shape == (instance.ranks, instance.length) and (counts.max(0) == counts.min(0)).all():
@@ -75,6 +79,6 @@ def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMap
                     return replace(found, seed=effort.seed)
         except (ValueError, KeyError, TypeError, DeadlockError):
             pass
-    found = find(problem, FAMILIES[family], effort)
+    found = find(problem, family_of(family), effort)
     store[key] = json.dumps({"words": found.words.tolist(), "how": found.how, "makespan": found.makespan})
     return found

@@ -39,6 +39,12 @@ FAMILIES = {
         Family("fused-split-rolled", "bidirectional, split, rolled", Coupling.ROLLED, reverse=True, split=True),
     )
 }
+DEDICATED = Family("dedicated", "each model on ranks of its own (PUZZLE)", Coupling.ROLLED, fixed=True)
+"""Beside `FAMILIES`, in which both models share all ranks."""
+
+
+def family_of(name: str) -> Family:
+    return DEDICATED if name == DEDICATED.name else FAMILIES[name]
 
 
 def family_names(problem: Problem) -> list[str]:
@@ -55,7 +61,7 @@ def fixed_words(instance: Instance, family: Family) -> Ints:
     orders: list[list[list[int]]] = []
     for rank in range(instance.ranks):
         if family.name in ("serial", "overlapped"):
-            parts = [_one_f_one_b(instance, rank, m) for _ in range(instance.problem.mini_batches) for m in (0, 1)]
+            parts = [one_f_one_b(instance, rank, m) for _ in range(instance.problem.mini_batches) for m in (0, 1)]
             orders.append(parts)
         elif family.name == "stitched":
             orders.append([_stitched(instance, rank, 1)] * instance.problem.mini_batches)
@@ -66,7 +72,7 @@ def fixed_words(instance: Instance, family: Family) -> Ints:
     return np.array([[code for part in parts for code in part] for parts in orders], dtype=np.int64)
 
 
-def _one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
+def one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
     """1F1B of one mini-batch of one model on one rank."""
     count = int(instance.group[m])
     ahead = min(int(instance.stages[m] - instance.position[m, rank]), count)

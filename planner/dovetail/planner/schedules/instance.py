@@ -77,7 +77,7 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
     for index, m in enumerate(problem.models):
         backwards = reverse and index == 1
         for k in range(m.pipelines):
-            block = list(range(k * m.stages, (k + 1) * m.stages))
+            block = list(m.ranks[k * m.stages : (k + 1) * m.stages])
             path = block[::-1] if backwards else block
             for stage, rank in enumerate(path):
                 position[index, rank] = stage

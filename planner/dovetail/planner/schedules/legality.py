@@ -125,7 +125,7 @@ def _memory(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
     limit = problem.memory_limit
     if limit is None:
         return
-    sizes = {m.name: (problem.array(i, "activation"), m.stages) for i, m in enumerate(problem.models)}
+    sizes = {m.name: (problem.array(i, "activation")[m.first :], m.stages) for i, m in enumerate(problem.models)}
     for rank, mine in enumerate(lists):
         held = 0.0
         for step in mine:

@@ -2,7 +2,8 @@
 
 `ranks` N pipeline ranks hold, of each model, `pipelines` K copies of `stages` pp stages: N = K1 * pp1 = K2 * pp2, the
 fusion factors K being coprime. Copy k's stages are on the ranks [k * pp, (k + 1) * pp). K1 * M1 = K2 * M2 since both
-models train on the same sequences. Times, latency and activation sizes are in any unit, the same throughout."""
+models train on the same sequences. Or each model has ranks of its own, from `first` on: N = K1 * pp1 + K2 * pp2. Times,
+latency and activation sizes are in any unit, the same throughout."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Model:
     `forward`, `backward`: time of one micro-batch in one stage. `input_gradient`: the part of `backward` that the
     previous stage waits for, where the backward is split (default half); `weight_gradient`: the rest, where both take
     longer or shorter than the whole. `activation`: memory one micro-batch holds in
-    a stage from its forward's start to its backward's end. `optimizer_step`: time between two mini-batches."""
+    a stage from its forward's start to its backward's end. `optimizer_step`: time between two mini-batches. `first`:
+    rank of the first pipeline's first stage."""
 
     name: str
     stages: int
@@ -41,11 +43,17 @@ class Model:
     input_gradient: float | Floats | None = None
     weight_gradient: float | Floats | None = None
     optimizer_step: float = 0.0
+    first: int = 0
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.stages * self.pipelines)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Two models on the same ranks; the first is the actor. Raises ProblemError if the numbers do not fit together.
+    """Two models, on the same ranks or each on its own; the first is the actor. Raises ProblemError if the numbers do
+    not fit together.
 
     `communication`: time from the end of a pass to the start of the next stage's, without occupying either rank; one
     number, or an array (N, N) from rank to rank where edges differ.
@@ -61,7 +69,12 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        return self.models[0].stages * self.models[0].pipelines
+        return max(m.ranks.stop for m in self.models)
+
+    @property
+    def dedicated(self) -> bool:
+        """Whether each model has ranks of its own."""
+        return self.models[0].ranks != self.models[1].ranks
 
     @property
     def latencies(self) -> Floats:
@@ -69,7 +82,8 @@ class Problem:
         return np.broadcast_to(np.asarray(self.communication, dtype=np.float64), (self.ranks, self.ranks))
 
     def array(self, model: int, field: str) -> Floats:
-        """A model's times or sizes as (ranks, micro-batches): rank r holds stage r % stages of pipeline r // stages."""
+        """A model's times or sizes as (ranks, micro-batches): rank first + r holds stage r % stages of pipeline
+        r // stages; 0 where a rank holds nothing of it."""
         m = self.models[model]
         value: Any = getattr(m, field)
         if field == "input_gradient" and value is None:
@@ -77,7 +91,10 @@ class Problem:
         if field == "weight_gradient" and value is None:
             return self.array(model, "backward") - self.array(model, "input_gradient")
         shape = (m.pipelines, m.stages, m.micro_batches * self.mini_batches)
-        return np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), shape)).reshape(self.ranks, -1)
+        own = np.broadcast_to(np.asarray(value, dtype=np.float64), shape).reshape(len(m.ranks), -1)
+        result = np.zeros((self.ranks, own.shape[1]))
+        result[m.ranks.start : m.ranks.stop] = own
+        return result
 
     @property
     def least_memory(self) -> float:
@@ -91,7 +108,7 @@ class Problem:
         edges = hashlib.sha256(self.latencies.tobytes()).hexdigest()
         parts: list[Any] = [edges, self.mini_batches, self.memory_limit]
         for index, m in enumerate(self.models):
-            parts += [m.name, m.stages, m.pipelines, m.micro_batches, m.optimizer_step]
+            parts += [m.name, m.stages, m.pipelines, m.micro_batches, m.optimizer_step, *([m.first] if m.first else [])]
             for field in ("forward", "backward", "input_gradient", "weight_gradient", "activation"):
                 parts.append(hashlib.sha256(self.array(index, field).tobytes()).hexdigest())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -179,7 +196,7 @@ def _check(problem: Problem) -> None:
         raise ProblemError(f"both models are called {first.name}; give them different names")
     if problem.mini_batches < 1:
         raise ProblemError(f"mini-batches is {problem.mini_batches}; it must be at least 1")
-    if first.stages * first.pipelines != second.stages * second.pipelines:
+    if first.ranks != second.ranks and (first.first, second.first) != (0, first.ranks.stop):
         raise ProblemError(
             f"{first.name}'s {first.pipelines} pipelines of {first.stages} stages and {second.name}'s "
             f"{second.pipelines} of {second.stages} do not occupy the same ranks ({first.stages * first.pipelines} and "
@@ -212,11 +229,12 @@ def _check_values(problem: Problem, index: int, m: Model) -> None:
         except ValueError as error:
             shape = (m.pipelines, m.stages, m.micro_batches * problem.mini_batches)
             raise ProblemError(f"{m.name}'s {field} times do not broadcast to {shape}: {error}") from None
+        values = values[m.ranks.start : m.ranks.stop]
         bad = ~np.isfinite(values) | (values < 0 if field == "activation" else values <= 0)
         if bad.any():
             raise ProblemError(f"{m.name}'s {field} is {values[bad][0]:g}; it must be {lowest}")
     first, second = problem.array(index, "input_gradient"), problem.array(index, "weight_gradient")
-    if not ((first > 0) & (second > 0)).all():
+    if not ((first > 0) & (second > 0))[m.ranks.start : m.ranks.stop].all():
         raise ProblemError(f"{m.name}'s input_gradient must be above 0 and, if alone, below its backward time")
     if not m.optimizer_step >= 0:
         raise ProblemError(f"{m.name}'s optimizer_step is {m.optimizer_step}; it must be 0 or more")
@@ -227,7 +245,7 @@ def serial_memory(problem: Problem) -> float:
     peak = 0.0
     for index, m in enumerate(problem.models):
         sizes = problem.array(index, "activation")
-        for rank in range(problem.ranks):
-            alive = min(m.micro_batches, m.stages - rank % m.stages)
+        for rank in m.ranks:
+            alive = min(m.micro_batches, m.stages - (rank - m.first) % m.stages)
             peak = max(peak, float(np.convolve(sizes[rank], np.ones(alive), "valid").max()))
     return peak

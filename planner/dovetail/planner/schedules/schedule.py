@@ -28,8 +28,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Words (N, length) with their evaluation. `how`: what found it. `proved`: no schedule of the family within the
-    problem's memory limit is faster."""
+    """Words (N, length) with their evaluation; shorter ones end in -1. `how`: what found it. `proved`: no schedule of
+    the family within the problem's memory limit is faster."""
 
     family: str
     instance: Instance
@@ -57,17 +57,17 @@ class Schedule:
 
     def passes(self) -> Iterator[Pass]:
         """Every rank's passes in their order."""
-        i, names = self.instance, [m.name for m in self.instance.problem.models]
+        i, models = self.instance, self.instance.problem.models
         for rank in range(i.ranks):
             count = [0] * (2 * KINDS)
-            for code in map(int, self.words[rank]):
+            for code in (int(code) for code in self.words[rank] if code >= 0):
                 m, kind, q = code // KINDS, code % KINDS, count[code]
                 count[code] += 1
                 end = float(self.finish[m, kind, rank, q])
-                pipeline, stage = rank // int(i.stages[m]), int(i.position[m, rank])
+                pipeline, stage = models[m].ranks.index(rank) // models[m].stages, int(i.position[m, rank])
                 letter = ("FIW" if i.split else "FB")[kind]
                 start = end - float(i.duration[m, kind, rank, q])
-                yield Pass(rank, names[m], pipeline, stage, q, letter, start, end)
+                yield Pass(rank, models[m].name, pipeline, stage, q, letter, start, end)
 
 
 class DeadlockError(ValueError):

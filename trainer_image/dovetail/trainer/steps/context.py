@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.api.messages import Action
+from dovetail.api.messages import Action, ModelRef
 from dovetail.api.types import RLHFJobSpec
 from dovetail.api.wire import Arrays
 from dovetail.trainer.batches import Packed, Padded, Sequences, split_padded
@@ -37,11 +37,16 @@ class Context:
     timeline: Timeline
 
     def model(self, name: str) -> EngineModel:
-        """Raises BadCommand when the model is not loaded."""
-        if name not in self.engine.models:
-            held = ", ".join(sorted(self.engine.models)) or "no model"
-            raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
+        """Of a model that this rank holds. Raises BadCommand when it is not loaded."""
+        self.require(name)
         return self.engine.models[name]
+
+    def require(self, name: str) -> ModelRef:
+        """Of a model that some ranks hold. Raises BadCommand when none does."""
+        if name not in self.engine.loaded:
+            held = ", ".join(sorted(self.engine.loaded)) or "no model"
+            raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
+        return self.engine.loaded[name]
 
     def actions(
         self, actions: Sequence[Sequence[Action]], micro_batches: dict[str, int], mini_batches: int = 1
@@ -75,7 +80,7 @@ class Context:
 
     def per_sequence(
         self,
-        model: EngineModel,
+        name: str,
         sequences: Sequences,
         wanted: Tensor,
         micro: int,
@@ -87,7 +92,8 @@ class Context:
         `read` maps the last stage's output at the positions that `wanted` (N, T) bool marks, and the micro-batch and
         its rows, to (rows, width). A collective call."""
         n = len(sequences)
-        mine = split_padded(n, model.dp_size, micro)[model.dp_rank]
+        model = self.engine.models.get(name)
+        mine = [] if model is None else split_padded(n, model.dp_size, micro)[model.dp_rank]
         by_tokens: dict[int, Padded] = {}
         work = []
         for part in mine:
@@ -95,11 +101,10 @@ class Context:
             by_tokens[id(batch)] = part
             work.append(batch)
         parts = self.engine.forward(
-            model.name, work, lambda output, batch: read(output, batch.packed, by_tokens[id(batch)].rows).float()
+            name, work, lambda output, batch: read(output, batch.packed, by_tokens[id(batch)].rows).float()
         )
         table = torch.zeros(n, width)
-        place = self.groups.of(model.name)
-        if place.pp_rank == 0 and place.tp_rank == 0:
+        if model is not None and model.groups.pp_rank == 0 and model.groups.tp_rank == 0:
             for part, values in zip(mine, parts, strict=True):
                 for i, row in enumerate(part.rows):
                     if part.weights[i]:

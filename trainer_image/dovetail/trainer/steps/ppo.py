@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's part of one optimizer step."""
+    """This rank's part of one optimizer step; `work` by the models that it holds."""
 
     work: dict[str, list[list[int]]]
     response_tokens: int
@@ -63,25 +63,26 @@ def prepare_step(context: Context, step: Step) -> Run:
     """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
     config = context.spec.ppo
     models = ["actor"] if step.train_actor else []
-    shared = context.model("actor").head == "lm+value"
+    shared = context.require("actor").head == "lm+value"
     if shared and not step.train_actor:
         raise BadCommand("train_actor is false, but the critic shares the actor's body and cannot train without it")
-    if "critic" in context.engine.models:
+    if "critic" in context.engine.loaded:
         models.append("critic")
     if not models:
         raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
     arrays = context.fetch(step.batch)
     samples = Samples.read(arrays, config, own_values=shared)
-    for name in models:
+    here = [name for name in models if name in context.engine.models]
+    for name in here:
         context.check_vocabulary(context.model(name), samples.sequences)
     ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
-    minis = _mini_batches(context, step, samples, models, ptx)
+    minis = _mini_batches(context, step, samples, here, ptx)
     if len(minis) % step.mini_batches or (ptx is not None and step.mini_batches > 1):
         raise BadCommand(
             f"a schedule of {step.mini_batches} mini-batches cannot be repeated for {len(minis)} optimizer steps"
             + (" with ptxCoef above 0" if ptx is not None else "")
         )
-    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in models}, step.mini_batches)
+    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in here}, step.mini_batches)
     schedule = Schedule(actions, step.mini_batches, digest(step.actions))
     recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
     if "critic" in models and samples.values is None and config.value_clip is not None:
@@ -114,7 +115,8 @@ def _check_returns(learns_values: bool, goals: Targets) -> None:
 def _ptx(context: Context, step: Step, samples: Samples, arrays: Arrays) -> Ptx:
     sequences = Sequences.read(arrays, "ptx_")
     mask = read(arrays, "ptx_loss_mask", torch.uint8, tuple(sequences.tokens.shape))
-    context.check_vocabulary(context.model("actor"), sequences)
+    if "actor" in context.engine.models:
+        context.check_vocabulary(context.model("actor"), sequences)
     steps = len(samples) // context.spec.ppo.mini_batch_size
     if len(sequences) < steps:
         raise BadCommand(f"{len(sequences)} ptx sequences are fewer than the {steps} mini-batches of an epoch")
@@ -163,7 +165,9 @@ def _train(
     make = {"actor": _actor_micro_batch, "critic": _critic_micro_batch}
     for start in range(0, len(minis), schedule.mini_batches):
         span = minis[start : start + schedule.mini_batches]
-        work = {m: [make[m](context, samples, goals, mini, r) for mini in span for r in mini.work[m]] for m in models}
+        work = {
+            m: [make[m](context, samples, goals, mini, r) for mini in span for r in mini.work[m]] for m in span[0].work
+        }
         name = f"mini-batch {start}" if len(span) == 1 else f"mini-batches {start}-{start + len(span) - 1}"
         with context.timeline.phase(name):
             # Demonstrations add to the gradient before the step.
@@ -313,7 +317,9 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
 
     A second pass over the actor's own schedule, before the optimizer step: the sum of both gradients is that of the
     mixed loss. Shares that do not fill the schedule's micro-batches are made up with rows that count nothing."""
-    model = context.model("actor")
+    model = context.engine.models.get("actor")
+    if model is None:
+        return context.engine.run([], {})["actor"]
     schedule = [action for action in actions if action.model == "actor"]
     count = len(mini.work["actor"])
     micro = -(-len(mini.ptx_rows) // (model.dp_size * count))
@@ -336,7 +342,7 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
 def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | None]:
     """The actor's log-probabilities of the response tokens, (N, R), at its present weights, and the values of its value
     head, if it has one, before each of them. One forward pass for both; a collective call."""
-    model, width = context.model("actor"), samples.mask.shape[1]
+    width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
 
     def of(output: Tensor | Outputs, packed: Packed, rows: list[int]) -> Tensor:
@@ -348,6 +354,6 @@ def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | N
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
-    columns = width if model.head == "lm" else 2 * width
-    table = context.per_sequence(model, samples.sequences, wanted, micro, columns, of)
+    columns = width if context.require("actor").head == "lm" else 2 * width
+    table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of)
     return table[:, :width], table[:, width:] if columns > width else None

@@ -75,7 +75,7 @@ def _rewards(values: Tensor, _: Packed, __: list[int]) -> Tensor:
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
     """Accuracy (a tie is wrong) and loss over all pairs of the batches."""
-    model = context.model("reward")
+    context.require("reward")
     batches = [load_pairs(context, key) for key in command.batches]
 
     def run() -> Metrics:
@@ -84,7 +84,7 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
             n = len(pairs) // 2
             with context.timeline.phase("reward evaluation"):
                 micro = 2 * context.spec.reward.micro_batch_size
-                found = context.per_sequence(model, pairs, last_tokens(pairs), micro, 1, _rewards).squeeze(1)
+                found = context.per_sequence("reward", pairs, last_tokens(pairs), micro, 1, _rewards).squeeze(1)
             _, stats = reward_loss(found[:n], found[n:], normaliser=1.0)
             totals["pairs"] += n
             totals["correct"] += float(stats["correct"])

@@ -63,7 +63,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
     """Mean loss a token over all the batches."""
-    model = context.model("actor")
+    context.require("actor")
     batches = [load_batch(context, key) for key in command.batches]
 
     def run() -> Metrics:
@@ -75,7 +75,7 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
                 return -unpacked(logprobs, mask[rows]).sum(dim=1, keepdim=True)
 
             with context.timeline.phase("sft evaluation"):
-                found = context.per_sequence(model, sequences, mask, context.spec.sft.micro_batch_size, 1, sums)
+                found = context.per_sequence("actor", sequences, mask, context.spec.sft.micro_batch_size, 1, sums)
             loss += float(found.double().sum())
             tokens += float(mask.sum())
         return {"loss": loss / tokens if tokens else 0.0, "tokens": tokens}
