@@ -23,6 +23,7 @@ from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups
 
 VOCABULARY = 1024
+WARM_UP = 8  # rounds; the first ones meet pages that nobody has touched yet
 FAMILIES = ("serial", "zero-bubble", "stitched", "fused", "fused-split")
 
 
@@ -150,7 +151,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
     times = Times()
     warm = plan(bench, times, c, reverse=True)
     for name in ("serial", "fused-split"):  # both kinds of backward are measured
-        for _ in range(3):
+        for _ in range(WARM_UP):
             bench.timed(warm[name].actions(bench.rank))
             seen = bench.measured()
         times.add([StageTimes.model_validate(part) for part in seen], bench.layouts)
