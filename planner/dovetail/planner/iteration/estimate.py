@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from dovetail.api.types import Dtype, LoRA, Parallelism
 from dovetail.planner.iteration.costs import Step, inference_seconds, origin, servers, together, training_step
@@ -151,13 +155,14 @@ def _inference(
 
 def _hidden(candidate: Candidate, generated: Generated, tasks: Sequence[tuple[Share, float]]) -> float:
     """Seconds of tasks on one GPU that are done by the end of generation. A copy of a model that is split over GPUs
-    works when all of these are free."""
-    share_free = 1 - generated.destinations / generated.servers
+    works when all of these are free, whichever servers the tail gathers on."""
     beside, after = [], []
     for share, seconds in tasks:
-        if any(share.overlaps(other) for other in candidate.generation):
-            copies = int(share.gpus * share_free / (share.pp * share.tp) + 1e-9)
-            after.append((copies / share.dp, seconds))
+        on = next((other for other in candidate.generation if share.overlaps(other)), None)
+        if on is not None:
+            busy, servers = generated.destinations, generated.servers
+            free = sum(n * _all_free(k, busy, servers) for k, n in _spread(share, on).items())
+            after.append((free / share.dp, seconds))
         else:
             beside.append(seconds)
     hidden = min(generated.seconds, sum(beside))
@@ -170,18 +175,37 @@ def _hidden(candidate: Candidate, generated: Generated, tasks: Sequence[tuple[Sh
     return hidden
 
 
+@lru_cache(maxsize=8192)
+def _spread(share: Share, serving: Share) -> Counter[int]:
+    """Number of the share's copies by the number of servers that have GPUs of the copy."""
+    if share.pp == share.tp == 1:
+        return Counter({1: share.dp})
+    starts = share.first + share.tp * np.arange(share.pp * share.dp).reshape(share.pp, share.dp)
+    gpus = np.concatenate([starts + t for t in {*range(0, share.tp, serving.tp), share.tp - 1}])
+    at = (gpus - serving.first) // serving.tp % serving.dp
+    at[(gpus < serving.first) | (gpus >= serving.first + serving.gpus)] = -1
+    at.sort(axis=0)
+    return Counter((np.diff(at, axis=0, prepend=-1) > 0).sum(axis=0).tolist())
+
+
+def _all_free(some: int, busy: int, servers: int) -> float:
+    """Chance that none of `some` of the servers is one of the `busy` ones."""
+    return math.comb(servers - some, busy) / math.comb(servers, busy) if some <= servers else 0.0
+
+
 def steps_of(
     candidate: Candidate, work: Workload, inventory: Inventory, system: System, c: Constants
 ) -> tuple[Step | None, Step | None]:
     """An optimizer step of the actor and of the critic."""
     actor, critic = candidate.actor_training, candidate.critic_training
     return (
-        _step("actor_training", actor[0], work, inventory, system, c) if actor else None,
-        _step("critic_training", critic[0], work, inventory, system, c) if critic and work.critic else None,
+        step_of("actor_training", actor[0], work, inventory, system, c) if actor else None,
+        step_of("critic_training", critic[0], work, inventory, system, c) if critic and work.critic else None,
     )
 
 
-def _step(task: Task, share: Share, work: Workload, inventory: Inventory, system: System, c: Constants) -> Step:
+def step_of(task: Task, share: Share, work: Workload, inventory: Inventory, system: System, c: Constants) -> Step:
+    """An optimizer step of the model that a training task trains."""
     shape, head = work.model(task) or (work.actor, "lm")
     lora = work.actor_lora if task == "actor_training" else work.critic_lora
     part = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))

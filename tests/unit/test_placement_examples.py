@@ -1,0 +1,74 @@
+"""The examples' plans: what was estimated is what their iterations take when they are played event by event."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import NormalDist, mean
+
+import numpy as np
+import pytest
+import yaml
+
+from dovetail.api.types import RLHFJob
+from dovetail.planner.iteration import estimate
+from dovetail.planner.iteration.simulate import simulate
+from dovetail.planner.placement import Lengths
+from dovetail.planner.placement.inventory import read
+from dovetail.planner.placement.job import place
+from dovetail.planner.placement.recommend import recommend
+from dovetail.planner.placement.workload import Ints
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# hh-rlhf.yaml's models are downloaded; their sizes.
+HH = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+ITERATIONS = 6
+
+
+def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> Ints:
+    """(count,) tokens whose longest is at quantile `at` of the longest's own distribution, the others spread evenly
+    below it: a few such draws have the mean of many that leave this to chance."""
+    top = at ** (1 / count)
+    levels = [*(top * (np.arange(count - 1) + rng.uniform(0.01, 0.99, count - 1)) / (count - 1)), top]
+    tokens = [lengths.median * np.exp(lengths.sigma * NormalDist().inv_cdf(float(level))) for level in levels]
+    return rng.permutation(np.clip(np.rint(tokens), 1, lengths.longest).astype(np.int64))
+
+
+@pytest.mark.parametrize(
+    ("job", "inventory"),
+    [
+        ("rlhf-65b.yaml", "a100x128.yaml"),
+        ("quickstart.yaml", "a100-v100-a10.yaml"),
+        ("quickstart-cluster.yaml", "a100-v100-a10.yaml"),
+        ("quickstart-cluster.yaml", None),
+        ("hh-rlhf.yaml", None),
+    ],
+)
+def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, inventory: str | None) -> None:
+    spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / job).read_text())).spec
+    configs = dict.fromkeys(("actor", "critic", "reward", "reference"), HH) if job == "hh-rlhf.yaml" else {}
+    if inventory is None:
+        placed = place(spec, configs)
+        chosen = placed.chosen if placed is not None else None
+    else:
+        there = read(yaml.safe_load((EXAMPLES / "inventories" / inventory).read_text()))
+        chosen, _ = recommend(spec, configs, there)
+    assert chosen is not None
+    work, rng = chosen.work, np.random.default_rng(0)
+    played = []
+    for k in range(ITERATIONS):
+        prompts, responses = (
+            drawn(lengths, work.batch, (k + 0.5) / ITERATIONS, rng) for lengths in (work.prompt, work.response)
+        )
+        made = simulate(chosen.candidate, work, chosen.inventory, prompts, responses, chosen.system, drawn=False)
+        played.append(made.seconds)
+    expected = estimate(chosen.candidate, work, chosen.inventory, chosen.system)
+    assert expected.seconds == pytest.approx(mean(played), rel=0.03)
