@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from dovetail.planner.hashing import hashed_once
+
 Head = Literal["lm", "value", "lm+value"]
 FAMILIES = ("llama", "qwen2", "qwen3", "opt")
 
@@ -32,6 +34,7 @@ class Linear:
         return self.inputs * self.outputs + self.bias * self.outputs
 
 
+@hashed_once
 @dataclass(frozen=True)
 class ModelShape:
     """`queries`, `keys`: width of all query heads, and of all key (or value) heads. `embedding`: width of the token
@@ -139,7 +142,7 @@ class ModelShape:
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
         """Of a forward pass over `tokens` positions that attend to `context` tokens each on average: two per weight of
         a matrix and position, and scores and their use (4 x queries x context)."""
-        matrices = sum(each.inputs * each.outputs for each in self.linears())
+        matrices = _matrices(self)
         output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden
         return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
 
@@ -159,6 +162,11 @@ def _linears(shape: ModelShape) -> tuple[Linear, ...]:
         return (*attention, Linear("fc1", h, i, shape.mlp_bias, "out"), Linear("fc2", i, h, shape.mlp_bias, "in"))
     gate, up = Linear("gate_proj", h, i, shape.mlp_bias, "out"), Linear("up_proj", h, i, shape.mlp_bias, "out")
     return (*attention, gate, up, Linear("down_proj", i, h, shape.mlp_bias, "in"))
+
+
+@lru_cache(maxsize=256)
+def _matrices(shape: ModelShape) -> int:
+    return sum(each.inputs * each.outputs for each in _linears(shape))
 
 
 @lru_cache(maxsize=4096)

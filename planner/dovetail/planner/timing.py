@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dovetail.api.types import Dtype
 from dovetail.planner.hardware import GPU
+from dovetail.planner.hashing import hashed_once
 from dovetail.planner.interstage import StageProfile
 from dovetail.planner.memory.rollout import Server, kv_tokens
 from dovetail.planner.memory.training import ITEMSIZE
@@ -23,6 +24,7 @@ class TimingError(ValueError):
     """A task that a GPU cannot do at all; the message names both."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Constants:
     """Assumed, the same for all GPUs and models: shares of the peaks that are reached, and fixed costs.
@@ -95,6 +97,7 @@ def decode_step(
     return max(memory, arithmetic) + shape.layers * c.layer_seconds + exchange
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cluster:
     """Equal nodes of `per_node` GPUs. `network`: bytes per second of one GPU to other nodes, one direction."""

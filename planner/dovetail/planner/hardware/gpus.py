@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from dovetail.api.types import Dtype
+from dovetail.planner.hashing import hashed_once
 
 GIB = 2**30
 # Suffixes that GPU feature discovery adds for time slicing.
@@ -26,6 +27,7 @@ class UnknownProduct(ValueError):
     """No such GPU product; the message offers the nearest names."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class GPU:
     """`flops`: per second by dtype, without sparsity; a dtype that is missing is not supported in hardware.

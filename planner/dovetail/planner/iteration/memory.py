@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -62,11 +62,11 @@ class _Load:
     works: Mapping[str, float]
     host: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def resident(self) -> float:
         return sum(self.stays.values())
 
-    @property
+    @cached_property
     def transient(self) -> float:
         return sum(self.works.values())
 
@@ -83,19 +83,42 @@ class Footprint:
     awake: bool = False
 
 
-def footprint(task: Task, share: Share, work: Workload, pool: Pool, system: System) -> Footprint:
-    """Of a task whose weights no other task holds."""
-    if task in TRAINING:
-        load = _training(task, origin(share), work, pool, False, system.host_step)
-        return Footprint((1 + FRAGMENTS) * load.resident, load.transient)
-    load = _serving(task, origin(share), None, work, pool)
+@dataclass(frozen=True)
+class Alone:
+    """A task that has its GPUs to itself: bytes of one, tokens of KV cache of a server, and what is left of the bytes
+    beside other tasks."""
+
+    need: float
+    room: int
+    footprint: Footprint
+
+
+def alone(task: Task, share: Share, work: Workload, pool: Pool, system: System) -> Alone:
+    """As `memory` of a candidate with this share only."""
+    load = _load_alone(task, share, work, pool, system)
     kept, works = (1 + FRAGMENTS) * load.resident, load.transient
+    need = kept + works + CONTEXT_BYTES
     if task != "generation":
-        return Footprint(kept, works)
-    works += work.longest * _kv_bytes(work, pool, share)
+        return Alone(need, 0, Footprint(kept, works))
+    each = _kv_bytes(work, pool, share)
+    room = int((UTILISATION * pool.gpu.memory - need) // each)
+    need += _cached_tokens(work, share, room) * each
+    works += work.longest * each
     if share.offload or system.shared_weights:
-        return Footprint(kept, works, serves=True)
-    return Footprint(kept + works, 0.0, serves=True, awake=True)
+        return Alone(need, room, Footprint(kept, works, serves=True))
+    return Alone(need, room, Footprint(kept + works, 0.0, serves=True, awake=True))
+
+
+def explanation(task: Task, share: Share, work: Workload, pool: Pool, system: System) -> str:
+    """What a task that has its GPUs to itself needs of them, one sentence."""
+    load, room = _load_alone(task, share, work, pool, system), alone(task, share, work, pool, system).room
+    return _peak(pool, share.range, [(task, share, load)], {share: room}, work, system).explanation
+
+
+def _load_alone(task: Task, share: Share, work: Workload, pool: Pool, system: System) -> _Load:
+    if task in TRAINING:
+        return _training(task, origin(share), work, pool, False, system.host_step)
+    return _serving(task, origin(share), None, work, pool)
 
 
 def rooms_for(tasks: Iterable[Task], pool: Pool, system: System) -> tuple[float, float]:
@@ -132,6 +155,12 @@ def memory(
     for (pool, where, _), tasks in zip(cells, loads, strict=True):
         found.append(_peak(pool, where, tasks, rooms, work, system))
     return tuple(found), rooms
+
+
+def _cached_tokens(work: Workload, share: Share, room: int) -> float:
+    """That a server keeps: those of its part of the batch, as far as there is room, and of the longest sample."""
+    wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
+    return max(float(work.longest), min(float(room), max(wanted, work.longest)))
 
 
 def _kv_bytes(work: Workload, pool: Pool, share: Share) -> float:
@@ -173,9 +202,7 @@ def _peak(
         host |= {f"{task}: {name}": size for name, size in load.host.items()}
         works = {f"{task}: {name}": size for name, size in load.works.items()}
         if task == "generation":
-            wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
-            tokens = max(float(work.longest), min(float(rooms[share]), max(wanted, work.longest)))
-            works["generation: KV cache"] = tokens * _kv_bytes(work, pool, share)
+            works["generation: KV cache"] = _cached_tokens(work, share, rooms[share]) * _kv_bytes(work, pool, share)
             if not (share.offload or system.shared_weights):
                 device |= works
                 continue

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dovetail.planner.hashing import hashed_once
 
+
+@hashed_once
 @dataclass(frozen=True)
 class System:
     """Ours by default; `make bench-papers` describes each paper's baselines by these.

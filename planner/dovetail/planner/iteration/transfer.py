@@ -71,13 +71,18 @@ def swap_seconds(candidate: Candidate, work: Workload, inventory: Inventory, sys
         return 0.0
     spent: dict[tuple[str, int], float] = {}
     for task in ("generation", *INFERENCE):
-        model = work.model(task)
         for share in candidate.shares(task):  # type: ignore[arg-type]
-            if share.offload and model is not None:
-                pool = inventory[share.pool]
-                size = model[0].parameters(model[1]) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
-                if share.fsdp == 3:
-                    size /= share.dp
+            if share.offload:
                 key = share.pool, share.first
-                spent[key] = spent.get(key, 0.0) + swap(size, pool.gpu, 1, c)
+                spent[key] = spent.get(key, 0.0) + swap_of(task, share, work, inventory, c)
     return max(spent.values(), default=0.0)
+
+
+def swap_of(task: str, share: Share, work: Workload, inventory: Inventory, c: Constants) -> float:
+    """Of the weights of one task."""
+    model = work.model(task)
+    if model is None:
+        return 0.0
+    pool = inventory[share.pool]
+    size = model[0].parameters(model[1]) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
+    return swap(size / share.dp if share.fsdp == 3 else size, pool.gpu, 1, c)

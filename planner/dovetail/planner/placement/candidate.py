@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from dovetail.planner.hashing import hashed_once
 from dovetail.planner.switching import Layout
 
 # As in dovetail.api.plan.Task, without the supervised stages. `critic` is the critic's inference.
@@ -29,6 +30,7 @@ class Placement(StrEnum):
     SEPARATION = "Separation"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Share:
     """A task on GPUs [first, first + pp * tp * dp) of a pool, tp changing fastest, then dp, then pp.
@@ -64,6 +66,14 @@ class Share:
         """Among the pool's GPUs as ranks."""
         return Layout(pp=self.pp, tp=self.tp, dp=self.dp, first=self.first, sharded=self.fsdp == 3)
 
+    def at(self, first: int) -> Share:
+        """The same from GPU `first` on."""
+        if first == self.first:
+            return self
+        return Share(
+            self.pool, first, self.pp, self.tp, self.dp, self.micro_batch, self.fsdp, self.recompute, self.offload
+        )
+
     def overlaps(self, other: Share) -> bool:
         """Whether both need the same GPU."""
         return (
@@ -74,6 +84,7 @@ class Share:
         return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Candidate:
     """One plan that could be. A task of several shares divides its samples among them by their speeds (training has

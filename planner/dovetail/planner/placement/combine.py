@@ -10,11 +10,12 @@ from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.filling import Filling
 from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
-from dovetail.planner.placement.ranking import Ranker, Ranking, combinations, frugality
+from dovetail.planner.placement.ranking import Ranked, Ranker, Ranking, frugality, orders
 
 # Of a structure's fastest combinations, those that are estimated, and those that are looked at for them.
 COMBINATIONS = 8
 PATIENCE = 200
+AT_ONCE = 32
 
 Chosen = tuple[Share, ...]
 """A share for each of a ranking's places."""
@@ -79,19 +80,24 @@ class Combiner:
         return None
 
     def _agreeing(self, ranking: Ranking, filling: Filling, patience: int) -> Iterator[Chosen]:
-        for options in islice(combinations(ranking.layouts), patience):
-            chosen = tuple(option.share for option in options)
-            if self.agrees(ranking, chosen) and filling.fits(options):
-                yield chosen
+        coming = islice(orders(ranking.layouts), patience)
+        while some := list(islice(coming, AT_ONCE)):
+            for at, fits in zip(some, filling.fitting(ranking.layouts, some), strict=True):
+                if fits:
+                    chosen = tuple(ranked[i].share for ranked, i in zip(ranking.layouts, at, strict=True))
+                    if self.agrees(ranking, chosen):
+                        yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
         """Where both trainings must have the same micro-batch size, one of each."""
         for micro in (None, *MICRO_BATCHES) if self._limits.together else (None,):
-
-            def keep(task: Task, option: Option, micro: int | None = micro) -> bool:
-                return micro is None or task not in TRAINING or option.share.micro_batch == micro
-
-            found = filling.repaired(keep)
+            layouts = [
+                ranked
+                if micro is None or task not in TRAINING
+                else [option for option in ranked if option.share.micro_batch == micro]
+                for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True)
+            ]
+            found = filling.repaired(layouts)
             if found is not None and self.agrees(ranking, chosen := tuple(o.share for o in found)):
                 yield chosen
 
@@ -103,18 +109,21 @@ class Combiner:
         wide = self._ranker.rank(structure, width=10**9)
         assert isinstance(wide, Ranking)
         filling, tasks = self.filling(wide), [task for task, _ in wide.places]
-        for layout in dict.fromkeys(map(_layout, wide.layouts[tasks.index("actor_training")])):
-            having = {t for t, ranked in zip(tasks, wide.layouts, strict=True) if layout in map(_layout, ranked)}
+        by_layout = [_by_layout(ranked) for ranked in wide.layouts]
+        for layout in by_layout[tasks.index("actor_training")]:
             for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
-                held = having & set(shared)
-
-                def keep(task: Task, option: Option, held: set[Task] = held, layout: tuple[int, int] = layout) -> bool:
-                    return task not in held or _layout(option) == layout
-
-                found = filling.repaired(keep)
+                layouts = [
+                    mine[layout] if task in shared and layout in mine else ranked
+                    for task, ranked, mine in zip(tasks, wide.layouts, by_layout, strict=True)
+                ]
+                found = filling.repaired(layouts)
                 if found is not None and self.agrees(wide, chosen := tuple(o.share for o in found)):
                     yield chosen
 
 
-def _layout(option: Option) -> tuple[int, int]:
-    return option.share.pp, option.share.tp
+def _by_layout(ranked: Ranked) -> dict[tuple[int, int], Ranked]:
+    """By (pp, tp)."""
+    found: dict[tuple[int, int], Ranked] = {}
+    for option in ranked:
+        found.setdefault((option.share.pp, option.share.tp), []).append(option)
+    return found

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dovetail.planner.iteration.costs import Step, inference_seconds, servers
-from dovetail.planner.iteration.estimate import Estimate, estimate, steps_of
+from dovetail.planner.iteration.costs import inference_seconds, servers
+from dovetail.planner.iteration.estimate import Estimate, estimate, step_of
 from dovetail.planner.iteration.generation import generate, mean
-from dovetail.planner.iteration.memory import Footprint, footprint, memory, rooms_for
+from dovetail.planner.iteration.memory import Footprint, alone, explanation, rooms_for
 from dovetail.planner.iteration.system import DOVETAIL, System
-from dovetail.planner.iteration.transfer import swap_seconds
-from dovetail.planner.placement.candidate import TRAINING, Candidate, Placement, Share, Task
+from dovetail.planner.iteration.transfer import swap_of
+from dovetail.planner.placement.candidate import TRAINING, Candidate, Share, Task
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.workload import Workload
 from dovetail.planner.timing import DEFAULT, Constants, TimingError
@@ -61,26 +61,26 @@ class Costs:
 
     def option(self, task: Task, share: Share) -> Option:
         """The task on these GPUs alone, one share doing all of it."""
-        used, rooms = memory(_alone(task, share), self._work, self._inventory, self._system)
-        worst = max(used, key=lambda m: m.device_bytes)
-        need = worst.device_bytes
-        if not worst.fits:
-            return Option(share, 0.0, 0.0, need, f"{task} on {worst.explanation}")
         pool = self._inventory[share.pool]
-        mine = footprint(task, share, self._work, pool, self._system)
+        found = alone(task, share, self._work, pool, self._system)
+        need, mine = found.need, found.footprint
+        if need > pool.gpu.memory:
+            return Option(
+                share, 0.0, 0.0, need, f"{task} on {explanation(task, share, self._work, pool, self._system)}"
+            )
         try:
             if task == "generation":
-                seconds = self._generation(share, rooms[share])
+                seconds = self._generation(share, found.room)
                 problem = None
-                if rooms[share] < self._work.longest:
+                if found.room < self._work.longest:
                     problem = (
-                        f"generation on {share} has room for {max(0, rooms[share])} tokens of KV cache, but a sample "
+                        f"generation on {share} has room for {max(0, found.room)} tokens of KV cache, but a sample "
                         f"may have {self._work.longest}"
                     )
                 # A tail that gathers may end a little sooner.
                 return Option(share, seconds + self._swap(task, share), 0.9 * seconds, need, problem, mine)
             if task in TRAINING:
-                step = self._step(task, share)
+                step = step_of(task, share, self._work, self._inventory, self._system, self._constants)
                 steps = self._work.steps
                 return Option(share, steps * step.alone, steps * (step.work + step.fixed), need, None, mine)
             return Option(share, self._inference(task, share) + self._swap(task, share), 0.0, need, None, mine)
@@ -91,20 +91,14 @@ class Costs:
         return rooms_for(tasks, pool, self._system)
 
     def _swap(self, task: Task, share: Share) -> float:
-        if not share.offload:
+        if not share.offload or self._system.hidden_swaps:
             return 0.0
-        return swap_seconds(_alone(task, share), self._work, self._inventory, self._system, self._constants)
+        return swap_of(task, share, self._work, self._inventory, self._constants)
 
     def _generation(self, share: Share, room: int) -> float:
         work, cluster = self._work, self._inventory[share.pool].cluster
         each = servers(share, cluster, work, max(room, work.longest), self._system, self._constants)
         return generate([each], work.batch, work.prompt, work.response, None, self._system.continuous).seconds
-
-    def _step(self, task: Task, share: Share) -> Step:
-        actor, critic = steps_of(_alone(task, share), self._work, self._inventory, self._system, self._constants)
-        step = actor or critic
-        assert step is not None
-        return step
 
     def _inference(self, task: Task, share: Share) -> float:
         work, model = self._work, self._work.model(task)
@@ -114,8 +108,3 @@ class Costs:
         return inference_seconds(
             shape, head, share, self._inventory[share.pool].cluster, tokens, work.batch, self._constants
         )
-
-
-def _alone(task: Task, share: Share) -> Candidate:
-    shares: dict[str, tuple[Share, ...]] = {"generation": (), "actor_training": (), task: (share,)}
-    return Candidate(Placement.SEPARATION, **shares)  # type: ignore[arg-type]

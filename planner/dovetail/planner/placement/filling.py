@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.placement.candidate import Task
 from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.inventory import Inventory
-from dovetail.planner.placement.ranking import Ranking
+from dovetail.planner.placement.ranking import Ranked, Ranking
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 # A change that costs no time is not infinitely good.
 LEAST_SECONDS = 1e-6
 # What sums in another order differ by is no saving.
@@ -34,7 +34,7 @@ class Filling:
     """Of one ranking: which of its places share a GPU, and what fits there."""
 
     def __init__(self, ranking: Ranking, inventory: Inventory, costs: Estimator) -> None:
-        self._ranking = ranking
+        self._tables: dict[int, tuple[Ranked, _Table]] = {}
         self._cells = [
             _Cell(places, *costs.rooms((ranking.places[at][0] for at in places), inventory[pool]))
             for pool, places in _cells(ranking)
@@ -44,13 +44,23 @@ class Filling:
         """Whether an option for each place fits with the others."""
         return all(_excess(cell, chosen) <= 0 for cell in self._cells)
 
-    def repaired(self, keep: Callable[[Task, Option], bool] | None = None) -> list[Option] | None:
-        """The fastest options that `keep` allows, with such of them replaced as do not fit: always the replacement that
-        saves most bytes for its seconds. None if no replacement helps any more."""
-        layouts = self._ranking.layouts
-        if keep is not None:
-            tasks = (task for task, _ in self._ranking.places)
-            layouts = tuple([o for o in ranked if keep(task, o)] for task, ranked in zip(tasks, layouts, strict=True))
+    def fitting(self, layouts: Sequence[Ranked], orders: Sequence[tuple[int, ...]]) -> Bools:
+        """(n,) for each of n combinations, an option's number by place, whether it fits."""
+        chosen = np.array(orders)
+        fits = np.ones(len(orders), dtype=bool)
+        for cell in self._cells:
+            tables = [(self._table(layouts[at]), chosen[:, at]) for at in cell.places]
+            kept = sum(table.kept[i] for table, i in tables)
+            works = np.max([table.works[i] for table, i in tables], axis=0)
+            fits &= kept + works <= cell.room
+            for table, i in tables:
+                if table.serves:
+                    fits &= kept + np.where(table.awake[i], works, table.works[i]) <= cell.serving
+        return fits
+
+    def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
+        """The fastest options, with such of them replaced as do not fit: always the replacement that saves most bytes
+        for its seconds. None if no replacement helps any more. `layouts`: by place, the fastest first."""
         if not all(layouts):
             return None
         chosen = [ranked[0] for ranked in layouts]
@@ -60,7 +70,7 @@ class Filling:
                 best: tuple[float, int, int] = (0.0, 0, 0)
                 for at in cell.places:
                     if at not in tables:
-                        tables[at] = _Table(layouts[at])
+                        tables[at] = self._table(layouts[at])
                     saved = np.minimum(excess, excess - tables[at].excess(cell, at, chosen))
                     saved[saved <= LEAST_BYTES] = 0.0
                     value = saved / np.maximum(LEAST_SECONDS, tables[at].seconds - chosen[at].seconds)
@@ -72,25 +82,31 @@ class Filling:
                 chosen[best[1]] = layouts[best[1]][best[2]]
         return chosen if self.fits(chosen) else None
 
+    def _table(self, options: Ranked) -> _Table:
+        # Lists are told apart by where they are, and kept so that they stay there.
+        if id(options) not in self._tables:
+            self._tables[id(options)] = options, _Table(options)
+        return self._tables[id(options)][1]
+
 
 class _Table:
     """A place's options, to see at once what each would change."""
 
     def __init__(self, options: Sequence[Option]) -> None:
         self.seconds: Floats = np.array([o.seconds for o in options])
-        self._kept: Floats = np.array([o.footprint.kept for o in options])
-        self._works: Floats = np.array([o.footprint.works for o in options])
-        self._serves = options[0].footprint.serves
-        self._awake = np.array([o.footprint.awake for o in options])
+        self.kept: Floats = np.array([o.footprint.kept for o in options])
+        self.works: Floats = np.array([o.footprint.works for o in options])
+        self.serves = options[0].footprint.serves
+        self.awake = np.array([o.footprint.awake for o in options])
 
     def excess(self, cell: _Cell, at: int, chosen: Sequence[Option]) -> Floats:
         """As `_excess`, with each of the options in place of the one at `at`."""
         others = [chosen[place].footprint for place in cell.places if place != at]
-        kept = self._kept + sum(f.kept for f in others)
-        works = np.maximum(self._works, max((f.works for f in others), default=0.0))
+        kept = self.kept + sum(f.kept for f in others)
+        works = np.maximum(self.works, max((f.works for f in others), default=0.0))
         most: Floats = kept + works - cell.room
-        if self._serves:
-            most = np.maximum(most, kept + np.where(self._awake, works, self._works) - cell.serving)
+        if self.serves:
+            most = np.maximum(most, kept + np.where(self.awake, works, self.works) - cell.serving)
         for f in others:
             if f.serves:
                 most = np.maximum(most, kept + (works if f.awake else f.works) - cell.serving)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.hashing import hashed_once
 from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
 from dovetail.planner.timing import Cluster
 
@@ -20,6 +22,7 @@ class InventoryError(ValueError):
     """An inventory that cannot be read; one sentence that names the entry and the fix."""
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Pool:
     """`nodes` equal nodes of `per_node` GPUs. `network`: bytes per second of one GPU to other nodes, one direction.
@@ -37,7 +40,7 @@ class Pool:
     def gpus(self) -> int:
         return self.nodes * self.per_node
 
-    @property
+    @cached_property
     def cluster(self) -> Cluster:
         """For the time model."""
         return Cluster(self.gpu, self.per_node, self.network)

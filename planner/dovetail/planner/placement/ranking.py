@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Share, Task
 from dovetail.planner.placement.costs import Estimator, Option
@@ -63,7 +63,7 @@ class Ranker:
 
     def _task(self, structure: Structure, task: Task, slot: Slot, width: int) -> Ranked | str:
         """Layouts that fit alone, fastest first. The same for equal slots elsewhere: shares begin at GPU 0."""
-        start, shared = replace(slot, first=0), structure.shares_trainers(slot)
+        start, shared = slot.at(0), structure.shares_trainers(slot)
         front = (task, start, shared, width)
         if front not in self._options:
             ranked = self._layouts(task, start, shared)
@@ -126,16 +126,22 @@ def frugality(option: Option) -> tuple[bool, float]:
     return not option.share.offload, option.need
 
 
+def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
+    """Which option of each list, by the sum of their seconds; each combination once."""
+    start = (0,) * len(layouts)
+    heap = [(sum(ranked[0].seconds for ranked in layouts), start, 0)]
+    while heap:
+        seconds, at, last = heapq.heappop(heap)
+        yield at
+        # Each is reached from the one whose last place that is not the first option is one step back.
+        for k in range(last, len(layouts)):
+            ranked, i = layouts[k], at[k]
+            if i + 1 < len(ranked):
+                more = seconds + ranked[i + 1].seconds - ranked[i].seconds
+                heapq.heappush(heap, (more, (*at[:k], i + 1, *at[k + 1 :]), k))
+
+
 def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Option, ...]]:
     """One option of each list, by the sum of their seconds; each combination once."""
-    start = (0,) * len(layouts)
-    heap = [(sum(ranked[0].seconds for ranked in layouts), start)]
-    seen = {start}
-    while heap:
-        seconds, at = heapq.heappop(heap)
+    for at in orders(layouts):
         yield tuple(ranked[i] for ranked, i in zip(layouts, at, strict=True))
-        for k, (ranked, i) in enumerate(zip(layouts, at, strict=True)):
-            after = (*at[:k], i + 1, *at[k + 1 :])
-            if i + 1 < len(ranked) and after not in seen:
-                seen.add(after)
-                heapq.heappush(heap, (seconds + ranked[i + 1].seconds - ranked[i].seconds, after))

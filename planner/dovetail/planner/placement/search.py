@@ -223,7 +223,7 @@ class Search:
                 # A scorer for each vLLM server, on one of its GPUs.
                 sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
                 share = replace(share, dp=slot.count // next(sizes, 1))
-            shares.setdefault(task, []).append(replace(share, first=slot.first) if slot.first else share)
+            shares.setdefault(task, []).append(share.at(slot.first))
         return Candidate(
             placement=ranking.structure.placement,
             **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ class Search:
 
 def _shares(found: Found) -> list[Share]:
     """In the order of a ranking's places, and as it has them."""
-    return [replace(share, first=0) for _, share in found.candidate.placed]
+    return [share.at(0) for _, share in found.candidate.placed]
 
 
 def _order(found: Found) -> tuple[bool, float]:

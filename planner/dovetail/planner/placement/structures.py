@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from dovetail.planner.hashing import hashed_once
 from dovetail.planner.placement.candidate import TASKS, Placement, Task
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
@@ -17,6 +18,7 @@ EVERY_NODE = 16
 HALVES = "reference and reward on halves"
 
 
+@hashed_once
 @dataclass(frozen=True, order=True)
 class Slot:
     """GPUs [first, first + count) of a pool."""
@@ -31,6 +33,10 @@ class Slot:
             self.pool == other.pool and self.first < other.first + other.count and other.first < self.first + self.count
         )
 
+    def at(self, first: int) -> Slot:
+        """As many GPUs from `first` on."""
+        return self if first == self.first else Slot(self.pool, first, self.count)
+
     def cut(self, at: int) -> tuple[Slot, Slot]:
         """The first `at` GPUs and the rest."""
         return Slot(self.pool, self.first, at), Slot(self.pool, self.first + at, self.count - at)
@@ -41,6 +47,7 @@ Slots = tuple[Slot, ...]
 Sizes = Callable[[Pool, int], list[int]]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Structure:
     """The GPUs of each task, in no layout yet. `note`: what a user should know of it besides the placement."""

@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dovetail.api.types import LoRA
+from dovetail.planner.hashing import hashed_once
 from dovetail.planner.interstage.lengths import TAIL_QUANTILE, TAIL_RATIO
 from dovetail.planner.shape import Head, ModelShape
 
 Ints = npt.NDArray[np.int64]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Lengths:
     """Log-normal numbers of tokens, cut off at `longest`. `sigma` 0: all are the median (APP's fixed 256 and 256)."""
@@ -51,6 +53,7 @@ class Lengths:
         return np.clip(np.rint(tokens), 1, self.longest).astype(np.int64)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Workload:
     """One iteration: `batch` samples generated, scored, and trained on in `epochs` passes of batch / mini_batch
