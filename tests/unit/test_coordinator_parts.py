@@ -20,7 +20,7 @@ from dovetail.coordinator.database import StoreError
 from dovetail.coordinator.experience import Experience, ExperienceFiles, kl_per_sample
 from dovetail.coordinator.publishing import Target, receivers_of
 from dovetail.coordinator.samples import Key
-from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, next_chunk
+from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, Waiting
 from dovetail.coordinator.summary import build, mean_ci95, write_json
 
 
@@ -30,9 +30,10 @@ def finished(prompt: int, response: int, index: int = 0, sample: int = 0) -> Fin
 
 @given(st.lists(st.integers(2, 300), min_size=1, max_size=200), st.integers(1, 20))
 def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], scorers: int) -> None:
-    chunk = next_chunk([finished(1, n - 1, i) for i, n in enumerate(lengths)], scorers, least=100, most=600)
-    assert len(set(chunk)) == len(chunk) >= 1
-    rest = [n for i, n in enumerate(lengths) if i not in set(chunk)]
+    waiting = Waiting(finished(1, n - 1, i) for i, n in enumerate(lengths))
+    chunk = {s.key.prompt for s in waiting.take(scorers, least=100, most=600)}
+    assert len(chunk) >= 1
+    rest = [n for i, n in enumerate(lengths) if i not in chunk]
     longest = max(lengths)
     assert not rest or min(lengths[i] for i in chunk) >= max(rest)
     assert len(chunk) == 1 or len(chunk) * longest <= 600
@@ -42,33 +43,32 @@ def test_chunks_are_the_longest_samples_within_the_limits(lengths: list[int], sc
 @given(
     st.lists(st.tuples(st.integers(1, 200), st.lists(st.integers(0, 90), min_size=1, max_size=9)), min_size=1),
     st.integers(1, 6),
+    st.booleans(),
 )
 def test_samples_of_a_prompt_share_a_chunk_unless_each_part_is_worth_one(
-    prompts: list[tuple[int, list[int]]], scorers: int
+    prompts: list[tuple[int, list[int]]], scorers: int, fails: bool
 ) -> None:
-    waiting = [
-        finished(prompt, n, index, sample)
-        for index, (prompt, responses) in enumerate(prompts)
-        for sample, n in enumerate(responses)
-    ]
-    waiting = waiting[::2] + waiting[1::2]
-    left = waiting
-    while left:
-        chosen = next_chunk(left, scorers, least=300, most=2000)
-        assert len(set(chosen)) == len(chosen) >= 1
-        taken = {left[i].key for i in chosen}
+    left = {
+        Key(1, index, sample): n for index, (_, responses) in enumerate(prompts) for sample, n in enumerate(responses)
+    }
+    waiting = Waiting(finished(prompts[key.prompt][0], n, key.prompt, key.sample) for key, n in left.items())
+    if fails:
+        # As when a scorer fails: a chunk comes back.
+        waiting.add(waiting.take(scorers, least=300, most=2000))
+    while waiting:
+        chunk = waiting.take(scorers, least=300, most=2000)
+        taken = {s.key: left.pop(s.key) for s in chunk}
+        assert len(taken) == len(chunk) >= 1
         for index in {key.prompt for key in taken}:
-            parts = [[len(s.response) for s in left if s.key.prompt == index and (s.key in taken) is t] for t in (0, 1)]
-            if all(parts):
-                prompt = prompts[index][0]
-                assert all(sum(part) >= prompt and prompt + sum(part) >= 300 for part in parts)
-        left = [s for s in left if s.key not in taken]
+            prompt = prompts[index][0]
+            parts = [[n for key, n in part.items() if key.prompt == index] for part in (taken, left)]
+            assert not parts[1] or all(sum(part) >= prompt and prompt + sum(part) >= 300 for part in parts)
+    assert not left
 
 
 def test_siblings_go_to_one_scorer_together_however_long_the_others_are() -> None:
-    waiting = [finished(128, n, index, s) for s, n in enumerate((40, 50, 60, 70)) for index in range(4)]
-    chunk = next_chunk(waiting, 4)
-    assert {waiting[i].key for i in chunk} == {Key(1, 0, s) for s in range(4)}
+    waiting = Waiting(finished(128, n, index, s) for s, n in enumerate((40, 50, 60, 70)) for index in range(4))
+    assert {s.key for s in waiting.take(4)} == {Key(1, 0, s) for s in range(4)}
 
 
 class FakeScorer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -54,30 +55,69 @@ class Scores:
     score: float | None
 
 
-def next_chunk(
-    waiting: Sequence[Finished], scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
-) -> list[int]:
-    """Indices of the samples that one of `scorers` scorers takes next: as many as `chunk_rows` says, prompt by prompt,
-    the longest first.
+class Waiting:
+    """Finished samples that no scorer has yet, by prompt."""
 
-    A scorer computes a prompt once for all its samples in a chunk. So those of one prompt go together, though they be
-    a few more, unless both parts are worth a chunk (`least`) and have as many response tokens as the prompt has."""
-    groups: dict[Key, list[int]] = {}
-    for i in sorted(range(len(waiting)), key=lambda i: (-len(waiting[i]), i)):
-        groups.setdefault(waiting[i].key._replace(sample=0), []).append(i)
-    rows = chunk_rows(max(map(len, waiting)), sum(map(len, waiting)), scorers, least, most)
-    chosen: list[int] = []
-    for group in groups.values():
-        prompt = len(waiting[group[0]].prompt)
-        enough = max(prompt, least - prompt)
-        responses = [len(waiting[i].response) for i in group]
-        count = min(len(group), rows - len(chosen))
-        while count < len(group) and min(sum(responses[:count]), sum(responses[count:])) < enough:
-            count += 1
-        chosen += group[:count]
-        if len(chosen) >= rows:
-            break
-    return chosen
+    def __init__(self, samples: Iterable[Finished] = ()) -> None:
+        self._groups: dict[tuple[int, int], list[Finished]] = {}
+        # (-length, order, prompt) of every sample; those of samples that were taken are dropped when they come up.
+        self._longest: list[tuple[int, int, tuple[int, int]]] = []
+        self._added = 0
+        self._tokens = 0
+        self.add(samples)
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, samples: Iterable[Finished]) -> None:
+        for sample in samples:
+            prompt = (sample.key.iteration, sample.key.prompt)
+            self._groups.setdefault(prompt, []).append(sample)
+            heapq.heappush(self._longest, (-len(sample), self._added, prompt))
+            self._added += 1
+            self._tokens += len(sample)
+
+    def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
+        """What one of `scorers` scorers takes next, if anything waits: as many as `chunk_rows` says, prompt by prompt,
+        the longest first.
+
+        A scorer computes a prompt once for all its samples in a chunk. So those of one prompt go together, though they
+        be a few more, unless both parts are worth a chunk (`least`) and have as many response tokens as the prompt
+        has."""
+        chunk: list[Finished] = []
+        rows = 0
+        while self._groups and (not chunk or len(chunk) < rows):
+            prompt = self._next()
+            group = self._groups.pop(prompt)
+            group.sort(key=lambda sample: -len(sample))
+            rows = rows or chunk_rows(len(group[0]), self._tokens, scorers, least, most)
+            count = _cut(group, rows - len(chunk), least)
+            chunk += group[:count]
+            if count < len(group):
+                self._groups[prompt] = group[count:]
+        self._tokens -= sum(map(len, chunk))
+        return chunk
+
+    def _next(self) -> tuple[int, int]:
+        """The prompt of the longest sample."""
+        while True:
+            length, _, prompt = heapq.heappop(self._longest)
+            if -length == max(map(len, self._groups.get(prompt, ())), default=0):
+                return prompt
+
+
+def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
+    """How many of a prompt's samples go along where there is room for `rows`: see `Waiting.take`."""
+    prompt = len(group[0].prompt)
+    enough = max(prompt, least - prompt)
+    taken = sum(len(sample.response) for sample in group[:rows])
+    left = sum(len(sample.response) for sample in group[rows:])
+    count = min(rows, len(group))
+    while count < len(group) and min(taken, left) < enough:
+        taken += len(group[count].response)
+        left -= len(group[count].response)
+        count += 1
+    return count
 
 
 async def load_models(
@@ -117,7 +157,7 @@ class Inference:
         self._on_scores, self._on_failure, self._on_success, self._on_span = on_scores, on_failure, on_success, on_span
         self._chunk_seconds = chunk_seconds
         self._everyone = everyone
-        self._waiting: list[Finished] = []
+        self._waiting = Waiting()
         self._left = 0
         self._wake = asyncio.Event()
         self._done = asyncio.Event()
@@ -142,7 +182,7 @@ class Inference:
     def add(self, samples: Iterable[Finished]) -> None:
         """Score these, too."""
         new = list(samples)
-        self._waiting += new
+        self._waiting.add(new)
         self._left += len(new)
         if self._left:
             self._done.clear()
@@ -185,25 +225,18 @@ class Inference:
                 for scorer in allowed:
                     task = self._busy.get(scorer.name)
                     if self._waiting and (task is None or task.done()):
-                        chunk = self._take(max(len(allowed), self._everyone()))
+                        chunk = self._waiting.take(max(len(allowed), self._everyone()))
                         self._busy[scorer.name] = asyncio.create_task(self._score(scorer, chunk))
             # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS if self._waiting else None):
                     await self._wake.wait()
 
-    def _take(self, scorers: int) -> list[Finished]:
-        chosen = next_chunk(self._waiting, scorers)
-        chunk = [self._waiting[i] for i in chosen]
-        taken = set(chosen)
-        self._waiting = [s for i, s in enumerate(self._waiting) if i not in taken]
-        return chunk
-
     async def _score(self, scorer: Scorer, chunk: list[Finished]) -> None:
         try:
             if not await self._try(scorer, chunk):
                 # `_run` asks again after a while: a scorer that always fails must not be asked in a tight loop.
-                self._waiting += chunk
+                self._waiting.add(chunk)
                 return
         except Exception as error:
             self._error = error
