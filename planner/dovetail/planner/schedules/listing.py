@@ -2,8 +2,7 @@
 
 A rank that is free takes the ready operation of the lowest priority value, or waits for one that becomes ready within
 a look-ahead. The value: `base` (N, 6) by rank and code, plus `slope` (N, 6) times the progress within the mini-batch,
-plus `patience` times the wait, plus `lateness` times the mini-batch, plus the operation's own `keys` (2, 3, N, Q),
-before which less `window` it does not start. `room` (N, 2): micro-batches of each model that a
+plus `patience` times the wait, plus `lateness` times the mini-batch. `room` (N, 2): micro-batches of each model that a
 rank may hold in flight; `limit` (N,): activations it may hold; `look` (2, 3): look-ahead, in time."""
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from dovetail.planner.schedules.jit import kernel
 
 @kernel
 def list_schedule(  # type: ignore[no-untyped-def]
-    duration, activation, before, after, position, stages, total, group, wait, step, comm, form, limit,
-    base, slope, room, look, patience, lateness, keys, window, stop_at, finish, words,
+    duration, activation, before, after, position, stages, total, group, wait, step, comm, split, limit,
+    base, slope, room, look, patience, lateness, stop_at, words,
 ):  # fmt: skip
-    """Fill `words` (N, length) and `finish` (2, 3, N, Q); returns the makespan, or -1 where memory or in-flight limits
-    block everything. `form`: see `schedule.form`.
+    """Fill `words` (N, length); returns the makespan, or -1 where memory or in-flight limits block everything.
 
     Gives up with -1 as soon as the time passes `stop_at`."""
     n = words.shape[0]
     mini = wait.shape[1]
     far = 1e300
-    finish[:] = far
+    finish = np.full(duration.shape, far)
     count = np.zeros((n, 6), np.int64)
     free = np.zeros(n)
     memory = np.zeros(n)
@@ -33,10 +31,8 @@ def list_schedule(  # type: ignore[no-untyped-def]
     filled = np.zeros(n, np.int64)
     closed = np.zeros((2, mini), np.int64)
     closing = np.zeros((2, mini))
-    kinds = 2 if form == 0 else 3
+    kinds = 3 if split else 2
     release = kinds - 1
-    onwards = 1 if form == 2 else 0
-    backwards = onwards + 1
     todo = n * kinds * (total[0] + total[1])
     t = 0.0
     end = 0.0
@@ -70,6 +66,9 @@ def list_schedule(  # type: ignore[no-untyped-def]
                             continue
                         if memory[x] + activation[m, x, q] > limit[x]:
                             continue
+                        prior = before[m, x]
+                        if prior >= 0:
+                            ready = finish[m, 0, prior, q] + comm[m, 0, x]
                         if q % group[m] == 0:
                             for other in range(2):
                                 need = wait[m, q // group[m], other]
@@ -78,24 +77,19 @@ def list_schedule(  # type: ignore[no-untyped-def]
                                         ready = far
                                     else:
                                         ready = max(ready, closing[other, need - 1] + step[other])
-                    else:
-                        ready = finish[m, kind - 1, x, q]
-                    if kind == onwards:
-                        if before[m, x] >= 0:
-                            ready = max(ready, finish[m, kind, before[m, x], q] + comm[m, 0, x])
-                    elif kind == backwards and after[m, x] >= 0:
-                        ready = max(ready, finish[m, kind, after[m, x], q] + comm[m, 1, x])
+                    elif kind == 1:
+                        onward = after[m, x]
+                        ready = finish[m, 0, x, q]
+                        if onward >= 0:
+                            ready = finish[m, 1, onward, q] + comm[m, 1, x]
                     if ready >= far:
                         continue
-                    key = keys[m, kind, x, q]
-                    ready = max(ready, key - window)
                     if ready > t + look[m, kind]:
                         upcoming = min(upcoming, ready)
                         continue
                     k = q // group[m]
                     value = (
-                        key
-                        + base[x, code]
+                        base[x, code]
                         + slope[x, code] * (q - k * group[m] + 0.5) / group[m]
                         + patience * max(ready - t, 0.0)
                         + lateness * k
@@ -143,7 +137,7 @@ def list_schedule(  # type: ignore[no-untyped-def]
 
 @kernel
 def search_rules(  # type: ignore[no-untyped-def]
-    duration, activation, before, after, position, stages, total, group, wait, step, comm, form, limit,
+    duration, activation, before, after, position, stages, total, group, wait, step, comm, split, limit,
     tries, seed, target, unit, stop, task, best_words,
 ):  # fmt: skip
     """`tries` random and mutated rules; the best schedule's words and makespan (1e300 where none fits).
@@ -152,8 +146,6 @@ def search_rules(  # type: ignore[no-untyped-def]
     np.random.seed(seed)
     n = best_words.shape[0]
     words = np.zeros_like(best_words)
-    finish = np.zeros(duration.shape)
-    keys = np.zeros(duration.shape)
     best = 1e300
     base = np.zeros((n, 6))
     slope = np.zeros((n, 6))
@@ -246,8 +238,8 @@ def search_rules(  # type: ignore[no-untyped-def]
                     else:
                         room[x, code // 3] = max(1, room[x, code // 3] + np.random.randint(-1, 2))
         end = list_schedule(
-            duration, activation, before, after, position, stages, total, group, wait, step, comm, form, limit,
-            base, slope, room, look, patience, lateness, keys, 1e300, best, finish, words,
+            duration, activation, before, after, position, stages, total, group, wait, step, comm, split, limit,
+            base, slope, room, look, patience, lateness, best, words,
         )  # fmt: skip
         if 0.0 <= end <= best:
             kept_base[:] = base

@@ -120,7 +120,7 @@ class Rounds:
             words = np.zeros((i.ranks, i.length), np.int64)
             end = search_rules(
                 i.duration, i.activation, i.before, i.after, i.position, i.stages, i.total, i.group, i.wait, i.step,
-                i.latency, i.form, np.full(i.ranks, limit * (1 + 1e-9)), tries,
+                i.latency, i.split, np.full(i.ranks, limit * (1 + 1e-9)), tries,
                 self.seed(number), target, self.unit, stop, number, words,
             )  # fmt: skip
             return float(end), unmirror(i, words) if use_mirror else words
@@ -138,8 +138,8 @@ class Rounds:
         def task(number: int, stop: Ints) -> tuple[float, Ints]:
             words = np.zeros((i.ranks, i.length), np.int64)
             end = justify(
-                duration, activation, i.before, i.after, i.position, i.stages, i.total, i.group, i.wait, i.step,
-                latency, forms, np.full(i.ranks, limit * (1 + 1e-9)), starts[number % len(starts)].finish,
+                duration, activation, i.before, i.after, i.total, i.group, i.wait, i.step, latency, forms,
+                np.full(i.ranks, limit * (1 + 1e-9)), starts[number % len(starts)].finish,
                 max(8, int(passes)), self.seed(number), target, self.unit, stop, number, words,
             )  # fmt: skip
             return float(end), words

@@ -16,7 +16,6 @@ class Rung(NamedTuple):
     runs: int = 0
     thin: int = 0  # tries with fewer micro-batches of the larger model
     near: float = 1.0  # anneal where the best is this near to the target
-    far: float = 1.0  # only where the best is farther than this from the bound
 
 
 LATENCY = (

@@ -80,8 +80,6 @@ class _Search(Rounds):
         for rung in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
-            if self.best is not None and self.best.makespan <= self.bound * rung.far:
-                continue
             self.attempt(cap, self.bound, rung)
             if rung.thin and not (self.best is not None and self.best.at_bound):
                 self.thinned(cap, self.bound, rung, UNLIMITED if self.best is None else self.best.makespan)
