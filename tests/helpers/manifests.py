@@ -151,7 +151,10 @@ RULES = [
             ("spec.ppo.criticOptimizer", {}, {"ppo.criticOptimizer": {"learningRate": 1e-4}}),
             ("spec.ppo.criticWarmupIterations", {}, {"ppo.criticWarmupIterations": 1}),
             ("spec.plan.parallelism.critic", {}, {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2}}}),
-            ("spec.plan.intraStageFusion Fused or TimeSharing", {}, {"plan.intraStageFusion": "Fused"}),
+            *(
+                ("spec.plan.intraStageFusion Fused, TimeSharing or Dedicated", {}, {"plan.intraStageFusion": pin})
+                for pin in ("Fused", "TimeSharing", "Dedicated")
+            ),
         )
     ),
     ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),

@@ -77,9 +77,9 @@ SHARED_BODY_RULES: tuple[SharedBodyRule, ...] = (
         f"spec.plan.parallelism.critic {_SHARED}, {_OWN}",
     ),
     SharedBodyRule(
-        lambda spec: spec.plan.intra_stage_fusion in ("Fused", "TimeSharing"),
+        lambda spec: spec.plan.intra_stage_fusion not in ("Auto", "Serial"),
         "self.plan.intraStageFusion in ['Auto', 'Serial']",
-        f"spec.plan.intraStageFusion Fused or TimeSharing {_SHARED}, which leaves one model to train and nothing to "
-        "fuse; set it to Auto or Serial.",
+        f"spec.plan.intraStageFusion Fused, TimeSharing or Dedicated {_SHARED}, which leaves one model to train; set "
+        "it to Auto or Serial.",
     ),
 )
