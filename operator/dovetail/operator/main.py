@@ -6,151 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
-import threading
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import aiohttp
-from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
-from dovetail.operator.client import Client, connect
-from dovetail.operator.controller import Controller
-from dovetail.operator.coordinators import Coordinators
-from dovetail.operator.handlers import watch
-from dovetail.operator.leader import LEASE, Lock, lead
-from dovetail.operator.log import log
-from dovetail.operator.metrics import Metrics
-from dovetail.operator.planning import Planner
 from dovetail.operator.settings import Settings
-
-# A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.
-STUCK_SECONDS = 120.0
-
-
-@dataclass
-class Health:
-    """For the probes: a follower is alive while it can look at the lease, a leader while jobs get their turn, too."""
-
-    lease_seen: float
-    controller: Controller | None = None
-
-    def problem(self, now: float) -> str | None:
-        if now - self.lease_seen > STUCK_SECONDS:
-            return f"the lease could not be read for {now - self.lease_seen:.0f} s"
-        lag = self.controller.queue.lag() if self.controller is not None else 0.0
-        return f"a job has waited for {lag:.0f} s" if lag > STUCK_SECONDS else None
-
-
-async def run(settings: Settings) -> int:
-    """Serve until SIGTERM or until the lease is lost."""
-    metrics, health = Metrics(), Health(time.monotonic())
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    api = await connect()
-
-    def seen() -> None:
-        health.lease_seen = time.monotonic()
-
-    async def work() -> None:
-        log("leader.started", identity=settings.identity)
-        metrics.leading.set(1)
-        await _operate(settings, Client(api), metrics, health)
-
-    lock = Lock(LEASE, settings.namespace, settings.identity, api, seen)
-    server = await _serve(settings, metrics, health)
-    leading = asyncio.create_task(_guard(lock, work))
-    waiting = asyncio.create_task(stopped.wait())
-    try:
-        await asyncio.wait({leading, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if leading.done():
-            log("leader.lost", error=str(leading.exception() or "the lease could not be renewed"))
-            return 1
-        log("operator.stopped")
-        return 0
-    finally:
-        for task in (leading, waiting):
-            task.cancel()
-        await asyncio.gather(leading, waiting, return_exceptions=True)
-        await lock.release()
-        await server.cleanup()
-        await api.close()
-
-
-async def _guard(lock: Lock, work: object) -> None:
-    """`lead`, which would not notice that its work died."""
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def watched() -> None:
-        try:
-            await work()  # type: ignore[operator]
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            failed.set_exception(error)
-        else:
-            failed.set_exception(RuntimeError("the watches ended"))
-
-    leading = asyncio.create_task(lead(lock, watched))
-    try:
-        await asyncio.wait({leading, failed}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
-        leading.result()
-    finally:
-        leading.cancel()
-        failed.cancel()
-        await asyncio.gather(leading, return_exceptions=True)
-
-
-async def _operate(settings: Settings, client: Client, metrics: Metrics, health: Health) -> None:
-    """What only the leader does. Ends when a watch dies, or by being cancelled."""
-    planner, stop = Planner(settings.planner_seconds), threading.Event()
-    async with aiohttp.ClientSession() as session:
-        coordinators = Coordinators(session, settings.progress_seconds, lambda key: controller.queue.add(key))
-        controller = Controller(client, planner, coordinators, settings, metrics)
-        health.controller = controller
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(controller.run())
-                loop = asyncio.get_running_loop()
-                await asyncio.to_thread(watch, controller, loop, settings.namespaces, stop)
-                raise RuntimeError("the watches ended")
-        finally:
-            stop.set()
-            health.controller = None
-            await coordinators.close()
-            await planner.close()
-
-
-async def _serve(settings: Settings, metrics: Metrics, health: Health) -> web.AppRunner:
-    """/healthz, /readyz and /metrics, on every replica."""
-
-    async def healthz(_: web.Request) -> web.Response:
-        problem = health.problem(time.monotonic())
-        return web.Response(status=503 if problem else 200, text=problem or "ok")
-
-    async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
-    async def show(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    app = web.Application()
-    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", show)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", settings.health_port).start()
-    return runner
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; takes everything from the environment (`dovetail.operator.settings`)."""
+    # Here only: the planner's process imports this module again, and needs nothing of that.
+    from dovetail.operator.process import run
+
     del argv
     try:
         settings = Settings.read()
