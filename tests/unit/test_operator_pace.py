@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.operator import reasons
-from dovetail.operator.pace import STARTING_SECONDS, STATUS_SECONDS, Pace
+from dovetail.operator.pace import LONGEST_SECONDS, STARTING_SECONDS, STARTS_AT_ONCE, STATUS_SECONDS, Pace
 
 KEY = ("team-a", "demo")
 
@@ -69,3 +69,16 @@ def test_jobs_wait_each_for_itself(pace, clock):
     assert pace.wait(("team-b", "demo"), STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
     pace.forget(KEY)
     assert pace.wait(KEY, {}, STARTING) == STATUS_SECONDS, "another one of that name"
+
+
+def test_of_many_jobs_that_start_most_have_one_status_that_says_they_run(clock):
+    pace = Pace(lambda: clock[0])
+    jobs = [("team-a", f"job-{number}") for number in range(200)]
+    waits = [pace.wait(job, {}, STARTING) for job in jobs]
+    assert waits[:STARTS_AT_ONCE] == [STATUS_SECONDS] * STARTS_AT_ONCE, "a few are as quick as one"
+    assert waits == sorted(waits)
+    assert waits[-1] == LONGEST_SECONDS, "nobody is kept in the dark for longer"
+    assert [pace.wait(job, {}, STARTING) for job in jobs] == waits, "asking again costs no turn"
+    assert pace.wait(jobs[-1], {}, status(reasons.OUT_OF_MEMORY)) == 0
+    clock[0] += STATUS_SECONDS
+    assert pace.wait(jobs[-1], {}, status(reasons.ALL_READY)) == 0

@@ -12,6 +12,9 @@ from dovetail.operator.store import Key
 # job become ready one by one within a moment: the status need not follow each.
 STATUS_SECONDS = 2.0
 STARTING_SECONDS = 10.0
+# Of many jobs that start at once, most run before their turn comes, and one status tells it all.
+STARTS_AT_ONCE, STARTS_PER_SECOND = 10, 0.2
+LONGEST_SECONDS = 60.0
 STARTING = {reasons.CREATING, reasons.STARTING}
 CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, reasons.NOT_SUSPENDED}
 CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED}
@@ -23,24 +26,39 @@ class Pace:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._wrote: dict[Key, float] = {}
+        self._turns: dict[Key, float] = {}
+        self._next_turn = 0.0
 
     def wait(self, key: Key, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
         """Seconds until the status that is wanted may be written over the known one: 0 for that of a new generation,
-        and for every condition that changes otherwise than as a job starts well. A new job waits from the first call.
+        and for every condition that changes otherwise than as a job starts well. A new job waits from the first call;
+        jobs that start well wait for each other, too.
         """
         fresh = known and known.get("observedGeneration") != wanted.get("observedGeneration")
         if fresh or not _changed(known, wanted) <= CALM:
             return 0.0
-        starting = known and any(c["type"] == "Running" and c["reason"] in STARTING for c in wanted["conditions"])
-        due = self._wrote.setdefault(key, self._clock()) + (STARTING_SECONDS if starting else STATUS_SECONDS)
-        return max(0.0, due - self._clock())
+        starting = any(c["type"] == "Running" and c["reason"] in STARTING for c in wanted["conditions"])
+        pause = STARTING_SECONDS if starting and known else STATUS_SECONDS
+        due = self._wrote.setdefault(key, self._clock()) + pause
+        return max(0.0, due - self._clock(), self._turn(key) - self._clock() if starting else 0.0)
 
     def wrote(self, key: Key) -> None:
         self._wrote[key] = self._clock()
+        self._turns.pop(key, None)
 
     def forget(self, key: Key) -> None:
         """The job is over, or gone."""
         self._wrote.pop(key, None)
+        self._turns.pop(key, None)
+
+    def _turn(self, key: Key) -> float:
+        """When it is the turn of this job that starts: a token bucket."""
+        if key not in self._turns:
+            now = self._clock()
+            self._next_turn = max(self._next_turn, now) + 1 / STARTS_PER_SECOND
+            turn = self._next_turn - STARTS_AT_ONCE / STARTS_PER_SECOND
+            self._turns[key] = min(turn, now + LONGEST_SECONDS)
+        return self._turns[key]
 
 
 def _changed(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[str]:
