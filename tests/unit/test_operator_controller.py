@@ -239,3 +239,43 @@ def test_the_plan_for_other_nodes_is_waited_for_by_nobody():
     assert client.job["status"]["plan"]["rollouts"] == 3
     controller._planner.made = Refused("PlannerTimeout", "the planner found no plan within 60 s")
     assert "no plan for the GPUs that there are now: the planner found no plan within 60 s" in see(4)["message"]
+
+
+def test_what_a_reply_told_is_no_news():
+    controller, _ = a_controller()
+
+    async def check():
+        await controller.process(KEY)
+        made = controller.store.children(KEY).get("ConfigMap", "demo-plan")
+        await controller.observe(made, deleted=False)
+        assert len(controller.queue) == 0
+        newer = made | {"metadata": made["metadata"] | {"resourceVersion": "6"}}
+        await controller.observe(newer, deleted=False)
+        assert len(controller.queue) == 1
+
+    asyncio.run(check())
+
+
+def test_what_a_list_lacks_is_gone():
+    """A watch that was cut off may have missed the deletion."""
+    controller, client = a_controller()
+    listed = []
+
+    async def pages(resource, namespace, selector="", fields="", size=0):
+        yield [thing for thing in listed if thing["kind"] == resource.kind]
+
+    async def check():
+        await controller.process(KEY)
+        listed.append(copy.deepcopy(client.job))
+        things = controller.store.children(KEY).objects.values()
+        listed.extend(copy.deepcopy(thing) for thing in things if thing["kind"] != "Service")
+        client.pages = pages
+        await controller.resync()
+        assert {thing["kind"] for thing in things} - {kind for kind, _ in controller.store.children(KEY).objects} == {
+            "Service"
+        }
+        client.calls.clear()
+        await controller.process(KEY)
+        assert [kind for call, kind in client.calls if call == "apply"] == ["Service"]
+
+    asyncio.run(check())

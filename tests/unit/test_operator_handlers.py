@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 from dovetail.operator.handlers import _Feed, make_settings
+from dovetail.operator.stateless import NoMemories
 
 
 class Controller:
@@ -45,3 +46,13 @@ def test_kopf_copies_no_objects():
     assert persistence.diffbase_storage.fetch(body=body) is None
     essence = persistence.diffbase_storage.build(body=body, extra_fields=None)
     assert persistence.progress_storage.clear(essence=essence) == essence
+
+
+def test_kopf_remembers_no_objects():
+    async def check():
+        memories = NoMemories()
+        first = await memories.recall({"metadata": {"uid": "a"}}, noticed_by_listing=True)
+        assert first.noticed_by_listing
+        assert list(memories.iter_all_memories()) == []
+
+    asyncio.run(check())

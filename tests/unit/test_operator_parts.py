@@ -160,10 +160,24 @@ def test_of_a_jobset_the_store_keeps_what_is_looked_at_and_little_more():
     assert "changed" not in store.children(key).get("JobSet", "demo")["status"], "what is handed out is a copy"
 
 
+def test_a_reply_and_the_event_that_follows_it_are_one_version():
+    store = Store()
+    pod = a_pod(5)
+    assert not store.knows(pod)
+    store.put(pod)
+    assert store.knows(pod)
+    assert store.knows(a_pod(4))
+    assert not store.knows(a_pod(6))
+    ((key, name),) = store.uids("Pod", pod["metadata"]["namespace"])
+    assert (key[1], name) == ("demo", pod["metadata"]["name"])
+    store.remove(pod)
+    assert not store.knows(pod)
+
+
 def test_what_is_nobodys_is_not_kept():
     store = Store()
     assert store.put(a_pod(1, job="")) is None
-    assert store.of_kind("Pod", None) == []
+    assert store.uids("Pod", None) == {}
 
 
 def test_matches_sees_drift_and_not_defaults():

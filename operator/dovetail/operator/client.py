@@ -18,7 +18,7 @@ from dovetail.operator.resources import BY_KIND, Resource
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
-PAGE = 500
+PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
 
 
 class KubeError(Exception):
@@ -71,7 +71,7 @@ class Client:
         query |= {"fieldSelector": fields} if fields else {}
         while True:
             page = await self._call("GET", resource.path(namespace), query)
-            yield [{"kind": resource.kind, **item} for item in page["items"]]
+            yield [{"apiVersion": resource.api_version, "kind": resource.kind, **item} for item in page["items"]]
             token = page["metadata"].get("continue")
             if not token:
                 return

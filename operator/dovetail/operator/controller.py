@@ -36,6 +36,9 @@ from dovetail.operator.tokens import Tokens
 from dovetail.operator.workqueue import WorkQueue
 
 RESYNC_SECONDS = 600.0
+# Pods of a job change together, and what was written is looked at once more: what kubelets or Kueue made of it.
+GATHER_SECONDS = 0.5
+BUSY = {"JobSet", "Job", "Pod"}
 FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
 # A binding is refused before its role is there, and pods come last.
@@ -71,11 +74,13 @@ class Controller:
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
 
     async def observe(self, thing: Object, deleted: bool) -> None:
-        """A watch event: remember it and enqueue the job that it is about."""
+        """A watch event: remember it and enqueue the job that it is about, unless the reply to a write told it."""
+        if not deleted and self.store.knows(thing):
+            return
         key = self.store.remove(thing) if deleted else self.store.put(thing)
         if key is not None:
             self._told.setdefault(key, time.monotonic())
-            await self.queue.add(key)
+            await self.queue.add(key, GATHER_SECONDS if thing["kind"] in BUSY and not deleted else 0.0)
 
     async def run(self) -> None:
         """Until cancelled. Nothing is decided before everything has been listed: to a controller that sees a job and
@@ -145,10 +150,10 @@ class Controller:
                 await self._keep_history(key, Context(planned[0], uid, planned[1], self._settings), children)
             self._tokens.forget(uid)
             self._coordinators.forget(key)
-            await self._report(document, result.status, result.events)
+            later = await self._report(document, result.status, result.events)
             self._pace.forget(key)
             await self._delete(document, result)
-            return result.requeue
+            return _sooner(later, result.requeue)
         try:
             if result.token and not isinstance(planned, Refused):
                 context = Context(planned[0], uid, planned[1], self._settings)
@@ -166,7 +171,7 @@ class Controller:
             self._tokens.doubt(uid)
         if token is None and self._tokens.known(uid) is not None:
             return 0.0  # the coordinator can be asked from now on
-        return min((seconds for seconds in (later, result.requeue) if seconds is not None), default=None)
+        return _sooner(later, result.requeue, GATHER_SECONDS if result.apply else None)
 
     def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | Refused, children: Children) -> Outlook:
         """What the nodes have room for, and the plan for so much as soon as it is made."""
@@ -222,8 +227,8 @@ class Controller:
             await self._client.delete(KIND, namespace, document["metadata"]["name"], str(document["metadata"]["uid"]))
 
     async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> float | None:
-        """Write the status if it says something new, and then the events of what is new. Seconds until that may be
-        done, if it is too soon."""
+        """Write the status if it says something new, and then the events of what is new. Seconds until the job wants
+        to be looked at again, for that or because it is too soon."""
         wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
         if wanted == document.get("status"):
             return None
@@ -245,7 +250,7 @@ class Controller:
             raise
         for event in events:
             await self._record(document, event)
-        return None
+        return GATHER_SECONDS
 
     async def _record(self, document: Object, event: JobEvent) -> None:
         """A core/v1 Event; one that cannot be written is no trouble."""
@@ -296,19 +301,28 @@ class Controller:
             await self.queue.add(key)
 
     async def _compare(self, resource: Resource, namespace: str | None) -> None:
-        known = self.store.of_kind(resource.kind, namespace)
+        gone = self.store.uids(resource.kind, namespace)
         try:
-            listed = await self._client.list(resource, namespace, "" if resource is RLHFJOB else MANAGED)
+            async for page in self._client.pages(resource, namespace, "" if resource is RLHFJOB else MANAGED):
+                for item in page:
+                    key = self.store.put(item)
+                    if key is not None and gone.get((key, item["metadata"]["name"])) == item["metadata"]["uid"]:
+                        del gone[key, item["metadata"]["name"]]
         except KubeError as error:
             if error.status != 404:
-                raise
-            listed = []  # the API server does not know the kind: JobSet is not installed
-        there = {item["metadata"]["uid"] for item in listed}
-        for thing in known:
-            if thing["metadata"].get("uid") not in there:
-                await self.observe(thing, deleted=True)
-        for item in listed:
-            self.store.put(item)
+                raise  # else the API server does not know the kind: JobSet is not installed
+        for (key, name), uid in gone.items():
+            await self.observe(_shell(resource.kind, key, name, uid), deleted=True)
+
+
+def _shell(kind: str, key: Key, name: str, uid: str) -> Object:
+    """As much of an object as tells which it is."""
+    labels = {names.JOB_LABEL: key[1]}
+    return {"kind": kind, "metadata": {"name": name, "namespace": key[0], "uid": uid, "labels": labels}}
+
+
+def _sooner(*seconds: float | None) -> float | None:
+    return min((value for value in seconds if value is not None), default=None)
 
 
 def _rejected(document: Object, result: Result, problem: str, now: datetime) -> tuple[RLHFJobStatus, list[JobEvent]]:

@@ -3,12 +3,11 @@ again with every event of a pod."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from uuid import uuid4
 
 from dovetail.operator.children import Children
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import Context, digest
 
 KINDS = frozenset(
     {
@@ -26,7 +25,7 @@ class Look:
     context: Context
     started: bool
     running: bool
-    versions: Mapping[tuple[str, str], Any]
+    versions: str
 
     def same(self, other: Look) -> bool:
         mine, theirs = self.context, other.context
@@ -63,12 +62,12 @@ class Drift:
 
 def look_at(context: Context, children: Children, started: bool, running: bool) -> Look:
     """`started`: the job has a JobSet; `running`: and a pod of it runs."""
-    versions = {}
-    for (kind, name), thing in children.objects.items():
+    versions = []
+    for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
         if kind in KINDS:
             metadata = thing["metadata"]
             # A budget's status changes with every pod.
             version = metadata.get("generation" if kind == "PodDisruptionBudget" else "resourceVersion")
             more = (metadata.get("labels"), metadata.get("ownerReferences"))
-            versions[kind, name] = (metadata.get("uid"), version or object(), *more)
-    return Look(context, started, running, versions)
+            versions.append((kind, name, metadata.get("uid"), version or uuid4().hex, *more))
+    return Look(context, started, running, digest(versions))

@@ -10,7 +10,7 @@ import kopf
 
 from dovetail.operator.controller import MANAGED, Controller
 from dovetail.operator.resources import CHILDREN, RLHFJOB
-from dovetail.operator.stateless import NoDiffs, NoProgress
+from dovetail.operator.stateless import NoDiffs, NoMemories, NoProgress
 
 
 def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: tuple[str, ...], stop: Event) -> None:
@@ -21,6 +21,7 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
         kopf.operator(
             registry=make_registry(controller, loop),
             settings=make_settings(),
+            memories=NoMemories(),
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
@@ -31,6 +32,10 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
 
 # Events of one job come in bursts: its pods start together.
 GATHER_SECONDS = 0.02
+# How long kopf keeps an object's task, and its last event with it, for the next one.
+IDLE_SECONDS = 1.0
+# Of objects that are there when the operator starts: a pod of 10 KB takes ten times that in memory.
+CHUNK = 100
 
 
 class _Feed:
@@ -90,6 +95,8 @@ def make_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.peering.standalone = True
     settings.networking.trust_env = False
+    settings.queueing.idle_timeout = IDLE_SECONDS
+    settings.watching.chunk_size = CHUNK
     settings.persistence.diffbase_storage = NoDiffs()
     settings.persistence.progress_storage = NoProgress()
     for resource in CHILDREN:

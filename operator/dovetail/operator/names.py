@@ -15,6 +15,7 @@ UID_LABEL = "dovetail.dev/job-uid"
 GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
+JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 SPEC_HASH = "dovetail.dev/spec-hash"
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"

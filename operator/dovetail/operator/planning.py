@@ -70,13 +70,17 @@ class _Read:
     text: str = ""
     plan: Plan | None = None
 
-    def stored(self, config_map: Object) -> Plan | None:
+    def stored(self, config_map: Object, known: dict[str, tuple[str, Plan]]) -> Plan | None:
+        """`known`: by their text, so that equal jobs share a plan, and its text."""
         text = str((config_map.get("data") or {}).get("plan.json"))
         if text != self.text:
-            try:
-                self.text, self.plan = text, Plan.model_validate_json(text)
-            except ValueError:
-                self.text, self.plan = text, None
+            if text not in known:
+                try:
+                    _remember(known, text, (text, Plan.model_validate_json(text)))
+                except ValueError:
+                    self.text, self.plan = text, None
+                    return None
+            self.text, self.plan = known[text]
         return self.plan
 
 
@@ -102,6 +106,7 @@ class Planner:
         self._pipe: Connection | None = None
         self._known: dict[str, Plan | Refused] = {}  # by the spec's hash
         self._read: dict[str, _Read] = {}  # by the job's uid
+        self._stored: dict[str, tuple[str, Plan]] = {}  # by their text in ConfigMaps
         self._variants: dict[str, Plan | Refused] = {}  # by the spec's digest
         self._waiting: dict[str, set[Key]] = {}  # for variants
         self._varying: set[asyncio.Task[None]] = set()
@@ -118,7 +123,7 @@ class Planner:
         if made is not None and label(made, names.UID_LABEL) == uid:
             same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
             started = jobset is not None and label(jobset, names.UID_LABEL) == uid
-            if (same or started) and (plan := read.stored(made)) is not None:
+            if (same or started) and (plan := read.stored(made, self._stored)) is not None:
                 return job, plan
         found = self._known.get(wanted)
         if found is None:

@@ -261,7 +261,7 @@ class _Reconciler:
         if first is None:
             return None
         name = first["metadata"]["name"]
-        pods = [p for p in self._pods if label(p, "batch.kubernetes.io/job-name") == name]
+        pods = [p for p in self._pods if label(p, names.JOB_NAME_LABEL) == name]
         return rootcause.worst(p for p in pods if p.get("status", {}).get("phase") == "Failed")
 
     def _too_many_restarts(self, cause: rootcause.Cause | None) -> Refused | None:

@@ -18,6 +18,10 @@ class Resource:
     plural: str
     watched: bool = True
 
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
         """Of one object, of a namespace's, or of all."""
         base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.api.types import KIND
@@ -11,7 +11,15 @@ from dovetail.operator import names
 from dovetail.operator.children import Children, Object, Ref, label
 
 Key = tuple[str, str]  # namespace and name of an RLHFJob
-_POD_SPEC = ("nodeName",)
+# All that is looked at of the objects that a job has most of; JobSet repeats its labels as annotations, too.
+_METADATA = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
+_LABELS = ("dovetail.dev/", names.KUEUE, names.JOB_NAME_LABEL)
+_STATUS = {
+    "Pod": ("phase", "podIP", "reason", "message", "conditions", "containerStatuses"),
+    "Job": ("failed", "conditions"),
+    "JobSet": ("conditions",),
+}
+_CONTAINER_STATUS = ("name", "image", "state")
 
 
 class _Kept(NamedTuple):
@@ -47,6 +55,17 @@ class Store:
             slot[place] = _Kept(version, str(thing["metadata"].get("uid", "")), text)
         return key
 
+    def knows(self, thing: Object) -> bool:
+        """Whether this version of it, or a newer one, was put here before."""
+        key = key_of(thing)
+        if key is None:
+            return False
+        if thing["kind"] == KIND:
+            job = self._jobs.get(key)
+            return job is not None and _version(job) >= _version(thing) > 0
+        there = self._children.get(key, {}).get(_place(thing))
+        return there is not None and there.version >= _version(thing) > 0
+
     def remove(self, thing: Object) -> Key | None:
         """It is gone, unless a newer one of the same name is known."""
         key = key_of(thing)
@@ -74,16 +93,18 @@ class Store:
     def children(self, key: Key) -> Children:
         return Children({place: json.loads(kept.text) for place, kept in self._children.get(key, {}).items()})
 
-    def of_kind(self, kind: str, namespace: str | None) -> list[Object]:
-        """Everything of a kind, for comparison with a list."""
+    def uids(self, kind: str, namespace: str | None) -> dict[tuple[Key, str], str]:
+        """By job and name the uids of everything of a kind, for comparison with a list."""
         if kind == KIND:
-            return [job for (space, _), job in self._jobs.items() if namespace in (None, space)]
-        return [
-            json.loads(kept.text)
-            for (space, _), slot in self._children.items()
-            for (k, _), kept in slot.items()
-            if k == kind and namespace in (None, space)
-        ]
+            jobs = ((key, job) for key, job in self._jobs.items() if namespace in (None, key[0]))
+            return {(key, key[1]): str(job["metadata"].get("uid", "")) for key, job in jobs}
+        return {
+            (key, name): kept.uid
+            for key, slot in self._children.items()
+            if namespace in (None, key[0])
+            for (k, name), kept in slot.items()
+            if k == kind
+        }
 
 
 def _place(thing: Object) -> Ref:
@@ -97,16 +118,21 @@ def key_of(thing: Object) -> Key | None:
 
 
 def trim(thing: Object) -> Object:
-    """Without what is never looked at, which is most of a pod and of a JobSet."""
-    metadata = {key: value for key, value in thing["metadata"].items() if key != "managedFields"}
-    kept: dict[str, Any] = {**thing, "metadata": metadata}
-    if thing["kind"] == "Pod":
-        kept["spec"] = {key: thing["spec"][key] for key in _POD_SPEC if key in thing.get("spec", {})}
-    elif thing["kind"] == "Job":
-        kept["spec"] = {}
-    elif thing["kind"] == "JobSet":
-        kept["spec"] = _sizes_only(thing.get("spec") or {})
-    return kept
+    """Without what is never looked at, which is most of a pod, a Job and a JobSet."""
+    metadata, kind = thing["metadata"], thing["kind"]
+    if kind not in _STATUS:
+        return {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
+    labels = (metadata.get("labels") or {}).items()
+    kept = _only(metadata, _METADATA) | {"labels": {key: v for key, v in labels if key.startswith(_LABELS)}}
+    status = _only(thing.get("status") or {}, _STATUS[kind])
+    if "containerStatuses" in status:
+        status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]
+    spec = _sizes_only(thing.get("spec") or {}) if kind == "JobSet" else {}
+    return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
+
+
+def _only(thing: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: thing[key] for key in keys if key in thing}
 
 
 def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
