@@ -90,9 +90,10 @@ def test_a_prompt_is_computed_once_for_all_its_samples(folders: dict[str, ModelR
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 2), st.integers(0, 30)), min_size=1, max_size=24),
     st.integers(1, 120),
     st.integers(1, 60),
+    st.none() | st.integers(1, 120),
 )
 def test_packs_hold_every_sample_once_within_the_bounds(
-    chosen: list[tuple[int, int, int]], max_tokens: int, max_outputs: int
+    chosen: list[tuple[int, int, int]], max_tokens: int, max_outputs: int, enough: int | None
 ) -> None:
     """Each sample: a prompt of so many tokens, one of two such prompts, and a response."""
     tokens = np.zeros((len(chosen), 42), np.int64)
@@ -101,15 +102,18 @@ def test_packs_hold_every_sample_once_within_the_bounds(
         tokens[i, prompt : prompt + response] = 100 * i + np.arange(response)
     prompts, responses = (np.array([c[k] for c in chosen]) for k in (0, 2))
     samples = Samples(tokens, prompts, responses)
+    everyone = Counter((p, w) for p, w, _ in chosen)
     seen: list[int] = []
     computed = 0
-    for pack in packs(samples, max_tokens, max_outputs):
+    for pack in packs(samples, max_tokens, max_outputs, enough):
         rows = pack.rows.tolist()
         seen += rows
         keys = [(p, w) for p, w, _ in (chosen[row] for row in rows)]
         # Each of its prompts once.
         assert len(pack.tokens) == sum(p for p, _ in set(keys)) + int(responses[rows].sum()) == sum(pack.lengths)
         assert len(rows) == 1 or len(pack.tokens) <= max_tokens
+        if len(set(keys)) > 1 and all(keys.count(key) == everyone[key] for key in keys):
+            assert len(pack.tokens) <= (enough or max_tokens)
         assert len(rows) == 1 or int(samples.lengths[rows].sum()) <= KEYS * max_tokens
         assert len(rows) == 1 or len(set(keys)) + int(responses[rows].sum()) <= max_outputs
         ends = np.cumsum(pack.lengths)

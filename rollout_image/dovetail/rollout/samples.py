@@ -79,11 +79,12 @@ def groups(samples: Samples) -> list[list[int]]:
     return list(found.values())
 
 
-def packs(samples: Samples, max_tokens: int, max_outputs: int) -> Iterator[Pack]:
+def packs(samples: Samples, max_tokens: int, max_outputs: int, enough: int | None = None) -> Iterator[Pack]:
     """All samples, in packs of at most `max_tokens` tokens and `max_outputs` positions before response tokens, whose
     samples have at most `KEYS` x `max_tokens` tokens with their prompts (or one sample). A prompt is in as few packs as
-    may be."""
+    may be. Samples of several prompts share a pack up to `enough` tokens."""
     limits = np.array([max_tokens, max_outputs, KEYS * max_tokens])
+    together = np.minimum(limits, [enough or max_tokens, max_outputs, KEYS * max_tokens])
 
     def cost(rows: Sequence[int], prompt: bool) -> NDArray[np.int64]:
         before, responses = int(samples.prompts[rows[0]]), int(samples.responses[rows].sum())
@@ -95,7 +96,7 @@ def packs(samples: Samples, max_tokens: int, max_outputs: int) -> Iterator[Pack]
         parts = [[row] for row in group] if (cost(group, True) > limits).any() else [group]
         joined = False
         for part in parts:
-            if pack and (used + cost(part, not joined) > limits).any():
+            if pack and (used + cost(part, not joined) > (limits if joined else together)).any():
                 yield _pack(samples, pack)
                 pack, used, joined = [], np.zeros(3, np.int64), False
             used = used + cost(part, not joined)

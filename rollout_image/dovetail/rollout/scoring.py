@@ -22,6 +22,8 @@ MODELS: tuple[Model, ...] = get_args(Model)
 HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "value"}
 
 MAX_TOKENS = 8192
+# On CPUs larger passes are slower: what they compute leaves the caches.
+CPU_TOKENS = 2048
 # On CPUs a forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read: a float32
 # matrix product then gives each row the same bits however many there are and wherever it is. Attention runs sequence by
 # sequence. So a sample's scores are the same to the last bit whatever it is scored with, and neither inter-stage fusion
@@ -172,8 +174,8 @@ class Scorer:
         outputs = self.max_tokens
         if HEADS[name] == "lm":
             outputs = max(1, LOGIT_BYTES // (self.dtype.itemsize * int(stage.config.vocab_size)))
-        multiple = ROWS if self.device.type == "cpu" else 1
-        for pack in packs(samples, self.max_tokens, outputs):
+        multiple, enough = (ROWS, CPU_TOKENS) if self.device.type == "cpu" else (1, None)
+        for pack in packs(samples, self.max_tokens, outputs, enough):
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
             if len(tokens) > len(pack.tokens):
                 # Token 0 is in every vocabulary.
