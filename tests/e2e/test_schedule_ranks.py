@@ -1,4 +1,5 @@
-"""Every family on 2, 3 and 4 real ranks over Gloo: gradients and weights of the serial schedule, bit by bit."""
+"""Every family on 2, 3 and 4 real ranks over Gloo: gradients and weights of the serial schedule, bit by bit. With ranks
+of its own for each model too, the weights of both on all ranks."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from dovetail.planner.training import (
 WORKER = Path(__file__).with_name("schedule_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+TIED = ("llama", "opt")  # as schedule_worker.py configures them
 EVENLY = {2: Parallelism(pp=2), 3: Parallelism(pp=3), 4: Parallelism(pp=4)}
 # World, actor, critic, architecture, LoRA, and plan.sharding.
 SETTINGS = [
@@ -136,3 +138,26 @@ def test_every_family_is_among_them(cases: list[dict[str, Any]]) -> None:
         mine = [case for case in cases if case["setting"] == setting and case["reverse"] is not None]
         names = {name for case in mine for name in case["schedules"]}
         assert names == set(FAMILIES)
+
+
+def test_dedicated_ranks_give_the_weights_of_shared_ones(
+    cases: list[dict[str, Any]], results: list[list[dict[str, Any]]]
+) -> None:
+    """Bit by bit: each data-parallel rank has the same micro-batches, in pipelines of fewer stages. But for a tied
+    embedding, whose gradient is the sum of two stages' where they are not one."""
+    import torch
+
+    shared = {c["setting"]: found for c, found in zip(cases, results, strict=True) if c["reverse"] is False}
+    compared = set()
+    for case, found in zip(cases, results, strict=True):
+        if case["reverse"] is not None or case["lora"]:  # LoRA's dropout is seeded by stage
+            continue
+        mine, theirs = (
+            {k: v for rank in ranks for k, v in rank["final"].items()} for ranks in (found, shared[case["setting"]])
+        )
+        assert mine.keys() == theirs.keys()
+        models = {"critic"} if case["architecture"] in TIED else {"actor", "critic"}
+        assert [key for key in mine if key[0] in models and not torch.equal(mine[key], theirs[key])] == []
+        assert all({key[0] for key in rank["final"]} in ({"actor"}, {"critic"}) for rank in found)
+        compared |= {(case["world"], model) for model in models}
+    assert compared == {(2, "actor"), (4, "actor"), (2, "critic"), (3, "critic"), (4, "critic")}
