@@ -204,8 +204,8 @@ def training_step(
         fixed += OPTIMIZER_BYTES * stepped / (c.memory * gpu.memory_bandwidth)
         fixed += 2 * 8 * stepped / (c.link * gpu.pcie) if share.offload else 0.0
     count = -(-mini // (dp * share.micro_batch))
-    # The rank that has the longest sample of all ends last.
-    longest = expected_longest(work.response, mini) + mean(work.prompt)
+    # Of ranks with equal work the one with the longest sample of all ends last; else the one with most work does.
+    longest = expected_longest(work.response, mini if system.balanced else -(-mini // dp)) + mean(work.prompt)
     skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch
     return Step(pp, count, forwards, backwards, hop, fixed, skew)
 
