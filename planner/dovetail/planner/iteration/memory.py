@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -233,23 +233,25 @@ def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool, 
     shape, head = _model(work, task)
     sequences = -(-min(work.mini_batch, work.batch) // share.dp)
     count = -(-sequences // share.micro_batch)
-    job = Training(
-        shape,
-        head,
-        Parallelism.model_construct(pp=share.pp, tp=share.tp, dp=share.dp),
-        pool.gpu.dtype,
-        tokens=min(share.micro_batch, sequences) * work.longest,
-        micro_batches=count,
-        lora=work.actor_lora if task == "actor_training" else work.critic_lora,
-        recompute=share.recompute,
-        offload=share.offload,
-        ema="host" if work.ema and task == "actor_training" else None,
-        fsdp=share.fsdp,
-    )
+    lora = work.actor_lora if task == "actor_training" else work.critic_lora
     best: tuple[float, _Load] | None = None
     # The first stage keeps most micro-batches, the last has the logits.
     for stage in {0, share.pp - 1}:
-        found = training_memory(replace(job, in_flight=min(share.pp - stage, count)), stage)
+        job = Training(
+            shape,
+            head,
+            _layout(share.pp, share.tp, share.dp),
+            pool.gpu.dtype,
+            tokens=min(share.micro_batch, sequences) * work.longest,
+            micro_batches=count,
+            in_flight=min(share.pp - stage, count),
+            lora=lora,
+            recompute=share.recompute,
+            offload=share.offload,
+            ema="host" if work.ema and task == "actor_training" else None,
+            fsdp=share.fsdp,
+        )
+        found = training_memory(job, stage)
         parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
         host = dict(found.host)
         if share.offload and host_step:
@@ -306,8 +308,13 @@ def _serving(task: Task, share: Share, owner: Literal[0, 1, 2, 3] | None, work: 
 
 
 def _stage(shape: ModelShape, head: Head, share: Share, pool: Pool, stage: int) -> float:
-    layout = Parallelism.model_construct(pp=share.pp, tp=share.tp, dp=share.dp)
-    return float(stage_parameters(Training(shape, head, layout, pool.gpu.dtype, 1), stage)[0])
+    job = Training(shape, head, _layout(share.pp, share.tp, share.dp), pool.gpu.dtype, 1)
+    return float(stage_parameters(job, stage)[0])
+
+
+@lru_cache(maxsize=4096)
+def _layout(pp: int, tp: int, dp: int) -> Parallelism:
+    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp)
 
 
 def _model(work: Workload, task: Task) -> tuple[ModelShape, Head]:
