@@ -3,7 +3,14 @@
 import pytest
 
 from dovetail.operator import reasons
-from dovetail.operator.pace import LONGEST_SECONDS, STARTING_SECONDS, STARTS_AT_ONCE, STATUS_SECONDS, Pace
+from dovetail.operator.pace import (
+    LONGEST_SECONDS,
+    READY_SECONDS,
+    STARTING_SECONDS,
+    STARTS_AT_ONCE,
+    STATUS_SECONDS,
+    Pace,
+)
 
 KEY = ("team-a", "demo")
 
@@ -65,6 +72,8 @@ def test_what_is_urgent_is_written_at_once(pace, known, wanted):
 
 def test_jobs_wait_each_for_itself(pace, clock):
     clock[0] += STATUS_SECONDS
+    assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == READY_SECONDS, "the coordinator may tell more by then"
+    clock[0] += READY_SECONDS
     assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
     assert pace.wait(("team-b", "demo"), STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
     pace.forget(KEY)
@@ -81,4 +90,4 @@ def test_of_many_jobs_that_start_most_have_one_status_that_says_they_run(clock):
     assert [pace.wait(job, {}, STARTING) for job in jobs] == waits, "asking again costs no turn"
     assert pace.wait(jobs[-1], {}, status(reasons.OUT_OF_MEMORY)) == 0
     clock[0] += STATUS_SECONDS
-    assert pace.wait(jobs[-1], {}, status(reasons.ALL_READY)) == 0
+    assert pace.wait(jobs[-1], {}, status(reasons.ALL_READY)) == READY_SECONDS

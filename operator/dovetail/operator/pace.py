@@ -15,6 +15,8 @@ STARTING_SECONDS = 10.0
 # Of many jobs that start at once, most run before their turn comes, and one status tells it all.
 STARTS_AT_ONCE, STARTS_PER_SECOND = 10, 0.2
 LONGEST_SECONDS = 60.0
+# When all pods are ready the coordinator is about to say for the first time how far it is.
+READY_SECONDS = 1.0
 STARTING = {reasons.CREATING, reasons.STARTING}
 CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, reasons.NOT_SUSPENDED}
 CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED}
@@ -28,6 +30,7 @@ class Pace:
         self._wrote: dict[Key, float] = {}
         self._turns: dict[Key, float] = {}
         self._next_turn = 0.0
+        self._ready: dict[Key, float] = {}
 
     def wait(self, key: Key, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
         """Seconds until the status that is wanted may be written over the known one: 0 for that of a new generation,
@@ -38,18 +41,25 @@ class Pace:
         if fresh or not _changed(known, wanted) <= CALM:
             return 0.0
         starting = any(c["type"] == "Running" and c["reason"] in STARTING for c in wanted["conditions"])
+        ready = reasons.ALL_READY in _changed(known, wanted)
         pause = STARTING_SECONDS if starting and known else STATUS_SECONDS
         due = self._wrote.setdefault(key, self._clock()) + pause
-        return max(0.0, due - self._clock(), self._turn(key) - self._clock() if starting else 0.0)
+        if starting:
+            due = max(due, self._turn(key))
+        elif ready:
+            due = max(due, self._ready.setdefault(key, self._clock()) + READY_SECONDS)
+        return max(0.0, due - self._clock())
 
     def wrote(self, key: Key) -> None:
         self._wrote[key] = self._clock()
         self._turns.pop(key, None)
+        self._ready.pop(key, None)
 
     def forget(self, key: Key) -> None:
         """The job is over, or gone."""
         self._wrote.pop(key, None)
         self._turns.pop(key, None)
+        self._ready.pop(key, None)
 
     def _turn(self, key: Key) -> float:
         """When it is the turn of this job that starts: a token bucket."""
