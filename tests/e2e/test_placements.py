@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dovetail.api.types import RLHFJob
-from helpers.jobs import Fault, Injector, run_job, stored_samples, tiny_job
+from helpers.jobs import Fault, Injector, history, run_job, stored_samples, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS, SAMPLES = 2, 16
@@ -22,9 +22,9 @@ APART = [
 TOGETHER = [{"name": "pods", "roles": ["trainer", "rollout"], "replicas": 2}]
 
 
-def job(placement: str, groups: list[dict[str, Any]]) -> RLHFJob:
+def job(placement: str, groups: list[dict[str, Any]], **plan: Any) -> RLHFJob:
     return tiny_job(
-        plan={"placement": placement},
+        plan={"placement": placement, **plan},
         groups=groups,
         sft={"steps": 6},
         reward={"steps": 4},
@@ -81,3 +81,18 @@ def test_interleaving_scores_on_unlike_scorers_though_one_dies(tmp_path: Path, s
         loads = loaded(tmp_path, scorer)
         assert loads
         assert all(found == models for found in loads)
+
+
+def test_actor_and_critic_on_trainer_ranks_of_their_own_though_one_dies(tmp_path: Path, separation: Path) -> None:
+    """The critic's rank is killed after the first iteration: both models come back to where they were."""
+    dies = Fault(
+        "trainer-1", lambda s: bool(s["stage"] == "ppo" and s["iteration"] == 2 and s["phase"] == "generation")
+    )
+    outcome, told = run_job(job("Separation", APART, intraStageFusion="Dedicated"), tmp_path, Injector([dies]))
+    assert outcome.succeeded, (outcome.reason, told)
+    assert dies.done
+    check_same(tmp_path, separation)
+    assert json.loads((tmp_path / "schedule.json").read_text())["chosen"] == "dedicated"
+    for metrics in history(tmp_path, "ppo").values():
+        assert metrics["actor_grad_norm"] > 0
+        assert metrics["critic_grad_norm"] > 0

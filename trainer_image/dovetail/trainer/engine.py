@@ -62,7 +62,7 @@ class Engine:
 
         Raises `RankFailed` on every rank, with one sentence, when any rank could not."""
         self.models, self.ema, self.stage, self.step, self._begun = {}, {}, None, 0, {}
-        self.loaded = dict(command.models)
+        self.loaded, self.boundaries = dict(command.models), {}
         error = None
         try:
             for name, layout in sorted({**self.groups.planned, **command.layouts}.items()):
