@@ -28,7 +28,7 @@ LATENCY = (
 )
 SPLIT_LATENCY = (  # more kinds of passes: rules and their justification find more than thinned problems
     Rung(1 / 16, rules=1),
-    Rung(1 / 4, rules=1, justifying=4),
+    *[Rung(1 / 8, rules=1, justifying=2)] * 4,  # from fresh rules each time
     Rung(1 / 2, rules=1, justifying=4),
     Rung(1 / 4, annealing=1),
     Rung(rules=1),
