@@ -44,6 +44,8 @@ def test_cgroups_of_v2_are_made_twice_and_removed_when_their_processes_are_gone(
         controllers = set((root / "cgroup.controllers").read_text().split())
         assert {folder.name for folder in top.iterdir() if folder.is_dir()} == {n.name for n in NODES}
         assert set((node / "cgroup.controllers").read_text().split()) == controllers, "a kubelet can limit its pods"
+        if "cpu" in controllers:
+            assert int((top / "cpu.weight").read_text()) == cgroups.WEIGHT
         pod = node / "kubepods"
         pod.mkdir()
         (pod / "cgroup.procs").write_text(str(process.pid))

@@ -39,14 +39,14 @@ def _create(hierarchy: Path, cluster: Cluster) -> None:
             # A cpuset of v1 starts empty, and then takes no process.
             if (folder / name).exists() and not _unified():
                 (folder / name).write_text((folder.parent / name).read_text())
-    # Else all pods together would get as much of a busy machine as any one process outside.
-    for name, value in (("cpu.shares", SHARES), ("cpu.weight", WEIGHT)):
-        if (top / name).exists():
-            (top / name).write_text(str(value))
     if _unified():
         for folder in (hierarchy, top):
             for controller in (folder / "cgroup.controllers").read_text().split():
                 (folder / "cgroup.subtree_control").write_text(f"+{controller}")
+    # Else all pods together would get as much of a busy machine as any one process outside.
+    for name, value in (("cpu.shares", SHARES), ("cpu.weight", WEIGHT)):
+        if (top / name).exists():
+            (top / name).write_text(str(value))
 
 
 def remove(cluster: Cluster, seconds: float = 30) -> None:
