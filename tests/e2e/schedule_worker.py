@@ -110,12 +110,14 @@ def after_restart(trial: Trial, case: dict[str, Any], path: Path) -> list[str]:
     return same(before, {n: local(p) for n, p in trial.parameters()})
 
 
-def by_whole_name(engine: Engine, values: dict[str, Any]) -> dict[tuple[str, str, int], Any]:
-    """Parameters by model, name in the whole model and data-parallel rank: the same wherever the stages are."""
+def by_whole_name(engine: Engine, values: dict[str, Any]) -> dict[tuple[str, str, int], tuple[Any, bool]]:
+    """Parameters by model, name in the whole model and data-parallel rank: the same wherever the stages are. With
+    whether the rank holds but a part of it."""
     return {
-        (model, held.module.checkpoint_name(name), held.dp_rank): values[f"{model}.{name}"]
+        (model, held.module.checkpoint_name(name), held.dp_rank): (part, part.shape != parameter.shape)
         for model, held in engine.models.items()
-        for name in held.trainable()
+        for name, parameter in held.trainable().items()
+        for part in [values[f"{model}.{name}"]]
     }
 
 
