@@ -55,16 +55,25 @@ def stage_parameters(job: Training, stage: int) -> tuple[int, int]:
         total += shape.head_parameters(job.head, shape.tied and pp == 1, tp)
     if job.lora is None:
         return total, total
+    each = _layer_adapters(job)
+    return total + layers * each, layers * each + _value_head(job, stage)
+
+
+def _value_head(job: Training, stage: int) -> int:
+    return job.shape.hidden if job.head != "lm" and stage == job.layout.pp - 1 else 0
+
+
+def _layer_adapters(job: Training) -> int:
+    """Parameters of LoRA's adapters in one layer."""
+    assert job.lora is not None
+    tp = job.layout.tp
     wanted = set(job.lora.target_modules)
-    each = sum(
+    return sum(
         job.lora.rank * (linear.inputs // (tp if linear.split == "in" else 1))
         + job.lora.rank * (linear.outputs // (tp if linear.split == "out" else 1))
-        for linear in shape.linears()
+        for linear in job.shape.linears()
         if not wanted or linear.name in wanted
     )
-    trained = layers * each
-    value_head = shape.hidden if job.head != "lm" and stage == pp - 1 else 0
-    return total + trained, trained + value_head
 
 
 def training_memory(job: Training, stage: int) -> Memory:
@@ -83,7 +92,8 @@ def training_memory(job: Training, stage: int) -> Memory:
     if job.sharded:
         device["gathered weights"] = float(b * total) * (min(2, layers) / layers if job.fsdp == 3 else 1.0)
         # With one micro-batch a block's gradients are reduced as soon as they are there.
-        block = trained / layers
+        each = job.shape.layer_parameters(job.layout.tp) if job.lora is None else _layer_adapters(job)
+        block = max(each, trained - layers * each)  # embedding and head are another one
         whole = (trained if job.micro_batches > 1 and job.fsdp < 3 else block) if job.fsdp > 1 else 0.0
         device["gradients"] += 4 * whole
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
