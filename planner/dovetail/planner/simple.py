@@ -180,10 +180,19 @@ def _rollouts(spec: RLHFJobSpec) -> list[Rollout]:
 
 
 def _staged(rollouts: list[Rollout], prediction: Prediction | None) -> list[Rollout]:
-    """With the pipeline stages of their groups' servers. A pool of several trainer groups is named after all."""
-    tasks = [task for task in prediction.tasks if task.task == "generation"] if prediction is not None else []
-    stages = {group: task.pp for task in tasks for group in task.group.split("+")}
-    return [r.model_copy(update={"pp": stages.get(r.group, 1)}) for r in rollouts]
+    """With the pipeline stages of their groups' servers, and those of what their scorers split. A pool of several
+    trainer groups is named after all."""
+    tasks = prediction.tasks if prediction is not None else []
+    stages = {(group, task.task): task.pp for task in tasks for group in task.group.split("+")}
+    return [
+        r.model_copy(
+            update={
+                "pp": stages.get((r.group, "generation"), 1),
+                "split": {model: count for model in r.scores if (count := stages.get((r.group, model), 1)) > 1},
+            }
+        )
+        for r in rollouts
+    ]
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
