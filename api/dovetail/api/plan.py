@@ -141,6 +141,13 @@ class Rollout(Model):
         description="GPUs of the pod, from the first on, over which its scorer splits a model by layers; models "
         "that are not named are whole, on the first.",
     )
+    memory: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of each GPU's memory that the server takes and leaves the scorer the rest; null: vLLM's own "
+        "default.",
+    )
 
 
 class Batching(Model):

@@ -85,7 +85,7 @@ def planned_split(env: ProcessEnv) -> dict[str, int]:
     split: dict[str, int] = {}
     for rollout in plan.rollouts:
         if rollout.group == env.group:
-            split |= rollout.split
+            split.update({str(model): count for model, count in rollout.split.items()})
     return split
 
 

@@ -93,17 +93,17 @@ class Split:
         return workers[last].submit(end, future)
 
     # Inference mode is a thread's own.
-    @torch.inference_mode()
     def _stage(self, k: int, each: Pass[R], inputs: Tensor) -> Tensor:
         stage, device = self.stages[k], self.devices[k]
-        wanted = torch.from_numpy(each.wanted).to(device) if stage.is_last else None
-        found = stage(inputs.to(device), each.lengths, wanted, each.prefixes)
+        with torch.inference_mode():
+            wanted = torch.from_numpy(each.wanted).to(device) if stage.is_last else None
+            found = stage(inputs.to(device), each.lengths, wanted, each.prefixes)
         assert isinstance(found, Tensor)  # a scorer's models have one head
         return found
 
-    @torch.inference_mode()
     def _read(self, each: Pass[R], found: Tensor) -> R:
-        return each.read(found)
+        with torch.inference_mode():
+            return each.read(found)
 
 
 def build_split(

@@ -231,6 +231,7 @@ class Search:
             migration=self.limits.migrations[0],
             folded=self.limits.folded,
             shared_body=self.limits.shared_body,
+            beside=self.limits.together,
         )
 
     def schedules(
