@@ -193,14 +193,12 @@ class Scorer:
     ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
         """Each forward pass: what went through it, and what `read` makes of its outputs (n, V) or (n,) and, for every
         position that `wanted` names (m,), which of them is its."""
-        outputs = self.max_tokens
+        # Stages wait the less for the first and the last pass, the smaller these are.
+        most = max(1, self.max_tokens // len(model.stages))
+        outputs = most
         if HEADS[name] == "lm":
             outputs = max(1, LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
-        if self.device.type == "cpu":
-            multiple, enough = ROWS, CPU_TOKENS
-        else:
-            # Stages wait the less for the first and the last pass, the smaller these are.
-            multiple, enough = 1, max(1, self.max_tokens // len(model.stages))
+        multiple, enough = (ROWS, CPU_TOKENS) if self.device.type == "cpu" else (1, None)
 
         def forward(pack: Pack) -> Pass[tuple[Pack, NDArray[np.float32]]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
@@ -215,7 +213,7 @@ class Scorer:
 
             return Pass(tokens, lengths, prefixes, filled(positions, multiple), result)
 
-        for pack, values in model.run(map(forward, packs(samples, self.max_tokens, outputs, enough))):
+        for pack, values in model.run(map(forward, packs(samples, most, outputs, enough))):
             yield pack, values
             self._progress(name, len(pack.tokens))
 

@@ -56,8 +56,9 @@ def _inference(slot: Slot, pool: Pool, shape: ModelShape, limits: Limits) -> Ite
             if tp > limits.inference_tp or pp > limits.inference_pp or pp * tp > most:
                 continue
             copies = slot.count // max(pp * tp, servers)
-            # Stages have the less to wait for, the smaller the micro-batches are. A scorer may have all that it takes.
-            for micro in (INFERENCE_MICRO_BATCH,) if pp == 1 or limits.together else INFERENCE_MICRO_BATCHES:
+            # Stages have the less to wait for, the smaller the micro-batches are: a scorer's are a pp-th.
+            least = (max(1, INFERENCE_MICRO_BATCH // pp),)
+            for micro in least if pp == 1 or limits.together else INFERENCE_MICRO_BATCHES:
                 yield [
                     Share(slot.pool, slot.first, pp, tp, copies, micro_batch=micro, offload=swapped)
                     for swapped in limits.swap
