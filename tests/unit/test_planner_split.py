@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,11 @@ from dovetail.api.plan import Plan
 from dovetail.api.resolve import resolve
 from dovetail.api.types import RLHFJob, RLHFJobSpec
 from dovetail.cli.plan import plan_tables
+from dovetail.planner.iteration.estimate import Estimate
+from dovetail.planner.placement.candidate import Candidate, Placement
 from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.search import Found, Rejected, Result
 from dovetail.planner.simple import PlanError, make_plan
 from dovetail.rollout import scorer, server
 
@@ -110,18 +113,16 @@ def test_models_are_split_over_as_few_gpus_as_they_need() -> None:
         make_plan(spec(per_pod=1, placement="Separation"))
 
 
-@dataclass
-class Asked:
-    """Stands in for a search: something fits from `fits` stages on."""
-
-    fits: int
-
-    def __call__(self, limits: Limits) -> Asked:
-        return replace(self) if limits.inference_pp >= self.fits else Asked(0)
-
-    @property
-    def best(self) -> object:
-        return self.fits or None
+def test_the_plan_says_why_fewer_gpus_do_not_do(example: tuple[RLHFJob, Plan]) -> None:
+    prediction = example[1].prediction
+    assert prediction is not None
+    against = {a.note: a.problem for a in prediction.alternatives}
+    whole = next(problem for note, problem in against.items() if note.endswith("inference models whole"))
+    two = next(problem for note, problem in against.items() if note.endswith("inference models on at most 2 GPUs"))
+    assert str(whole).startswith("reference on rollouts[0:3] needs 129.6 GiB per GPU, 80.0 GiB there")
+    assert "reference: weights 60.8" in str(two)
+    tasks = [task for task in prediction.tasks if task.task in MODELS]
+    assert [task.details for task in tasks] == [["split over 4 GPUs"]] * len(tasks)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,17 @@ class Asked:
     [(1, 8, 16, 1), (2, 8, 16, 2), (3, 8, 16, 4), (8, 8, 16, 8), (9, 8, 16, 8), (4, 8, 2, 2), (1, 1, 16, 1)],
 )
 def test_stages_are_doubled_until_something_fits(fits: int, most: int, allowed: int, expected: int) -> None:
-    result, limits = fewest_stages(replace(Limits(), inference_pp=allowed), most, Asked(fits))  # type: ignore[arg-type]
-    assert limits.inference_pp == expected
+    asked: list[int] = []
+
+    def search(limits: Limits) -> Result:
+        asked.append(limits.inference_pp)
+        candidate = Candidate(Placement.SEPARATION, (), ())
+        fitting = Found(candidate, Estimate({}, (), None)) if limits.inference_pp >= fits else None
+        return Result(fitting, [Rejected(Placement.SEPARATION, "", problem=f"{asked[-1]} are too few")])
+
+    result, limits = fewest_stages(replace(Limits(), inference_pp=allowed), most, search)
+    assert asked == [2**k for k in range(len(asked))]
+    assert limits.inference_pp == asked[-1] == expected
     assert (result.best is not None) == (fits <= expected)
+    if result.best is not None:
+        assert [r.problem for r in result.rejected[1:]] == [f"{stages} are too few" for stages in asked[:-1]]

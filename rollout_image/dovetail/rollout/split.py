@@ -97,12 +97,15 @@ class Split:
         stage, device = self.stages[k], self.devices[k]
         with torch.inference_mode():
             wanted = torch.from_numpy(each.wanted).to(device) if stage.is_last else None
-            found = stage(inputs.to(device), each.lengths, wanted, each.prefixes)
+            inputs = inputs.to(device)
+            # Kernels that know of no tensor's device run on the thread's.
+            with torch.cuda.device_of(inputs):
+                found = stage(inputs, each.lengths, wanted, each.prefixes)
         assert isinstance(found, Tensor)  # a scorer's models have one head
         return found
 
     def _read(self, each: Pass[R], found: Tensor) -> R:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.cuda.device_of(found):
             return each.read(found)
 
 
