@@ -118,13 +118,14 @@ class OneRank:
         return [value]
 
 
-def test_the_trainers_own_sender_reaches_the_critic(folders: dict[str, ModelRef]) -> None:
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_the_trainers_own_sender_reaches_the_critic(folders: dict[str, ModelRef], devices: list[str]) -> None:
     arrays = samples()
     expected = trainers_numbers({**folders, "critic": folders["reward"]}, arrays)["values"]
     critic = build_stage(folders["reward"])
 
     async def run() -> None:
-        service = ScorerService(scoring.Scorer(), lambda event, **fields: None)
+        service = ScorerService(scoring.Scorer(devices), lambda event, **fields: None)
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Task[tuple[int, str]]] = []
         try:
