@@ -52,7 +52,7 @@ def scorer_of(hidden: int, layers: int, positions: int, work: Counter[str]) -> S
     refs = {name: ModelRef(head=HEADS[name], scratch=ScratchModel(config=config), seed=1) for name in WANT}  # type: ignore[arg-type]
     scorer.load(refs)
     # A new value head is zero.
-    torch.nn.init.normal_(scorer.require("reward").score.weight, generator=torch.Generator().manual_seed(2))
+    torch.nn.init.normal_(scorer.require("reward").stages[-1].score.weight, generator=torch.Generator().manual_seed(2))
     return scorer
 
 
@@ -77,8 +77,8 @@ def padded(scorer: Scorer, batch: Samples, work: Counter[str]) -> Arrays:
             alike, most = np.flatnonzero(widths == width), max(1, PADDED_TOKENS // width)
             for rows in np.split(alike, range(most, len(alike), most)):
                 block = torch.from_numpy(tokens[rows, :width])
-                logits = scorer.require("reference")(block)
-                values = scorer.require("reward")(block)
+                logits = scorer.require("reference").stages[0](block)
+                values = scorer.require("reward").stages[0](block)
                 work.update(dict.fromkeys(WANT, block.numel()))
                 for b, row in enumerate(rows):
                     p, r = int(batch.prompts[row]), int(batch.responses[row])

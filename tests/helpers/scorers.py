@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
+from torch import Tensor
 
 from dovetail.api.messages import ModelRef, Receive
 from dovetail.api.types import ScratchModel
@@ -81,6 +82,39 @@ class FakeReceiver:
 
     def close(self) -> None:
         pass
+
+
+class FakeCopies:
+    """A device of `room` bytes. Copies hold nonsense until something waits for them: they may still be under way."""
+
+    def __init__(self, room: int = 2**40) -> None:
+        self.room = room
+        self.under_way: list[tuple[Tensor, Tensor]] = []
+        self.there: list[Tensor] = []
+        self.brought: list[int] = []
+        self.dropped = 0
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copies = {name: torch.full_like(t, float("nan")) for name, t in tensors.items()}
+        self.under_way += [(copies[name], t) for name, t in tensors.items()]
+        self.there += copies.values()
+        self.brought.append(len(copies))
+        return copies
+
+    def arrived(self, tensors: Mapping[str, Tensor]) -> None:
+        for copy, original in self.under_way:
+            copy.copy_(original)
+        self.under_way.clear()
+
+    def drop(self) -> None:
+        self.dropped += 1
+        self.there.clear()
+
+    def free_bytes(self) -> int:
+        return self.room - sum(t.nbytes for t in self.there)
 
 
 def with_client(

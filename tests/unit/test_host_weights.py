@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from dovetail.api.messages import ModelRef
 from dovetail.models import build_stage
 from dovetail.rollout import host_weights, scoring
 from dovetail.rollout.host_weights import HostModels
 from dovetail.rollout.samples import Samples
-from helpers.scorers import exported, samples
-
-
-class FakeCopies:
-    """A device of `room` bytes. Copies hold nonsense until something waits for them: they may still be under way."""
-
-    def __init__(self, room: int = 2**40) -> None:
-        self.room = room
-        self.under_way: list[tuple[Tensor, Tensor]] = []
-        self.there: list[Tensor] = []
-        self.brought: list[int] = []
-        self.dropped = 0
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        copies = {name: torch.full_like(t, float("nan")) for name, t in tensors.items()}
-        self.under_way += [(copies[name], t) for name, t in tensors.items()]
-        self.there += copies.values()
-        self.brought.append(len(copies))
-        return copies
-
-    def arrived(self, tensors: Mapping[str, Tensor]) -> None:
-        for copy, original in self.under_way:
-            copy.copy_(original)
-        self.under_way.clear()
-
-    def drop(self) -> None:
-        self.dropped += 1
-        self.there.clear()
-
-    def free_bytes(self) -> int:
-        return self.room - sum(t.nbytes for t in self.there)
+from helpers.scorers import FakeCopies, exported, samples
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +28,7 @@ def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelR
     plain, copies = scoring.Scorer(), FakeCopies()
     plain.load(folders)
     expected = plain.score(scoring.MODELS, arrays)
-    scorer = scoring.Scorer(copies=copies)
+    scorer = scoring.Scorer(copies=[copies])
     scorer.load(folders)
     assert not copies.brought, "a server that generates keeps its GPU to itself"
     for prefetched in (True, False):
@@ -83,7 +47,7 @@ def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelR
 def test_new_weights_of_the_critic_reach_host_memory_and_the_next_scores(
     folders: dict[str, ModelRef], arrays: Samples
 ) -> None:
-    scorer = scoring.Scorer(copies=FakeCopies())
+    scorer = scoring.Scorer(copies=[FakeCopies()])
     scorer.load(folders)
     old = scorer.score(["critic"], arrays)["values"]
     new = {name: p.data for name, p in build_stage(folders["reward"]).named_parameters()}
@@ -100,10 +64,10 @@ def test_new_weights_of_the_critic_reach_host_memory_and_the_next_scores(
 def test_models_make_room_for_each_other_where_not_all_fit(folders: dict[str, ModelRef], arrays: Samples) -> None:
     plain = scoring.Scorer()
     plain.load(folders)
-    largest = max(sum(p.nbytes for p in plain.require(name).parameters()) for name in scoring.MODELS)
+    largest = max(sum(p.nbytes for _, p in plain.require(name).named_parameters()) for name in scoring.MODELS)
     copies = FakeCopies(largest)
-    scorer = scoring.Scorer(copies=copies)
-    scorer.host = HostModels(copies, margin_bytes=0)
+    scorer = scoring.Scorer(copies=[copies])
+    scorer.host = HostModels([copies], margin_bytes=0)
     scorer.load(folders)
     assert len(scorer.bring()) == 1
     expected, got = plain.score(scoring.MODELS, arrays), scorer.score(scoring.MODELS, arrays)
@@ -118,7 +82,7 @@ def test_on_a_gpu(folders: dict[str, ModelRef], arrays: Samples) -> None:
     plain = scoring.Scorer(device)
     plain.load(folders)
     expected = plain.score(scoring.MODELS, arrays)
-    scorer = scoring.Scorer(device, copies=host_weights.CudaCopies(device))
+    scorer = scoring.Scorer(device, copies=[host_weights.CudaCopies(device)])
     scorer.load(folders)
     before = torch.cuda.memory_allocated()
     for _ in range(2):

@@ -134,6 +134,9 @@ def test_what_runs_is_not_planned_away():
     assert shown.prediction.iteration_seconds != plan.prediction.iteration_seconds
     deeper = other.model_copy(update={"rollouts": [r.model_copy(update={"pp": 2}) for r in other.rollouts]})
     assert honoured(plan, deeper).prediction is None, "servers run with one pipeline stage"
+    split = {"split": {"reference": 2}}
+    wider = other.model_copy(update={"rollouts": [r.model_copy(update=split) for r in other.rollouts]})
+    assert honoured(plan, wider).prediction is None, "scorers run with whole models"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "x"}', "null", '{"a": null}'])

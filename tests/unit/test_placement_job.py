@@ -162,12 +162,19 @@ def test_more_gpus_are_never_slower():
 
 def test_what_is_not_executed_yet_is_said():
     job = resolve(parse(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec)
+    chosen, notes = recommend(job, {}, Inventory((Pool("a100", gpu(A100), 4, 8),)))
+    assert "nothing fits: generation on a100" in notes[0]
+    assert any("tp above 1" in note for note in notes)
+    assert any("inference models split over several nodes" in note for note in notes)
+    assert any(t.tp > 1 for t in chosen.prediction.tasks)
+
+
+def test_a_65b_job_on_128_gpus_is_planned_with_what_is_executed():
+    job = resolve(parse(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec)
     there = read(yaml.safe_load((EXAMPLES / "inventories" / "a100x128.yaml").read_text()))
     chosen, notes = recommend(job, {}, there)
-    assert there.gpus == 128
-    assert "reference" in notes[0]
-    assert any("tp above 1" in note for note in notes)
-    assert any(t.tp > 1 for t in chosen.prediction.tasks)
+    assert (there.gpus, notes) == (128, [])
+    assert all(t.pp > 1 and t.tp == 1 for t in chosen.prediction.tasks if t.task in ("reference", "reward", "critic"))
 
 
 def test_an_inventory_that_is_too_small_or_a_job_without_ppo_is_refused():

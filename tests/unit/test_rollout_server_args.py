@@ -87,15 +87,17 @@ def test_cpu_servers_sample_by_counter_in_float32_and_gpu_servers_natively_in_bf
     assert value(cpu, "--load-format") == "dummy"
 
 
-def test_a_planned_server_has_pipeline_stages(tmp_path: Path) -> None:
+def test_a_planned_server_has_pipeline_stages_and_leaves_memory(tmp_path: Path) -> None:
     made = job(gpu={"product": "A", "perPod": 8})
     group = made.spec.groups[0]
     plan = Plan(world_size=1, parallelism={}, batching=[], tasks=[], trainers=[], rollouts=[])
-    plan.rollouts.append(Rollout(name=f"{group.name}-0", group=group.name, pp=4))
+    plan.rollouts.append(Rollout(name=f"{group.name}-0", group=group.name, pp=4, memory=0.55))
     (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
-    stages = server.planned_stages(tmp_path / "plan.json", group.name)
-    assert server.planned_stages(tmp_path / "plan.json", "others") == 1
-    args = server.vllm_arguments(env(tmp_path), made, group, CONFIG, False, stages)
+    planned = server.planned_server(tmp_path / "plan.json", group.name)
+    assert server.planned_server(tmp_path / "plan.json", "others") is None
+    assert planned is not None
+    args = server.vllm_arguments(env(tmp_path), made, group, CONFIG, False, planned.pp, planned.memory)
+    assert value(args, "--gpu-memory-utilization") == "0.55"
     assert (value(args, "--pipeline-parallel-size"), value(args, "--tensor-parallel-size")) == ("4", "2")
     assert "--tensor-parallel-size" not in server.vllm_arguments(env(tmp_path), made, group, CONFIG, False, 8)
 

@@ -64,7 +64,7 @@ def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
             "-m",
             "dovetail.rollout.scorer",
             "--device",
-            "cpu",
+            "cpu,cpu",
             env=environment(tmp_path, address),
             stderr=subprocess.PIPE,
         )
@@ -74,6 +74,7 @@ def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
                 assert (first.name, first.kind, first.group) == ("r0-scorer", "scorer", "cpu")
                 assert first.ready
                 assert first.weight_version is None
+                assert first.abilities["device"] == "cpu, cpu"
                 assert (await coordinator.seen.get()).incarnation == first.incarnation
                 headers = {"Authorization": "Bearer secret"}
                 async with aiohttp.ClientSession(headers=headers) as session:

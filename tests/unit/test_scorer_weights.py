@@ -77,7 +77,7 @@ def test_an_incomplete_version_leaves_nothing_to_serve_until_the_next(folders: d
     async def body(client: TestClient[Any, Any], service: ScorerService, receiver: FakeReceiver) -> None:
         await load(client, {"critic": folders["critic"], "reward": folders["reward"]})
         whole = list(build_stage(folders["reward"]).named_parameters())
-        before = [p.clone() for p in service.scorer.require("critic").parameters()]
+        before = [p.clone() for _, p in service.scorer.require("critic").named_parameters()]
         receiver.tensors, message = whole[:-1], "did not come"
         if fault == "breaks":
             receiver.failure, message = TransferError("the checksum is wrong"), "checksum"
@@ -89,7 +89,7 @@ def test_an_incomplete_version_leaves_nothing_to_serve_until_the_next(folders: d
         status, text = await send(client, order(6))
         assert status == (502 if fault == "breaks" else 400)
         assert message in text
-        assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, (p for _, p in critic.named_parameters()), strict=True))
         refused = await client.post("/v1/score", params={"want": "critic"}, data=pack(arrays))
         assert refused.status == 409
         assert "complete version" in await refused.text()
@@ -118,13 +118,14 @@ class OneRank:
         return [value]
 
 
-def test_the_trainers_own_sender_reaches_the_critic(folders: dict[str, ModelRef]) -> None:
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_the_trainers_own_sender_reaches_the_critic(folders: dict[str, ModelRef], devices: list[str]) -> None:
     arrays = samples()
     expected = trainers_numbers({**folders, "critic": folders["reward"]}, arrays)["values"]
     critic = build_stage(folders["reward"])
 
     async def run() -> None:
-        service = ScorerService(scoring.Scorer(), lambda event, **fields: None)
+        service = ScorerService(scoring.Scorer(devices), lambda event, **fields: None)
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Task[tuple[int, str]]] = []
         try:

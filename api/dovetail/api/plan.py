@@ -4,7 +4,7 @@ The rank convention lives here and nowhere else: see `coordinates`."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -136,6 +136,18 @@ class Rollout(Model):
         default_factory=lambda: list(get_args(Scored)), description="Models that its scorer may hold."
     )
     pp: int = Field(default=1, ge=1, description="Pipeline stages of the server; it has tp = GPUs / pp in each.")
+    split: dict[Scored, Annotated[int, Field(ge=2)]] = Field(
+        default_factory=dict,
+        description="GPUs of the pod, from the first on, over which its scorer splits a model by layers; models "
+        "that are not named are whole, on the first.",
+    )
+    memory: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of each GPU's memory that the server takes and leaves the scorer the rest; null: vLLM's own "
+        "default.",
+    )
 
 
 class Batching(Model):

@@ -18,7 +18,8 @@ def plan_tables(plan: Plan) -> Group:
         processes.add_row(trainer.name, trainer.group, f"trainer rank {trainer.rank} of {plan.world_size}")
     for rollout in plan.rollouts:
         processes.add_row(rollout.name, rollout.group, "vLLM server")
-        processes.add_row(f"{rollout.name}-scorer", rollout.group, f"{', '.join(rollout.scores)} inference")
+        scored = (_on_gpus(model, rollout.split.get(model, 1)) for model in rollout.scores)
+        processes.add_row(f"{rollout.name}-scorer", rollout.group, f"{', '.join(scored)} inference")
 
     title = f"Parallelism (schedule: {plan.schedule})"
     layouts = Table(title=title, title_justify="left", show_edge=False)
@@ -47,3 +48,7 @@ def plan_tables(plan: Plan) -> Group:
     tables += [layouts] if plan.parallelism else []
     tables += [batches] if plan.batching else []
     return Group(*(part for table in [*tables, tasks] for part in (table, "")))
+
+
+def _on_gpus(model: str, count: int) -> str:
+    return model if count == 1 else f"{model} (on {count} GPUs)"

@@ -130,8 +130,10 @@ def honoured(plan: Plan, other: Plan) -> Plan:
     return plan.model_copy(update={"rollouts": other.rollouts, "prediction": other.prediction if kept else None})
 
 
-def _servers(plan: Plan) -> dict[str, int]:
-    return {rollout.group: rollout.pp for rollout in plan.rollouts}
+def _servers(plan: Plan) -> dict[tuple[str, str], int]:
+    """GPUs of each group's servers and of what their scorers split."""
+    found = {(rollout.group, "generation"): rollout.pp for rollout in plan.rollouts}
+    return found | {(r.group, model): count for r in plan.rollouts for model, count in r.split.items()}
 
 
 def remembered(config_map: Object | None) -> Counts | None:

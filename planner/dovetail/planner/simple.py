@@ -30,7 +30,7 @@ from dovetail.planner.machine.place import Local, place_locally
 from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.job import Infeasible, Placed, place
 from dovetail.planner.placement.manifest import pin_errors, product_errors
-from dovetail.planner.scorers import scorer_models
+from dovetail.planner.scorers import scorer_models, server_memory
 
 
 class PlanError(ValueError):
@@ -180,10 +180,21 @@ def _rollouts(spec: RLHFJobSpec) -> list[Rollout]:
 
 
 def _staged(rollouts: list[Rollout], prediction: Prediction | None) -> list[Rollout]:
-    """With the pipeline stages of their groups' servers. A pool of several trainer groups is named after all."""
-    tasks = [task for task in prediction.tasks if task.task == "generation"] if prediction is not None else []
-    stages = {group: task.pp for task in tasks for group in task.group.split("+")}
-    return [r.model_copy(update={"pp": stages.get(r.group, 1)}) for r in rollouts]
+    """With what was predicted for their groups: stages of the servers and of what their scorers split, and memory. A
+    pool of several trainer groups is named after all."""
+    if prediction is None:
+        return rollouts
+    stages = {(group, task.task): task.pp for task in prediction.tasks for group in task.group.split("+")}
+    return [
+        r.model_copy(
+            update={
+                "pp": stages.get((r.group, "generation"), 1),
+                "split": {model: count for model in r.scores if (count := stages.get((r.group, model), 1)) > 1},
+                "memory": server_memory(prediction, r.group),
+            }
+        )
+        for r in rollouts
+    ]
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:

@@ -7,7 +7,7 @@ back: they are read only, and new weights are written to host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -79,8 +79,8 @@ class CudaCopies:
 
 
 class HostWeights:
-    """One model's weights: `module` computes with those on the device after `use`, and holds those in host memory
-    otherwise. Not thread-safe."""
+    """A model's weights, or those of one of its stages: `module` computes with those on the device after `use`, and
+    holds those in host memory otherwise. Not thread-safe."""
 
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         self._copies = copies
@@ -124,45 +124,58 @@ class HostWeights:
         self._there, self._arrived = None, False
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """New weights, all of them; those on the device are dropped."""
+        """New weights, at least all of the module's; those on the device are dropped."""
         self.leave()
-        for name, tensor in tensors.items():
-            self._host[name].copy_(tensor)
+        for name, tensor in self._host.items():
+            tensor.copy_(tensors[name])
 
 
 class HostModels:
-    """The models of a scorer, by name, in the order in which they are wanted on the device."""
+    """The models of a scorer, by name, in the order in which they are wanted on its devices. `copies`: of each device;
+    stage k of a model goes to device k."""
 
-    def __init__(self, copies: Copies, margin_bytes: int = MARGIN_BYTES) -> None:
-        self._copies, self._margin = copies, margin_bytes
-        self._models: dict[str, HostWeights] = {}
+    def __init__(self, copies: Sequence[Copies], margin_bytes: int = MARGIN_BYTES) -> None:
+        self._copies, self._margin = tuple(copies), margin_bytes
+        self._models: dict[str, list[HostWeights]] = {}
 
-    def hold(self, name: str, module: nn.Module) -> None:
+    def hold(self, name: str, stages: Sequence[nn.Module]) -> None:
         """Take a model's weights to host memory, in place of those of that name."""
-        self._models[name] = HostWeights(module, self._copies)
+        self._models[name] = [HostWeights(stage, each) for stage, each in zip(stages, self._copies, strict=False)]
 
     def forget(self, name: str) -> None:
         self._models.pop(name, None)
 
     def bring(self) -> list[str]:
         """Begin to copy as many models as there is room for; those that are there or on their way."""
-        for model in self._models.values():
-            if not model.on_device and model.nbytes + self._margin <= self._copies.free_bytes():
-                model.bring()
-        return [name for name, model in self._models.items() if model.on_device]
+        for stages in self._models.values():
+            if self._has_room(stages):
+                for stage in stages:
+                    stage.bring()
+        return [name for name, stages in self._models.items() if all(stage.on_device for stage in stages)]
 
     def use(self, name: str) -> None:
         """Before a forward pass of that model. The others make room for it if there is none."""
-        model = self._models[name]
-        if not model.on_device and model.nbytes + self._margin > self._copies.free_bytes():
+        stages = self._models[name]
+        if not self._has_room(stages):
             self.leave()
-        model.use()
+        for stage in stages:
+            stage.use()
+
+    def _has_room(self, stages: Sequence[HostWeights]) -> bool:
+        return all(
+            stage.on_device or stage.nbytes + self._margin <= each.free_bytes()
+            for stage, each in zip(stages, self._copies, strict=False)
+        )
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self._models[name].write(tensors)
+        """New weights of a model, all of them; each goes to the stage that has it."""
+        for stage in self._models[name]:
+            stage.write(tensors)
 
     def leave(self) -> None:
-        """All of them off the device, before the server wakes."""
-        for model in self._models.values():
-            model.leave()
-        self._copies.drop()
+        """All of them off the devices, before the server wakes."""
+        for stages in self._models.values():
+            for stage in stages:
+                stage.leave()
+        for each in self._copies:
+            each.drop()

@@ -13,7 +13,8 @@ import socket
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Register
+from dovetail.api.plan import Plan
 from dovetail.api.types import Dtype, RLHFJob
 from dovetail.rollout.host_weights import CudaCopies
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
@@ -45,16 +47,18 @@ def event_log(process: str) -> Log:
 @dataclass(frozen=True)
 class Settings:
     """What the job says about this process. `temperature`: the reference's log-probabilities must share the
-    sampler's; `dtype` and `on_gpu` of its group. `shared`: the server beside it sleeps while it works."""
+    sampler's; `dtype` and `on_gpu` of its group. `shared`: the server beside it sleeps while it works. `split`: by
+    model, GPUs that the plan splits it over, where there are more than one."""
 
     temperature: float = 1.0
     dtype: Dtype = Dtype.AUTO
     on_gpu: bool = True
     shared: bool = False
+    split: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_settings(env: ProcessEnv) -> Settings:
-    """From job.json in the run directory; the defaults without one. Raises ValueError when it is not a job."""
+    """From job.json and plan.json; the defaults without a job. Raises ValueError when one is not what it should be."""
     path = env.job_file
     if not path.is_file():
         return Settings()
@@ -65,8 +69,34 @@ def read_settings(env: ProcessEnv) -> Settings:
     for group in spec.groups:
         if group.name == env.group:
             on_gpu = group.gpu.product is not None and group.gpu.per_pod > 0
-            return Settings(spec.generation.temperature, group.dtype, on_gpu, "--enable-sleep-mode" in group.vllm_args)
+            shared = "--enable-sleep-mode" in group.vllm_args
+            return Settings(spec.generation.temperature, group.dtype, on_gpu, shared, planned_split(env))
     return Settings(spec.generation.temperature)
+
+
+def planned_split(env: ProcessEnv) -> dict[str, int]:
+    """Of the group's scorers; one that came later than the plan is like the others. Raises ValueError."""
+    if not env.plan_file.is_file():
+        return {}
+    try:
+        plan = Plan.model_validate_json(env.plan_file.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{env.plan_file} is not a plan: {error.errors()[0]['msg']}") from error
+    split: dict[str, int] = {}
+    for rollout in plan.rollouts:
+        if rollout.group == env.group:
+            split.update({str(model): count for model, count in rollout.split.items()})
+    return split
+
+
+def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
+    """The scorer's devices: those `given` (`cuda:0,cuda:1`), else as many of the `gpus` that it sees as the plan says,
+    else the CPU."""
+    if given:
+        return given.split(",")
+    if not settings.on_gpu or not gpus:
+        return ["cpu"]
+    return [f"cuda:{k}" for k in range(min(gpus, max(settings.split.values(), default=1)))]
 
 
 async def register_forever(
@@ -85,7 +115,7 @@ async def register_forever(
             ready=True,
             weight_version=service.scorer.critic_version,
             abilities={
-                "device": str(service.scorer.device),
+                "device": service.scorer.place,
                 "dtype": str(service.scorer.dtype).removeprefix("torch."),
                 "models": sorted(service.scorer.models),
                 "host_weights": service.scorer.host is not None,
@@ -131,7 +161,7 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
         await site.start()
         port = runner.addresses[0][1]
         url = f"http://{advertised_host(env.host)}:{port}"
-        log("scorer.started", url=url, device=str(service.scorer.device))
+        log("scorer.started", url=url, device=service.scorer.place)
         async with aiohttp.ClientSession() as session:
             task = asyncio.create_task(register_forever(session, env, url, uuid.uuid4().hex, service, log))
             stopping = asyncio.create_task(stop.wait())
@@ -151,7 +181,9 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
 def main(argv: list[str] | None = None) -> int:
     """0 after a stop signal; with one sentence on stderr, 2 for a wrong configuration and 1 when it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scorer", description=__doc__)
-    parser.add_argument("--device", help="default: cuda on GPU groups where there is one, else cpu")
+    parser.add_argument(
+        "--device", help="one, or several, as `cuda:0,cuda:1`, to split all models over; default: as the plan says"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the group's; Auto: bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument(
         "--max-tokens", type=int, default=MAX_TOKENS, help="tokens per forward pass (default: %(default)s)"
@@ -162,12 +194,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         env = ProcessEnv.read()
         settings = read_settings(env)
-        device = args.device or ("cuda" if settings.on_gpu and torch.cuda.is_available() else "cpu")
-        automatic = "float32" if device == "cpu" else "bfloat16"
+        devices = devices_for(settings, args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        on_cpu = devices[0] == "cpu"
+        automatic = "float32" if on_cpu else "bfloat16"
         dtype = DTYPES[args.dtype or (automatic if settings.dtype is Dtype.AUTO else settings.dtype.value)]
         log, metrics = event_log(env.name), Metrics()
-        copies = CudaCopies(torch.device(device)) if settings.shared and device.startswith("cuda") else None
-        scorer = Scorer(device, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies)
+        copies = [CudaCopies(torch.device(d)) for d in devices] if settings.shared and not on_cpu else None
+        split = None if args.device else settings.split
+        scorer = Scorer(devices, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies, split)
         service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
         asyncio.run(serve(env, service, log))
     except (ValueError, OSError) as error:

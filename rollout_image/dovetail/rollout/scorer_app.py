@@ -146,7 +146,7 @@ class ScorerService:
         return {
             "models": {name: ref.model_dump(mode="json") for name, ref in scorer.models.items()},
             "weight_version": scorer.critic_version,
-            "device": str(scorer.device),
+            "device": scorer.place,
             "dtype": str(scorer.dtype).removeprefix("torch."),
             "max_tokens": scorer.max_tokens,
             "temperature": self.temperature,
@@ -201,7 +201,7 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         except Exception as error:
             if _is_out_of_memory(error):
                 return web.Response(
-                    status=507, text=f"out of memory on {service.scorer.device}; lower --max-tokens: {error}"
+                    status=507, text=f"out of memory on {service.scorer.place}; lower --max-tokens: {error}"
                 )
             return web.Response(status=500, text=f"{type(error).__name__}: {error}")
 

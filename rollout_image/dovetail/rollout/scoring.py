@@ -3,7 +3,7 @@ thread-safe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dovetail.api.messages import ModelRef
 from dovetail.api.wire import Arrays
-from dovetail.models import Stage, build_stage
 from dovetail.rollout.host_weights import Copies, HostModels
 from dovetail.rollout.samples import Pack, Samples, packs
+from dovetail.rollout.split import Pass, Split, build_split
 
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
@@ -57,27 +57,47 @@ def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: fl
     return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
 
 
+def _values(_: Pack, values: Tensor, rows: Tensor) -> Tensor:
+    return values.float()[rows]
+
+
 class Scorer:
     """Holds up to three models and runs them. `progress` is called with (model, tokens) after each forward pass; a
     prompt that samples share counts once.
 
-    `copies`: the weights are in host memory, and on the device from `bring` or their first use until `leave`."""
+    `devices`: all of one type. A model is on the first of them, or split by layers over as many of them as `split` says
+    (None: over all). `copies`, one a device: the weights are in host memory, and on the devices from `bring` or their
+    first use until `leave`."""
 
     def __init__(
         self,
-        device: torch.device | str = "cpu",
+        devices: torch.device | str | Sequence[torch.device | str] = "cpu",
         dtype: torch.dtype = torch.float32,
         max_tokens: int = MAX_TOKENS,
         progress: Callable[[str, int], None] = lambda model, tokens: None,
-        copies: Copies | None = None,
+        copies: Sequence[Copies] | None = None,
+        split: Mapping[str, int] | None = None,
     ) -> None:
-        self.device, self.dtype, self.max_tokens = torch.device(device), dtype, max_tokens
+        several = [devices] if isinstance(devices, str | torch.device) else devices
+        self.devices = tuple(torch.device(device) for device in several)
+        self.dtype, self.max_tokens = dtype, max_tokens
+        self._split = dict.fromkeys(MODELS, len(self.devices)) if split is None else dict(split)
         self._progress = progress
         self._refs: dict[Model, ModelRef] = {}
-        self._stages: dict[Model, Stage] = {}
+        self._models: dict[Model, Split] = {}
         self._broken: str | None = None
         self.critic_version: int | None = None
         self.host = None if copies is None else HostModels(copies)
+
+    @property
+    def device(self) -> torch.device:
+        """The first one, where new weights arrive."""
+        return self.devices[0]
+
+    @property
+    def place(self) -> str:
+        """All devices in words."""
+        return ", ".join(map(str, self.devices))
 
     @property
     def models(self) -> dict[Model, ModelRef]:
@@ -97,23 +117,21 @@ class Scorer:
         wanted = {cast(Model, name): ref for name, ref in models.items()}
         for name in MODELS:
             if name in self._refs and self._refs[name] != wanted.get(name):
-                del self._refs[name], self._stages[name]
+                del self._refs[name], self._models[name]
                 if self.host is not None:
                     self.host.forget(name)
         if "critic" not in self._refs:
             self.critic_version, self._broken = None, None
         for name, ref in wanted.items():
             if name not in self._refs:
-                self._stages[name] = self._build(name, ref)
+                self._models[name] = self._build(name, ref)
                 self._refs[name] = ref
 
-    def _build(self, name: Model, ref: ModelRef) -> Stage:
-        if self.host is None:
-            return build_stage(ref, device=self.device, dtype=self.dtype)
-        stage = build_stage(ref, device="cpu", dtype=self.dtype)
-        stage.place_buffers(self.device)
-        self.host.hold(name, stage)
-        return stage
+    def _build(self, name: Model, ref: ModelRef) -> Split:
+        built = build_split(ref, self._split.get(name, 1), self.devices, self.dtype, on_host=self.host is not None)
+        if self.host is not None:
+            self.host.hold(name, built.stages)
+        return built
 
     def bring(self) -> list[str]:
         """Begin to copy weights to the device, as far as there is room, and do not wait; the models whose weights are
@@ -125,13 +143,13 @@ class Scorer:
         if self.host is not None:
             self.host.leave()
 
-    def require(self, name: Model) -> Stage:
+    def require(self, name: Model) -> Split:
         """The loaded model; raises NotReady."""
-        if name not in self._stages:
+        if name not in self._models:
             raise NotReady(f"model {name} is not loaded; POST /v1/load first")
         if name == "critic" and self._broken is not None:
             raise NotReady(f"the critic awaits a complete version of its weights: {self._broken}")
-        return self._stages[name]
+        return self._models[name]
 
     # ------------------------------------------------------------ forward passes
 
@@ -145,71 +163,82 @@ class Scorer:
                 raise ValueError(f"cannot score {name!r}; want any of {', '.join(MODELS)}")
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, not {temperature}")
-        stages = [(cast(Model, name), self.require(cast(Model, name))) for name in names]
-        for name, stage in stages:
-            vocabulary = int(stage.config.vocab_size)
+        models = [(cast(Model, name), self.require(cast(Model, name))) for name in names]
+        for name, model in models:
+            vocabulary = int(model.config.vocab_size)
             inside = np.arange(samples.tokens.shape[1]) < samples.lengths[:, None]
             if bool((inside & ((samples.tokens < 0) | (samples.tokens >= vocabulary))).any()):
                 raise ValueError(f"tokens are outside model {name}'s vocabulary of {vocabulary}")
         shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
         result: Arrays = {}
         self.bring()
-        with torch.inference_mode():
-            for name, stage in stages:
-                if self.host is not None:
-                    self.host.use(name)
-                if name == "reference":
-                    result["ref_logprobs"] = self._reference(stage, samples, shape, temperature)
-                elif name == "critic":
-                    result["values"] = self._critic(stage, samples, shape)
-                else:
-                    result["scores"] = self._reward(stage, samples)
+        for name, model in models:
+            if self.host is not None:
+                self.host.use(name)
+            if name == "reference":
+                result["ref_logprobs"] = self._reference(model, samples, shape, temperature)
+            elif name == "critic":
+                result["values"] = self._critic(model, samples, shape)
+            else:
+                result["scores"] = self._reward(model, samples)
         return result
 
     def _passes(
-        self, name: Model, stage: Stage, samples: Samples, read: Callable[[Pack], NDArray[np.int64]]
-    ) -> Iterator[tuple[Pack, Tensor, Tensor]]:
-        """Each forward pass: what went through it, outputs (n, V) or (n,), and for every position that `read` names
-        (m,), which of them is its."""
-        outputs = self.max_tokens
+        self,
+        name: Model,
+        model: Split,
+        samples: Samples,
+        wanted: Callable[[Pack], NDArray[np.int64]],
+        read: Callable[[Pack, Tensor, Tensor], Tensor],
+    ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
+        """Each forward pass: what went through it, and what `read` makes of its outputs (n, V) or (n,) and, for every
+        position that `wanted` names (m,), which of them is its."""
+        # Stages wait the less for the first and the last pass, the smaller these are.
+        most = max(1, self.max_tokens // len(model.stages))
+        outputs = most
         if HEADS[name] == "lm":
-            outputs = max(1, LOGIT_BYTES // (self.dtype.itemsize * int(stage.config.vocab_size)))
+            outputs = max(1, LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
         multiple, enough = (ROWS, CPU_TOKENS) if self.device.type == "cpu" else (1, None)
-        for pack in packs(samples, self.max_tokens, outputs, enough):
+
+        def forward(pack: Pack) -> Pass[tuple[Pack, NDArray[np.float32]]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
             if len(tokens) > len(pack.tokens):
                 # Token 0 is in every vocabulary.
                 lengths, prefixes = (*lengths, len(tokens) - len(pack.tokens)), (*prefixes, None)
-            wanted, which = np.unique(read(pack), return_inverse=True)
-            found = stage(
-                torch.from_numpy(tokens).to(self.device)[None],
-                lengths,
-                torch.from_numpy(filled(wanted, multiple)).to(self.device),
-                prefixes,
-            )
-            yield pack, found, torch.from_numpy(which).to(self.device)
+            positions, which = np.unique(wanted(pack), return_inverse=True)
+
+            def result(found: Tensor) -> tuple[Pack, NDArray[np.float32]]:
+                values: NDArray[np.float32] = read(pack, found, torch.from_numpy(which).to(found.device)).cpu().numpy()
+                return pack, values
+
+            return Pass(tokens, lengths, prefixes, filled(positions, multiple), result)
+
+        for pack, values in model.run(map(forward, packs(samples, most, outputs, enough))):
+            yield pack, values
             self._progress(name, len(pack.tokens))
 
     def _reference(
-        self, stage: Stage, samples: Samples, shape: tuple[int, int], temperature: float
+        self, model: Split, samples: Samples, shape: tuple[int, int], temperature: float
     ) -> NDArray[np.float32]:
-        result = np.zeros(shape, np.float32)
-        for pack, logits, rows in self._passes("reference", stage, samples, lambda pack: pack.before):
+        def read(pack: Pack, logits: Tensor, rows: Tensor) -> Tensor:
             tokens = samples.tokens[pack.of, samples.prompts[pack.of] + pack.at]
-            logprobs = token_logprobs(logits, rows, torch.from_numpy(tokens).to(self.device), temperature)
-            result[pack.of, pack.at] = logprobs.cpu().numpy()
-        return result
+            return token_logprobs(logits, rows, torch.from_numpy(tokens).to(logits.device), temperature)
 
-    def _critic(self, stage: Stage, samples: Samples, shape: tuple[int, int]) -> NDArray[np.float32]:
         result = np.zeros(shape, np.float32)
-        for pack, values, rows in self._passes("critic", stage, samples, lambda pack: pack.before):
-            result[pack.of, pack.at] = values.float()[rows].cpu().numpy()
+        for pack, logprobs in self._passes("reference", model, samples, lambda pack: pack.before, read):
+            result[pack.of, pack.at] = logprobs
         return result
 
-    def _reward(self, stage: Stage, samples: Samples) -> NDArray[np.float32]:
+    def _critic(self, model: Split, samples: Samples, shape: tuple[int, int]) -> NDArray[np.float32]:
+        result = np.zeros(shape, np.float32)
+        for pack, values in self._passes("critic", model, samples, lambda pack: pack.before, _values):
+            result[pack.of, pack.at] = values
+        return result
+
+    def _reward(self, model: Split, samples: Samples) -> NDArray[np.float32]:
         result = np.zeros(len(samples.tokens), np.float32)
-        for pack, values, rows in self._passes("reward", stage, samples, lambda pack: pack.last):
-            result[pack.rows] = values.float()[rows].cpu().numpy()
+        for pack, values in self._passes("reward", model, samples, lambda pack: pack.last, _values):
+            result[pack.rows] = values
         return result
 
     # ------------------------------------------------------------ the critic's weights
@@ -218,16 +247,16 @@ class Scorer:
         """Copy a version's tensors aside. Raises NotReady without a critic, ValueError unless they are
         exactly the critic's. Reads the critic's structure only, so that scoring may go on in another
         thread."""
-        if "critic" not in self._stages:
+        if "critic" not in self._models:
             raise NotReady("model critic is not loaded; POST /v1/load first")
-        expected = {name: p.shape for name, p in self._stages["critic"].named_parameters()}
+        expected = self._models["critic"].homes()
         staged: dict[str, Tensor] = {}
-        device = self.device if self.host is None else torch.device("cpu")
         for name, tensor in tensors:
-            if name not in expected or tensor.shape != expected[name]:
-                known = tuple(expected[name]) if name in expected else "no such tensor"
+            if name not in expected or tensor.shape != expected[name][0]:
+                known = tuple(expected[name][0]) if name in expected else "no such tensor"
                 raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came; the critic has {known}")
-            # Copied: the receiver's buffer is written again.
+            # Copied, to the stage that has it: the receiver's buffer is written again.
+            device = expected[name][1] if self.host is None else torch.device("cpu")
             staged[name] = torch.empty_like(tensor, dtype=self.dtype, device=device).copy_(tensor)
         missing = sorted(set(expected) - set(staged))
         if missing:
@@ -237,7 +266,7 @@ class Scorer:
     def apply_weights(self, staged: Mapping[str, Tensor], version: int) -> None:
         """Make a complete staged version the critic's. Raises NotReady if the critic was unloaded or replaced
         by one of another shape meanwhile."""
-        parameters = dict(self._stages["critic"].named_parameters()) if "critic" in self._stages else {}
+        parameters = dict(self._models["critic"].named_parameters()) if "critic" in self._models else {}
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in staged.items()}:
             raise NotReady("the critic was replaced while its weights were coming")
         if self.host is not None:

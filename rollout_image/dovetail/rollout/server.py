@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.env import ProcessEnv
-from dovetail.api.plan import Plan
+from dovetail.api.plan import Plan, Rollout
 from dovetail.api.scratch import cpu_head_error, head_size
 from dovetail.api.types import Dtype, Group, RLHFJob, Role
 from dovetail.rollout.kv.config import KVSetup, prepare
@@ -43,13 +43,15 @@ def main(argv: list[str] | None = None) -> int:
         on_cpu = group.on_cpu or not has_gpu()
         if on_cpu and (problem := cpu_head_error(config)):
             raise ValueError(problem)
+        planned = None if on_cpu else planned_server(env.plan_file, group.name)
         # One device has no stages.
-        stages = planned_stages(env.plan_file, group.name) if not on_cpu and group.gpu.per_pod > 1 else 1
+        stages = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
+        memory = None if planned is None else planned.memory
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     os.environ.update(environment(on_cpu, os.environ))
-    arguments = vllm_arguments(env, job, group, config, on_cpu, stages)
+    arguments = vllm_arguments(env, job, group, config, on_cpu, stages, memory)
     # A stage has the keys and values of its own layers only, which the connectors do not tell apart.
     kv = kv_setup(env, job, group, config, on_cpu) if stages == 1 else None
     if kv is not None:
@@ -106,17 +108,23 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     return must | {key: value for key, value in may.items() if key not in given}
 
 
-def planned_stages(plan_file: Path, group: str) -> int:
-    """Pipeline stages of the group's servers; those that came later than the plan are like the others. Raises OSError,
-    ValueError."""
+def planned_server(plan_file: Path, group: str) -> Rollout | None:
+    """The first of the group's servers; those that came later than the plan are like it. Raises OSError, ValueError."""
     plan = Plan.model_validate_json(plan_file.read_text())
-    return next((rollout.pp for rollout in plan.rollouts if rollout.group == group), 1)
+    return next((rollout for rollout in plan.rollouts if rollout.group == group), None)
 
 
 def vllm_arguments(
-    env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool, stages: int = 1
+    env: ProcessEnv,
+    job: RLHFJob,
+    group: Group,
+    config: Mapping[str, Any],
+    on_cpu: bool,
+    stages: int = 1,
+    memory: float | None = None,
 ) -> list[str]:
-    """The command line of vLLM's API server. The group's own `vllmArgs` come last and win."""
+    """The command line of vLLM's API server. The group's own `vllmArgs` come last and win. `memory`: share of each
+    GPU's."""
     spec = job.spec
     length = max_model_len(job, config)
     tokenizer = env.run_dir / "tokenizer"
@@ -157,6 +165,8 @@ def vllm_arguments(
             # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
             # They keep weights and optimizer state there all the time.
             arguments += ["--enable-sleep-mode", "--gpu-memory-utilization", COLOCATED_MEMORY]
+        elif memory is not None:
+            arguments += ["--gpu-memory-utilization", f"{memory:g}"]
     if spec.models.actor.trust_remote_code:
         arguments += ["--trust-remote-code"]
     return [*arguments, *group.vllm_args]

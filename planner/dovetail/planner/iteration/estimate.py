@@ -161,7 +161,8 @@ def _hidden(candidate: Candidate, generated: Generated, tasks: Sequence[tuple[Sh
         on = next((other for other in candidate.generation if share.overlaps(other)), None)
         if on is not None:
             busy, servers = generated.destinations, generated.servers
-            free = sum(n * _all_free(k, busy, servers) for k, n in _spread(share, on).items())
+            spread = Counter({1: share.dp}) if candidate.beside else _spread(share, on)
+            free = sum(n * _all_free(k, busy, servers) for k, n in spread.items())
             after.append((free / share.dp, seconds))
         else:
             beside.append(seconds)

@@ -149,7 +149,7 @@ def _score(
     tasks = [(task, candidate.shares(task)) for task in INFERENCE]
     waiting: dict[str, deque[int]] = {task: deque(order) for task, shares in tasks if shares}
     copies = [
-        _Copy(task, share, [(share.pool, gpu) for gpu in _gpus(share, d)], work.model(task) or (work.actor, "lm"))
+        _Copy(task, share, _places(candidate, share, d), work.model(task) or (work.actor, "lm"))
         for task, shares in tasks
         for share in shares
         for d in range(share.dp)
@@ -197,6 +197,15 @@ def _score(
         last = max(last, done)
         heapq.heappush(heap, (now + busy, i))
     return last, bars
+
+
+def _places(candidate: Candidate, share: Share, copy: int) -> list[tuple[str, int]]:
+    """GPUs of an inference share's copy."""
+    server = next((s for s in candidate.generation if candidate.beside and s.overlaps(share)), None)
+    if server is None:
+        return [(share.pool, gpu) for gpu in _gpus(share, copy)]
+    number = (share.first - server.first) // (server.pp * server.tp) + copy
+    return [(share.pool, gpu) for gpu in _gpus(server, number)[: share.pp * share.tp]]
 
 
 def _gpus(share: Share, copy: int) -> list[int]:

@@ -94,7 +94,8 @@ class Candidate:
     samples left at which generation's tail gathers and inference begins on freed instances (inter-stage fusion), None:
     inference waits for the last sample. `folded`: rollouts' own log-probabilities serve as the old ones, so there is
     no forward pass of the actor before training (APP section V-A1). `shared_body`: the critic is a head on the actor's
-    body (AC-share): one forward and backward pass for both, and no critic weights of its own."""
+    body (AC-share): one forward and backward pass for both, and no critic weights of its own. `beside`: an inference
+    share's copies are in scorers of one vLLM server each, on the first GPUs of that server."""
 
     placement: Placement
     generation: tuple[Share, ...]
@@ -107,6 +108,7 @@ class Candidate:
     migration: float | None = None
     folded: bool = True
     shared_body: bool = False
+    beside: bool = False
 
     def shares(self, task: Task) -> tuple[Share, ...]:
         found: tuple[Share, ...] = getattr(self, task)

@@ -58,13 +58,17 @@ class Combiner:
         return filling.fits(options)
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
-        """Whether a combination can run: a manifest has one micro-batch size for actor and critic, and inference takes
-        whole servers."""
+        """Whether a combination can run: a manifest has one micro-batch size for actor and critic, inference takes
+        whole servers, and a scorer's stages are in its server's pod."""
         if not self._limits.together:
             return True
         placed = list(zip(ranking.places, chosen, strict=True))
         sizes = {share.pool: share.pp * share.tp for (task, _), share in placed if task == "generation"}
-        whole = all(slot.count % sizes.get(slot.pool, 1) == 0 for (task, slot), _ in placed if task in INFERENCE)
+        whole = all(
+            slot.count % sizes.get(slot.pool, 1) == 0 and share.pp * share.tp <= sizes.get(slot.pool, 1)
+            for (task, slot), share in placed
+            if task in INFERENCE
+        )
         return whole and len({share.micro_batch for (task, _), share in placed if task in TRAINING}) == 1
 
     def least(self, ranking: Ranking) -> Chosen | None:

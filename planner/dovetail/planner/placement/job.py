@@ -17,6 +17,7 @@ from dovetail.planner.memory import Training, problem, worst
 from dovetail.planner.placement.candidate import TRAINING, Candidate, Placement, Task
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
+from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import allowed_layouts, groups_inventory, groups_limits, workload
@@ -105,7 +106,11 @@ def _iteration(
     limits = replace(limits, layouts={tasks[m]: tuple(fit) for m, fit in layouts.items() if m in tasks})
     system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
     costs = Costs(work, inventory, system)
-    result = Search(inventory, work, limits, costs, Effort(EFFORT)).run()
+    result, limits = fewest_stages(
+        limits,
+        max(limits.servers[pool] for pool in limits.rollouts or ()),
+        lambda tried: Search(inventory, work, tried, costs, Effort(EFFORT)).run(),
+    )
     if result.best is None:
         # Of the plainest placement.
         why = min(result.rejected, key=lambda r: len(r.note)).problem if result.rejected else None

@@ -29,7 +29,7 @@ class Limits:
     `recompute`: values allowed in training; `offload`: by training task, open if it is not named; `swap`: of `offload`
     in inference. `folded`: the rollouts' log-probabilities serve as the old ones. `shared_body`: the critic is a head
     on the actor. `together`: actor and critic train on the same GPUs with one micro-batch size, inference runs beside
-    generation."""
+    generation, in a scorer for each server."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -56,13 +56,12 @@ class Limits:
 
     def executed(self) -> Limits:
         """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
-        ranks, no activation recomputation, vLLM servers in a pod each, inference models whole on one GPU each,
-        where they stay."""
+        ranks, no activation recomputation, vLLM servers in a pod each, a scorer beside each server, whose models are
+        whole or in pipeline stages on its pod's GPUs, where they stay."""
         return replace(
             self,
             max_tp=1,
             inference_tp=1,
-            inference_pp=1,
             within=True,
             fsdp=(2,),
             recompute=(False,),

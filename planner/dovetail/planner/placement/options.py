@@ -49,14 +49,16 @@ def _serving(slot: Slot, shared: bool, pool: Pool, shape: ModelShape, limits: Li
 
 
 def _inference(slot: Slot, pool: Pool, shape: ModelShape, limits: Limits) -> Iterator[list[Share]]:
-    servers = limits.servers.get(pool.name, 1)  # a scorer beside each, on one of its GPUs
+    servers = limits.servers.get(pool.name, 1)  # a scorer beside each, on some of its GPUs
+    most = limits.servers.get(pool.name, pool.per_node) if limits.together else slot.count
     for tp in _degrees(pool, shape, slot.count):
         for pp in _stages(shape, slot.count // tp):
-            if tp > limits.inference_tp or pp > limits.inference_pp:
+            if tp > limits.inference_tp or pp > limits.inference_pp or pp * tp > most:
                 continue
             copies = slot.count // max(pp * tp, servers)
-            # Stages have the less to wait for, the smaller the micro-batches are.
-            for micro in (INFERENCE_MICRO_BATCH,) if pp == 1 else INFERENCE_MICRO_BATCHES:
+            # Stages have the less to wait for, the smaller the micro-batches are: a scorer's are a pp-th.
+            least = (max(1, INFERENCE_MICRO_BATCH // pp),)
+            for micro in least if pp == 1 or limits.together else INFERENCE_MICRO_BATCHES:
                 yield [
                     Share(slot.pool, slot.first, pp, tp, copies, micro_batch=micro, offload=swapped)
                     for swapped in limits.swap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.api.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
-from dovetail.planner.placement.candidate import TRAINING, Share, Task
+from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Share, Task
 from dovetail.planner.placement.costs import Estimator
 from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.search import Found, Result
@@ -70,6 +70,8 @@ def _details(task: Task, share: Share) -> list[str]:
         found.append(f"ZeRO-{share.fsdp}")
     if share.recompute:
         found.append("activations made again")
+    if task in INFERENCE and share.pp * share.tp > 1:
+        found.append(f"split over {share.pp * share.tp} GPUs")
     if share.offload:
         where = {"generation": "asleep while others work"}.get(task, "weights wait in host memory")
         found.append("optimizer in host memory" if task in TRAINING else where)

@@ -12,6 +12,7 @@ from dovetail.planner.iteration.system import DOVETAIL
 from dovetail.planner.placement.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
+from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.job import Chosen, Infeasible
 from dovetail.planner.placement.limits import Limits
@@ -81,7 +82,11 @@ def _search(
     work = workload(spec, known)
     system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
     costs = Costs(work, inventory, system)
-    result = choose(strategy, inventory, work, limits, costs, effort)
+    if limits.together:
+        most = max(pool.per_node for pool in inventory.pools)
+        result, _ = fewest_stages(limits, most, lambda tried: choose(strategy, inventory, work, tried, costs, effort))
+    else:
+        result = choose(strategy, inventory, work, limits, costs, effort)
     if result.best is None:
         return _missing(result)
     return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
@@ -108,8 +113,10 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
         found.append("FSDP stages other than ZeRO-2 are not executed yet")
     if len({s.range for s in training}) > 1:
         found.append("training actor and critic on GPUs of their own is not executed yet")
-    if wide := sorted({task for task, s in scored if s.pp * s.tp > 1}):
-        found.append(f"models split over GPUs in inference ({', '.join(wide)}) are not executed yet")
+    if wide := sorted({task for task, s in scored if s.tp > 1}):
+        found.append(f"models split within layers in inference ({', '.join(wide)}) are not executed yet")
+    if any(s.pp * s.tp > inventory[s.pool].per_node for _, s in scored):
+        found.append("inference models split over several nodes are not executed yet")
     if any(s.offload for _, s in scored):
         found.append("inference weights that wait in host memory are not executed yet")
     servers = [s for task, s in shares if task == "generation"]

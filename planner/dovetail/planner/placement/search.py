@@ -220,7 +220,7 @@ class Search:
         shares: dict[Task, list[Share]] = {}
         for (task, slot), share in zip(ranking.places, chosen, strict=True):
             if task in INFERENCE and self.limits.together:
-                # A scorer for each vLLM server, on one of its GPUs.
+                # A scorer for each vLLM server, on some of its GPUs.
                 sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
                 share = replace(share, dp=slot.count // next(sizes, 1))
             shares.setdefault(task, []).append(share.at(slot.first))
@@ -231,6 +231,7 @@ class Search:
             migration=self.limits.migrations[0],
             folded=self.limits.folded,
             shared_body=self.limits.shared_body,
+            beside=self.limits.together,
         )
 
     def schedules(

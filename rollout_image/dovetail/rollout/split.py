@@ -1,0 +1,125 @@
+"""A scorer's model, split by layers over GPUs of its pod: forward passes follow each other from device to device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dovetail.api.messages import ModelRef
+from dovetail.models import Stage, build_stage
+from dovetail.models.config import load_config
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Pass(Generic[R]):
+    """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. `read` makes the
+    result of the last stage's output."""
+
+    tokens: NDArray[np.int64]
+    lengths: tuple[int, ...]
+    prefixes: tuple[int | None, ...]
+    wanted: NDArray[np.int64]
+    read: Callable[[Tensor], R]
+
+
+class Split:
+    """A model's stages in order, each on a device of its own (several may be the same CPU)."""
+
+    def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
+        self.stages, self.devices = tuple(stages), tuple(devices)
+
+    @property
+    def config(self) -> Any:
+        return self.stages[0].config
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all stages; names are those of the whole model."""
+        for stage in self.stages:
+            yield from stage.named_parameters()
+
+    def homes(self) -> dict[str, tuple[torch.Size, torch.device]]:
+        """Shape and device of each parameter."""
+        return {
+            name: (parameter.shape, device)
+            for stage, device in zip(self.stages, self.devices, strict=True)
+            for name, parameter in stage.named_parameters()
+        }
+
+    def run(self, passes: Iterable[Pass[R]]) -> Iterator[R]:
+        """The result of each pass, in their order. With several stages, stage k works on a pass while stage k + 1 works
+        on the one before; each has a thread, so that what waits for one device does not hold up another."""
+        if len(self.stages) == 1:
+            for each in passes:
+                yield self._read(each, self._stage(0, each, torch.from_numpy(each.tokens)[None]))
+            return
+        workers = [ThreadPoolExecutor(1, thread_name_prefix=f"stage-{k}") for k in range(len(self.stages))]
+        under_way: deque[Future[R]] = deque()
+        try:
+            for each in passes:
+                under_way.append(self._begin(workers, each))
+                if len(under_way) > len(self.stages):
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for worker in workers:
+                worker.shutdown(cancel_futures=True)
+
+    def _begin(self, workers: Sequence[ThreadPoolExecutor], each: Pass[R]) -> Future[R]:
+        last = len(self.stages) - 1
+
+        def first() -> Tensor:
+            return self._stage(0, each, torch.from_numpy(each.tokens)[None])
+
+        def further(k: int, before: Future[Tensor]) -> Tensor:
+            return self._stage(k, each, before.result())
+
+        def end(before: Future[Tensor]) -> R:
+            return self._read(each, further(last, before))
+
+        future = workers[0].submit(first)
+        for k in range(1, last):
+            future = workers[k].submit(further, k, future)
+        return workers[last].submit(end, future)
+
+    # Inference mode is a thread's own.
+    def _stage(self, k: int, each: Pass[R], inputs: Tensor) -> Tensor:
+        stage, device = self.stages[k], self.devices[k]
+        with torch.inference_mode():
+            wanted = torch.from_numpy(each.wanted).to(device) if stage.is_last else None
+            inputs = inputs.to(device)
+            # Kernels that know of no tensor's device run on the thread's.
+            with torch.cuda.device_of(inputs):
+                found = stage(inputs, each.lengths, wanted, each.prefixes)
+        assert isinstance(found, Tensor)  # a scorer's models have one head
+        return found
+
+    def _read(self, each: Pass[R], found: Tensor) -> R:
+        with torch.inference_mode(), torch.cuda.device_of(found):
+            return each.read(found)
+
+
+def build_split(
+    ref: ModelRef, stages: int, devices: Sequence[torch.device], dtype: torch.dtype, *, on_host: bool = False
+) -> Split:
+    """The model in `stages` stages, or as many as it has layers, one on each of the first of `devices`. `on_host`: the
+    parameters are in host memory, and only what is no parameter on the devices. Raises `dovetail.models.ModelError`."""
+    count = min(stages, int(load_config(ref).num_hidden_layers))
+    places = [torch.device(device) for device in devices[:count]]
+    built = []
+    for k, device in enumerate(places):
+        stage = build_stage(ref, k, len(places), "cpu" if on_host else device, dtype)
+        if on_host:
+            stage.place_buffers(device)
+        built.append(stage)
+    return Split(built, places)
