@@ -56,8 +56,7 @@ class Limits:
 
     def executed(self) -> Limits:
         """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
-        ranks, no activation recomputation, vLLM servers in a pod each, inference models whole on one GPU each,
-        where they stay."""
+        ranks, vLLM servers in a pod each, inference models whole on one GPU each, where they stay."""
         return replace(
             self,
             max_tp=1,
@@ -65,7 +64,6 @@ class Limits:
             inference_pp=1,
             within=True,
             fsdp=(2,),
-            recompute=(False,),
             swap=(False,),
             together=True,
         )
