@@ -37,7 +37,8 @@ def recompute(stage: Stage) -> None:
 
     A backward pass must be whole: each weight's gradient of a split one would run its layer again."""
     for layer in stage.body.layers.values():
-        layer.__class__ = _recomputed(type(layer))
+        kind: type[nn.Module] = type(layer)
+        layer.__class__ = _recomputed(kind)
         layer.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
 
 

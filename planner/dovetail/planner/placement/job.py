@@ -106,7 +106,7 @@ def place(
         chosen[model] = Parallelism(pp=share.pp, tp=share.tp, dp=share.dp)
     if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
-    before = {each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO}
+    before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
     return Placed(chosen, before | {(Stage.PPO, m) for m, s in shares.items() if s and s[0].recompute}, found)
 
 
