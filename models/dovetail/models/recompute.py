@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,9 +25,13 @@ class _Recomputed(nn.Module):
         return checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=self.draws, **others)
 
 
-@cache
-def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Recomputed{cls.__name__}", (_Recomputed, cls), {})
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def _recomputed(cls: type[Any]) -> type[Any]:
+    if cls not in _classes:
+        _classes[cls] = type(f"Recomputed{cls.__name__}", (_Recomputed, cls), {})
+    return _classes[cls]
 
 
 def recompute(stage: Stage) -> None:
@@ -37,8 +40,7 @@ def recompute(stage: Stage) -> None:
 
     A backward pass must be whole: each weight's gradient of a split one would run its layer again."""
     for layer in stage.body.layers.values():
-        kind: type[nn.Module] = type(layer)
-        layer.__class__ = _recomputed(kind)
+        layer.__class__ = _recomputed(type(layer))
         layer.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
 
 
