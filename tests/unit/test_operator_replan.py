@@ -135,7 +135,9 @@ def test_what_runs_is_not_planned_away():
     deeper = other.model_copy(update={"rollouts": [r.model_copy(update={"pp": 2}) for r in other.rollouts]})
     assert honoured(plan, deeper).prediction is None, "servers run with one pipeline stage"
     assert resized(job.spec, plan, [need], {"gen": 9}).plan.recompute == "Never"
-    again = other.model_copy(update={"batching": [row.model_copy(update={"recompute": True}) for row in other.batching]})
+    again = other.model_copy(
+        update={"batching": [row.model_copy(update={"recompute": True}) for row in other.batching]}
+    )
     assert honoured(plan, again).prediction is None, "trainers keep their activations"
 
 
