@@ -25,6 +25,7 @@ from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
+from dovetail.trainer.optim import local
 
 DEADLINE = 400.0
 VOCAB = 64
@@ -143,8 +144,6 @@ def weights(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def shards(engine: Engine) -> dict[str, torch.Tensor]:
-    from dovetail.trainer.optim import local
-
     return {f"{m}.{n}": local(p).clone() for m, e in engine.models.items() for n, p in e.trainable().items()}
 
 
@@ -195,10 +194,11 @@ def full_training(engine: Engine, folder: Path, key: str) -> dict[str, Any]:
     out = {"log": log, "at_two": at_two, "read": [r.clone() for r in read], "end": weights(engine), "shards": end}
     out["parts_agree"] = parts_agree(engine)
 
-    engine.load(load_command(str(path)))
-    assert engine.step == 2
-    train(engine, range(3, 5))
-    out["replay_is_exact"] = same(end, shards(engine))
+    for name, again in (("replay_is_exact", []), ("recompute_is_exact", ["actor", "critic"])):
+        engine.load(load_command(str(path)).model_copy(update={"recompute": again}))
+        assert engine.step == 2
+        train(engine, range(3, 5))
+        out[name] = same(end, shards(engine))
 
     engine.load(load_command())
     out["schedule_is_free"] = train(engine, range(1, 5), interleaved=True) == log and same(end, shards(engine))

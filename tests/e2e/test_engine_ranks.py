@@ -96,6 +96,7 @@ def test_training_learns_and_clips(results: Results) -> None:
 def test_same_bits_after_restart_and_under_any_schedule(results: Results, world: int, layout: str) -> None:
     for rank in results[world]:
         assert rank[layout]["replay_is_exact"]
+        assert rank[layout]["recompute_is_exact"]
         assert rank[layout]["schedule_is_free"]
 
 

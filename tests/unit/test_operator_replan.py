@@ -137,6 +137,11 @@ def test_what_runs_is_not_planned_away():
     split = {"split": {"reference": 2}}
     wider = other.model_copy(update={"rollouts": [r.model_copy(update=split) for r in other.rollouts]})
     assert honoured(plan, wider).prediction is None, "scorers run with whole models"
+    assert resized(job.spec, plan, [need], {"gen": 9}).plan.recompute == "Never"
+    again = other.model_copy(
+        update={"batching": [row.model_copy(update={"recompute": True}) for row in other.batching]}
+    )
+    assert honoured(plan, again).prediction is None, "trainers keep their activations"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "x"}', "null", '{"a": null}'])

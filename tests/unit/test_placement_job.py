@@ -73,7 +73,7 @@ def test_pipeline_stages_come_where_a_model_does_not_fit_without():
 
 def test_groups_that_are_too_small_are_refused_with_the_number_and_what_helps():
     with pytest.raises(
-        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 59 GiB"
+        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 53 GiB"
     ):
         make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], V100, 4), SEPARATE[1]]))
     with pytest.raises(PlanError, match=r"(generation|reference) on gen\[0:4\].*GiB.*(more memory|offload)"):

@@ -73,7 +73,8 @@ def test_out_of_memory_names_the_micro_batch_size(trainer: LocalTrainer, monkeyp
         patch.setattr(Engine, "run", run)
         result = trainer.execute(sft_step(trainer, 1))
     assert result.error == (
-        "out of memory while running sft/1/step: lower sft.microBatchSize (now 2), or spread the model over more ranks"
+        "out of memory while running sft/1/step: lower sft.microBatchSize (now 2), set plan.recompute to Always, or "
+        "spread the model over more ranks"
     )
     # The step broke off half-way: what is held must be loaded again.
     assert trainer.runner.stage is None

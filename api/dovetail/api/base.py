@@ -25,3 +25,14 @@ class Model(BaseModel):
     model_config = ConfigDict(
         alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, allow_inf_nan=False
     )
+
+
+class ObjectMeta(BaseModel):
+    """The parts of Kubernetes metadata that Dovetail reads; others are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Name = Field(description="The job's name: lower-case letters, digits and dashes.")
+    namespace: Name | None = Field(default=None, description="Kubernetes namespace.")
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels, for selection.")
+    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations, for tools.")

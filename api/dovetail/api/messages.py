@@ -91,6 +91,9 @@ class Load(Message):
     layouts: dict[str, Layout] = Field(
         default_factory=dict, description="Where a model's stages are, if not where the plan's layout puts them."
     )
+    recompute: list[str] = Field(
+        default_factory=list, description="Models whose layers make their activations again in the backward pass."
+    )
 
 
 class Step(Message):

@@ -158,6 +158,7 @@ class Batching(Model):
     mini_batch_size: int = Field(description="Sequences per optimizer step, all data-parallel ranks together.")
     micro_batch_size: int = Field(description="Sequences per forward pass of one rank.")
     micro_batches: int = Field(description="Micro-batches of one data-parallel rank in an optimizer step.")
+    recompute: bool = Field(default=False, description="Layers make their activations again in the backward pass.")
 
 
 class Plan(Model):
@@ -173,8 +174,8 @@ class Plan(Model):
     )
     activation_bytes: dict[str, list[int]] = Field(
         default_factory=dict,
-        description="Of actor and critic, by stage: what one micro-batch of the longest sequences holds, by the memory "
-        "model; empty where the models are not known or have no pipeline.",
+        description="Of actor and critic, by stage: what one micro-batch of the longest sequences holds between its "
+        "passes, by the memory model; empty where the models are not known or have no pipeline.",
     )
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
@@ -183,3 +184,7 @@ class Plan(Model):
     prediction: Prediction | None = Field(
         default=None, description="Of a PPO iteration, where the job's models and GPUs are known."
     )
+
+    def recomputed(self, stage: Stage) -> list[str]:
+        """Models that make their activations again in the stage's backward passes."""
+        return [row.model for row in self.batching if row.stage is stage and row.recompute]

@@ -6,9 +6,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from dovetail.api.base import Callable_, Fraction, Model, Name, Path_, PositiveFloat, PositiveInt, Text
+from dovetail.api.base import Callable_, Fraction, Model, Name, ObjectMeta, Path_, PositiveFloat, PositiveInt, Text
 from dovetail.api.status import RLHFJobStatus
 from dovetail.api.training import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
 
@@ -315,6 +315,11 @@ class PlanPins(Model):
     parallelism: Literal["Auto"] | ParallelismByModel = Field(
         default="Auto", description="Layouts of the trained models over the trainer ranks."
     )
+    recompute: Literal["Auto", "Always", "Never"] = Field(
+        default="Auto",
+        description="Training keeps only each layer's input and makes the layer's other activations again in the "
+        "backward pass: the same weights, less memory, a third more time. Auto: where it does not fit otherwise.",
+    )
     sharding: Literal["Auto", "Always"] = Field(
         default="Auto",
         description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: except "
@@ -376,17 +381,6 @@ class RLHFJobSpec(Model):
     ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Delete the job this long after it finished."
     )
-
-
-class ObjectMeta(BaseModel):
-    """The parts of Kubernetes metadata that Dovetail reads; others are kept as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Name = Field(description="The job's name: lower-case letters, digits and dashes.")
-    namespace: Name | None = Field(default=None, description="Kubernetes namespace.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Labels, for selection.")
-    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations, for tools.")
 
 
 class RLHFJob(Model):

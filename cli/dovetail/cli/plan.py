@@ -34,9 +34,13 @@ def plan_tables(plan: Plan) -> Group:
     batches.add_column("model")
     for heading in ("per step", "micro-batch", "micro-batches a rank"):
         batches.add_column(heading, justify="right")
+    again = any(row.recompute for row in plan.batching)
+    if again:
+        batches.add_column("activations")
     for row in plan.batching:
         sizes = (row.mini_batch_size, row.micro_batch_size, row.micro_batches)
-        batches.add_row(row.stage.value, row.model, *map(str, sizes))
+        kept = ["made again" if row.recompute else "kept"] if again else []
+        batches.add_row(row.stage.value, row.model, *map(str, sizes), *kept)
 
     tasks = Table(title="Tasks", title_justify="left", show_edge=False)
     tasks.add_column("task")

@@ -265,6 +265,7 @@ class Engines:
             eval_batches=[f"sft-eval/{i}" for i in range(len(self._eval_batches(Stage.SFT)))],
             export_to=self.settings.run_dir / "models" / "sft",
             checkpoint_every=self.spec.checkpoint.every_steps,
+            recompute=self.plan.recomputed(Stage.SFT),
         )
         await self._supervised(stage)
         for when in ("before", "after"):
@@ -283,6 +284,7 @@ class Engines:
             eval_batches=[f"reward-eval/{i}" for i in range(len(self._eval_batches(Stage.REWARD)))],
             export_to=self.settings.run_dir / "models" / "reward",
             checkpoint_every=self.spec.checkpoint.every_steps,
+            recompute=self.plan.recomputed(Stage.REWARD),
         )
         await self._supervised(stage)
         after = self.store.get("reward/after")

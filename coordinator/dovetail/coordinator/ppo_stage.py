@@ -66,8 +66,9 @@ class PPOStage:
             models["critic"] = self._engines.sources.critic()
         if self._placing is not None:
             await self._placing
+        again = self._engines.plan.recomputed(Stage.PPO)
         self._engines.session.begin(
-            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts()),
+            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again),
             int(progress["step"]),
         )
         self._engines.progress.update(

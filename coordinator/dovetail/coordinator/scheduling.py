@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from dovetail.api.messages import CommandResult
 from dovetail.api.plan import Layout, Plan
 from dovetail.api.profile import Profile
-from dovetail.api.types import RLHFJobSpec, Role
+from dovetail.api.types import RLHFJobSpec, Role, Stage
 from dovetail.coordinator.ppo import optimizer_steps
 from dovetail.coordinator.schedule_words import Chosen, write_words
 from dovetail.coordinator.summary import write_json
@@ -46,6 +46,7 @@ from dovetail.planner.training import (
 HYSTERESIS = 0.03
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
+SPLIT_AGAIN = "a split backward would make a layer's activations again for every weight (spec.plan.recompute)"
 
 
 class Records(Protocol):
@@ -64,7 +65,8 @@ class Scheduling:
         self._spec, self._plan, self._records, self._log = spec, plan, records, log
         self._path = run_dir / "schedule.json"
         self._times = Times()
-        self._times.expect(plan.activation_bytes)
+        self._again = plan.recomputed(Stage.PPO)
+        self._times.expect(plan.activation_bytes, self._again)
         self._current: Schedule | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._learned = 0
@@ -129,7 +131,10 @@ class Scheduling:
     # ------------------------------------------------------------ choice
 
     def _assume(self) -> None:
-        """Begin with the run's profile.json (`dovetail run --profile`), where there is one that fits."""
+        """Begin with the run's profile.json (`dovetail run --profile`), where there is one that fits: its passes keep
+        all activations."""
+        if self._again:
+            return
         try:
             profile = Profile.model_validate_json((self._path.parent / PROFILE).read_text(encoding="utf-8"))
             self._times.assume(profile, shared_layouts(self._plan.parallelism, False), self._spec.ppo.micro_batch_size)
@@ -178,7 +183,10 @@ class Scheduling:
         problem, halves = (replace(p, memory_limit=limit) for p in (free, free_halves))
         effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
         pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
-        choice = choose_schedule(problem, halves, PINS["Auto"] if pipelined else PINS["Serial"], effort)
+        split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
+        names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
+        choice = choose_schedule(problem, halves, names, effort)
+        choice.refused.update(dict.fromkeys(split, SPLIT_AGAIN))
         own = self._dedicated(choice, times, size, together, limit)
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
         if not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dovetail.api.messages import CommandResult, ModelRef, Step
@@ -17,7 +17,7 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """`export_as`: name of the trained model and the folder it goes to."""
+    """`recompute`: models that make their activations again in the backward pass."""
 
     stage: Stage
     model: str
@@ -27,6 +27,7 @@ class SupervisedStage:
     eval_batches: list[str]
     export_to: Path
     checkpoint_every: int
+    recompute: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -44,7 +45,7 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     name = stage.stage.value
     done = records.get(f"{name}/step")
     session.begin(
-        StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step),
+        StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step, recompute=stage.recompute),
         int(done) if isinstance(done, int) else 0,
     )
     started = time.time()

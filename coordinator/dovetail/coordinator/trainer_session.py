@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage: model sources, optimizer steps in all, the command of a step, and where
-    models are if not where the plan puts them."""
+    """What the trainers need to run a stage: model sources, optimizer steps in all, the command of a step, where
+    models are if not where the plan puts them, and which of them make activations again."""
 
     stage: Stage
     models: dict[str, ModelRef]
     total_optimizer_steps: int
     make_step: Callable[[int], Step]
     layouts: dict[str, Layout] = field(default_factory=dict)
+    recompute: list[str] = field(default_factory=list)
 
 
 class Records(Protocol):
@@ -189,6 +190,7 @@ class TrainerSession:
                     total_steps=plan.total_optimizer_steps,
                     checkpoint=path,
                     layouts=plan.layouts,
+                    recompute=plan.recompute,
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
                 await self._command(load)

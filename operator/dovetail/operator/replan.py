@@ -106,8 +106,8 @@ def counted(need: Need, there: Counts | None) -> int:
 
 
 def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts) -> RLHFJobSpec | None:
-    """The PPO stage to plan anew, with as many rollouts as fit, pinned to the layouts and the placement that processes
-    started with; None if the plan counts on as many."""
+    """The PPO stage to plan anew, with as many rollouts as fit, pinned to the layouts, the placement and, where all
+    models are alike in it, the recomputation that processes started with; None if the plan counts on as many."""
     sizes = {need.group: counted(need, there) for need in wanted}
     actor = plan.parallelism.get("actor")
     if Stage.PPO not in spec.stages or actor is None or all(sizes[need.group] == need.planned for need in wanted):
@@ -116,6 +116,9 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
     pins: dict[str, object] = {"parallelism": layouts}
     if plan.prediction is not None:
         pins["placement"] = plan.prediction.placement
+    again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}
+    if len(again) == 1:
+        pins["recompute"] = "Always" if True in again else "Never"
     groups = [g.model_copy(update={"replicas": sizes.get(g.name, g.replicas)}) for g in spec.groups]
     pinned = spec.plan.model_copy(update=pins)
     # The others' layouts, too, would have to share the pins.
@@ -127,6 +130,7 @@ def honoured(plan: Plan, other: Plan) -> Plan:
     granted what the running processes will not do."""
     kept = all(plan.parallelism[model] == layout for model, layout in other.parallelism.items())
     kept &= _servers(other) == _servers(plan)
+    kept &= other.recomputed(Stage.PPO) == plan.recomputed(Stage.PPO)
     return plan.model_copy(update={"rollouts": other.rollouts, "prediction": other.prediction if kept else None})
 
 

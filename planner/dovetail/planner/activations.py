@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dovetail.api.critic import shares_body
@@ -20,10 +20,14 @@ class LimitError(ValueError):
 
 
 def activation_bytes(
-    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], parallelism: Mapping[str, Parallelism]
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    again: Collection[str] = (),
 ) -> dict[str, list[int]]:
     """By trained model and stage: bytes that autograd keeps of one micro-batch of the longest sequences, by the memory
-    model. {} where a model's configuration is not known. `configs` as `make_plan` takes them. Raises ConfigError."""
+    model; `again`: models that keep layers' inputs only. {} where a model's configuration is not known. `configs` as
+    `make_plan` takes them. Raises ConfigError."""
     known = shapes(spec, configs)
     both = [model for model in _HEADS if model in parallelism]
     if known is None or any(model not in known or known[model].layers < parallelism[model].pp for model in both):
@@ -35,7 +39,9 @@ def activation_bytes(
         given = getattr(spec.models, model)
         dtype = (Dtype.BFLOAT16 if gpu else Dtype.FLOAT32) if given.dtype is Dtype.AUTO else given.dtype
         head: Head = "lm+value" if model == "actor" and shares_body(spec) else _HEADS[model]
-        job = Training(known[model], head, parallelism[model], dtype, tokens, lora=given.lora, gpu=gpu)
+        job = Training(
+            known[model], head, parallelism[model], dtype, tokens, lora=given.lora, recompute=model in again, gpu=gpu
+        )
         memory = (training_memory(job, stage) for stage in range(job.layout.pp))
         found[model] = [round(part.device["activations"]) for part in memory]
     return found
@@ -50,11 +56,18 @@ def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
     least, model, stage = max((size, m, stage) for m, each in sizes.items() for stage, size in enumerate(each))
     if limit * GIB < least:
         tokens = spec.data.max_prompt_tokens + spec.generation.max_tokens
+        never = "set spec.plan.recompute to Auto, " if spec.plan.recompute == "Never" else ""
         raise LimitError(
             f"spec.plan.activationMemory is {limit:g} GiB, but {spec.ppo.micro_batch_size} sequences of {tokens} "
             f"tokens hold {_up(least / GIB)} GiB on stage {stage} of the {model}, the least that any schedule needs; "
-            "raise it, or lower spec.ppo.microBatchSize"
+            f"{never}raise it, or lower spec.ppo.microBatchSize"
         )
+
+
+def beyond_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> set[str]:
+    """Models of which one micro-batch is more than spec.plan.activationMemory."""
+    limit = spec.plan.activation_memory
+    return set() if limit is None else {model for model, each in sizes.items() if max(each) > limit * GIB}
 
 
 def _up(value: float) -> str:

@@ -3,7 +3,7 @@ it out; else it is as data-parallel as the batch sizes allow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from dovetail.api.batching import BatchRule, batch_rules, pinned_layouts
@@ -23,7 +23,7 @@ from dovetail.api.plan import (
 from dovetail.api.prediction import Prediction
 from dovetail.api.profile import Profile
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.activations import LimitError, activation_bytes, check_limit
+from dovetail.planner.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU
 from dovetail.planner.machine.place import Local, place_locally
@@ -62,6 +62,11 @@ def make_plan(
         parallelism = {model: placed.layouts[model] for model in models}
     else:
         parallelism = _layouts(spec, models, world, layers or {}) if models else {}
+    again = _recomputed(spec, configs or {}, parallelism, placed)
+    if isinstance(placed, Placed) and again - placed.recompute:
+        # What was predicted keeps more than spec.plan.activationMemory allows.
+        always = spec.plan.model_copy(update={"recompute": "Always"})
+        return make_plan(spec.model_copy(update={"plan": always}), layers, configs, measured, profile)
     rollouts = _rollouts(_interleaved(spec) if placed and placed.interleaved else spec)
     rollouts = _staged(rollouts, placed.prediction if placed else None) if Stage.PPO in spec.stages else []
     if Stage.PPO in spec.stages and not rollouts:
@@ -69,12 +74,16 @@ def make_plan(
     return Plan(
         world_size=world,
         parallelism=parallelism,
-        batching=[_batching(rule, parallelism[rule.model]) for rule in batch_rules(spec)],
+        batching=[
+            _batching(rule, parallelism[rule.model], (rule.stage, rule.model) in again) for rule in batch_rules(spec)
+        ],
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=rollouts,
         schedule=_schedule(spec, parallelism),
-        activation_bytes=_activations(spec, configs or {}, parallelism),
+        activation_bytes=_activations(
+            spec, configs or {}, parallelism, {m for stage, m in again if stage is Stage.PPO}
+        ),
         warnings=_warnings(spec, parallelism, chosen=placed is not None),
         prediction=placed.prediction if placed is not None else None,
     )
@@ -92,13 +101,36 @@ def _placed(
         raise PlanError(str(error)) from error
 
 
+def _recomputed(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    placed: Placed | Local | None,
+) -> frozenset[tuple[Stage, str]]:
+    """Stages and models that make their activations again: as pinned; else where the search did, or where memory is
+    not known, as on CPUs, for what spec.plan.activationMemory does not allow."""
+    if spec.plan.recompute != "Auto":
+        return frozenset((r.stage, r.model) for r in batch_rules(spec) if spec.plan.recompute == "Always")
+    found = placed.recompute if isinstance(placed, Placed) else frozenset()
+    if Stage.PPO not in spec.stages:
+        return found
+    try:
+        sizes = activation_bytes(spec, configs, parallelism, {m for stage, m in found if stage is Stage.PPO})
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
+    return found | {(Stage.PPO, model) for model in beyond_limit(spec, sizes)}
+
+
 def _activations(
-    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], parallelism: Mapping[str, Parallelism]
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    again: Collection[str],
 ) -> dict[str, list[int]]:
     if Stage.PPO not in spec.stages:
         return {}
     try:
-        sizes = activation_bytes(spec, configs, parallelism)
+        sizes = activation_bytes(spec, configs, parallelism, again)
         check_limit(spec, sizes)
     except (LimitError, ConfigError) as error:
         raise PlanError(str(error)) from error
@@ -152,13 +184,14 @@ def _auto(model: str, world: int, rules: list[BatchRule], layers: int | None) ->
     raise PlanError(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
 
 
-def _batching(rule: BatchRule, layout: Parallelism) -> Batching:
+def _batching(rule: BatchRule, layout: Parallelism, recompute: bool) -> Batching:
     return Batching(
         stage=rule.stage,
         model=rule.model,
         mini_batch_size=rule.batch,
         micro_batch_size=rule.micro,
         micro_batches=rule.batch // (layout.dp * rule.micro),
+        recompute=recompute,
     )
 
 

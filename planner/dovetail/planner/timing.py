@@ -128,8 +128,10 @@ def training_step(
     tokens: float,
     micro_batch: int = 1,
     c: Constants = DEFAULT,
+    recompute: bool = False,
 ) -> float:
-    """A mini-batch of `sequences` of `tokens` each, forward, backward (twice the forward) and optimizer step, by 1F1B:
+    """A mini-batch of `sequences` of `tokens` each, forward, backward (twice the forward, three times with
+    `recompute`) and optimizer step, by 1F1B:
     M + pp - 1 times the slowest stage's forward and backward, M micro-batches on each rank; boundaries sent on the way
     through; weights gathered (b P) and gradients reduced (4 P) over dp; 28 bytes of optimizer state and gradients a
     parameter read or written. Sequences that dp does not divide make the last micro-batches fuller."""
@@ -145,7 +147,8 @@ def training_step(
         bandwidth = c.link * cluster.ring(dp, tp)
         exchanged = 2 * c.collective_seconds + (dp - 1) / dp * (b + 4) * share / bandwidth
     optimizer = 28 * share / dp / (c.memory * cluster.gpu.memory_bandwidth)
-    return (micro_batches + pp - 1) * 3 * whole * slowest + hops + exchanged + optimizer
+    passes = (4 if recompute else 3) * whole * slowest
+    return (micro_batches + pp - 1) * passes + hops + exchanged + optimizer
 
 
 def swap(size: float, gpu: GPU, tp: int = 1, c: Constants = DEFAULT) -> float:

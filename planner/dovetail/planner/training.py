@@ -73,6 +73,7 @@ class Times:
         self._profiled_transfer = 0.0
         self._measured: dict[str, Layout] = {}
         self._sizes: dict[str, list[int]] = {}
+        self.again: frozenset[str] = frozenset()
 
     @property
     def measured(self) -> bool:
@@ -95,10 +96,11 @@ class Times:
         self._profile, self._micro_batch = profile, micro_batch
         self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
 
-    def expect(self, sizes: Mapping[str, Sequence[int]]) -> None:
+    def expect(self, sizes: Mapping[str, Sequence[int]], again: Sequence[str] = ()) -> None:
         """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`), for where they
-        are neither measured nor profiled."""
+        are neither measured nor profiled, and which models make activations again (`Plan.recomputed`)."""
         self._sizes = {model: list(each) for model, each in sizes.items()}
+        self.again = frozenset(again)
 
     def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
         """Take measurements in: half of what is known from now on, so that one odd moment counts for little. All of a
@@ -223,7 +225,7 @@ def training_problem(
             if both is None:
                 both = (halves[0] + halves[1]) / (1 + SPLIT_OVERHEAD)
         else:
-            both = 2 * forward if both is None else np.maximum(both, least)
+            both = (3 if name in sizes.again else 2) * forward if both is None else np.maximum(both, least)
             longer = both * (1 + SPLIT_OVERHEAD)
             share = np.full(shape, 0.5)
             share[:, 0, :] = NO_INPUT_GRADIENT

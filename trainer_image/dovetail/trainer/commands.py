@@ -291,8 +291,10 @@ class CommandRunner:
         if is_out_of_memory(problem):
             stage = command.stage.value if isinstance(command, Step | Load | Evaluate) else "ppo"
             size = getattr(self._spec, stage).micro_batch_size
+            kept = isinstance(command, Step) and self._spec.plan.recompute != "Always"
+            again = "set plan.recompute to Always, " if kept else ""
             remedy = (
-                f" while running {command.id}: lower {stage}.microBatchSize (now {size}), or spread the model "
+                f" while running {command.id}: lower {stage}.microBatchSize (now {size}), {again}or spread the model "
                 "over more ranks"
             )
         text = sentence(problem, remedy)

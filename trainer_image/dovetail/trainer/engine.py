@@ -80,6 +80,7 @@ class Engine:
                     self.groups.device,
                     weights=command.checkpoint is None,
                     always_shard=self.spec.plan.sharding == "Always",
+                    again=name in command.recompute,
                 )
             self.stage = command.stage
             if self.averages and "actor" in self.models:

@@ -15,6 +15,7 @@ from dovetail.api.messages import ModelRef
 from dovetail.api.types import Optimizer, TrainedModel
 from dovetail.models import Stage, load_config
 from dovetail.models.build import fill, open_source
+from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
 from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
@@ -48,13 +49,17 @@ class EngineModel:
         device: torch.device,
         weights: bool = True,
         always_shard: bool = False,
+        again: bool = False,
     ) -> Self:
         """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
-        parameters stay uninitialised, for a checkpoint to fill; frozen ones are always read."""
+        parameters stay uninitialised, for a checkpoint to fill; frozen ones are always read. `again`: layers make
+        their activations again in the backward pass."""
         compute = compute_dtype(trained.dtype, device)
         stage = Stage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
         if trained.lora is not None:
             lora.inject(stage, trained.lora)
+        if again:
+            recompute(stage)
         replicated = groups.tp_size == 1 and is_replicated(stage, compute, device, always_shard)
         if not replicated:
             shard(stage, groups, compute, device)

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from dovetail.api.messages import Action
 from dovetail.models import Stage
+from dovetail.models.recompute import recomputes
 from dovetail.trainer.batches import Packed
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.measure import SavedBytes, Stopwatch
@@ -185,8 +186,11 @@ class Executor:
         self.peak_saved = 0  # most micro-batches whose activations were held at once, all models together
 
     def run(self, actions: Sequence[Action], training: bool = True) -> None:
-        """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for."""
+        """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for, and
+        `ValueError` for a split backward of a model that makes its activations again."""
         self._splits = {action.model for action in actions if action.kind == "I"}
+        if again := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
+            raise ValueError(f"the schedule splits backwards of {again[0]}, whose layers make their activations again")
         for index, action in enumerate(actions):
             for ahead in actions[index : index + 1 + self.window]:
                 self._post(ahead)

@@ -30,6 +30,8 @@ def with_stages(job: Training, pp: int) -> Training | None:
 
 def remedies(job: Training) -> Iterator[tuple[str, Training]]:
     """What a user can change, the smallest change first."""
+    if job.gpu and not job.recompute:
+        yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
     if job.gpu and not job.offload:
         yield "set the optimizer's offload to true", replace(job, offload=True)
     more = range(job.layout.pp + 1, job.shape.layers + 1)

@@ -20,9 +20,10 @@ class Training:
     """One model's training. `tokens`: of one micro-batch, padding included. `in_flight`: most micro-batches whose
     activations a rank holds at once, as the schedule says; `micro_batches`: of a mini-batch.
 
-    `recompute`: only the blocks' inputs are kept, one block's activations made again. `offload`: optimizer moments live
-    in host memory between steps. `ema`: where the averaged weights are, if there are any. `fsdp`: what the dp ranks
-    share, as ZeRO's stages count it: 0 nothing, 1 masters and moments, 2 gradients too (ours), 3 weights too."""
+    `recompute`: only the blocks' inputs are kept, and one block's activations at a time made again. `offload`:
+    optimizer moments live in host memory between steps. `ema`: where the averaged weights are, if there are any.
+    `fsdp`: what the dp ranks share, as ZeRO's stages count it: 0 nothing, 1 masters and moments, 2 gradients too
+    (ours), 3 weights too."""
 
     shape: ModelShape
     head: Head
@@ -115,10 +116,12 @@ def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
     shape, tp, layers = job.shape, job.layout.tp, len(_layers(job, stage))
     boundary = job.tokens * shape.hidden * b
     block = job.tokens * shape.saved_bytes(b, tp)
-    saved = job.in_flight * layers * (boundary if job.recompute else block) + (block if job.recompute else 0.0)
+    saved = job.in_flight * layers * (boundary if job.recompute else block)
     if stage == job.layout.pp - 1:
         saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
     parts = {"activations": float(saved)}
+    if job.recompute:
+        parts["activations of a layer"] = float(block)
     if job.layout.pp > 1:
         # What comes in and goes out while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)

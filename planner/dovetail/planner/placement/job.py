@@ -20,7 +20,13 @@ from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.manifest import allowed_layouts, groups_inventory, groups_limits, workload
+from dovetail.planner.placement.manifest import (
+    RECOMPUTE,
+    allowed_layouts,
+    groups_inventory,
+    groups_limits,
+    workload,
+)
 from dovetail.planner.placement.predict import prediction
 from dovetail.planner.placement.search import Effort, Search
 from dovetail.planner.placement.workload import Workload
@@ -52,10 +58,20 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Fitting:
+    """A layout of a trained model that fits in each stage that trains it; in `recompute` only so."""
+
+    layout: Parallelism
+    recompute: frozenset[Stage] = frozenset()
+
+
+@dataclass(frozen=True)
 class Placed:
-    """`layouts`: of each trained model. `chosen`: of a PPO iteration, None without that stage."""
+    """`layouts`: of each trained model. `recompute`: stages and models that make their activations again. `chosen`: of
+    a PPO iteration, None without that stage."""
 
     layouts: Mapping[str, Parallelism]
+    recompute: frozenset[tuple[Stage, str]]
     chosen: Chosen | None = None
 
     @property
@@ -82,28 +98,36 @@ def place(
     layouts = {model: supervised(spec, model, known[model], trainers) for model in trained_models(spec)}
     if not all(layouts.values()):
         return None
+    chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
     if Stage.PPO not in spec.stages:
-        return Placed({model: fitting[0] for model, fitting in layouts.items()})
+        return Placed(chosen, _recomputed(chosen, layouts))
     found = _iteration(spec, known, inventory, layouts)
-    by_task = {task.task: task for task in found.prediction.tasks}
-    chosen = {model: fitting[0] for model, fitting in layouts.items()}
-    for model in ("actor", "critic"):
-        if task := by_task.get(f"{model}_training"):
-            chosen[model] = Parallelism(pp=task.pp, tp=task.tp, dp=task.dp)
-    if "reward" in chosen and chosen.get("critic") in layouts["reward"]:
+    shares = {"actor": found.candidate.actor_training, "critic": found.candidate.critic_training}
+    for model, (share, *_) in ((m, s) for m, s in shares.items() if s):
+        chosen[model] = Parallelism(pp=share.pp, tp=share.tp, dp=share.dp)
+    if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
-    return Placed(chosen, found)
+    before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
+    return Placed(chosen, before | {(Stage.PPO, m) for m, s in shares.items() if s and s[0].recompute}, found)
+
+
+def _recomputed(
+    chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
+) -> frozenset[tuple[Stage, str]]:
+    fits = ((model, fit) for model, fitting in layouts.items() for fit in fitting if fit.layout == chosen[model])
+    return frozenset((stage, model) for model, fit in fits for stage in fit.recompute)
 
 
 def _iteration(
     spec: RLHFJobSpec,
     known: Mapping[str, ModelShape],
     inventory: Inventory,
-    layouts: Mapping[str, Sequence[Parallelism]],
+    layouts: Mapping[str, Sequence[Fitting]],
 ) -> Chosen:
     work, limits = workload(spec, known), groups_limits(spec, inventory, known)
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
-    limits = replace(limits, layouts={tasks[m]: tuple(fit) for m, fit in layouts.items() if m in tasks})
+    fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
+    limits = replace(limits, layouts=fitting)
     system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
     costs = Costs(work, inventory, system)
     result, limits = fewest_stages(
@@ -147,6 +171,8 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
     """What a user can change, the smallest change first."""
     fields = ["spec.ppo.actorOptimizer.offload"]
     fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
+    if True not in limits.recompute:
+        yield "set spec.plan.recompute to Auto", replace(limits, recompute=(False, True))
     offload = f"set {' and '.join(fields)} to true"
     offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
     yield offload, offloaded
@@ -155,58 +181,56 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
-def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Parallelism]:
+def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Fitting]:
     """Layouts of a trained model over all ranks that every batch of it divides by and that fit in each stage that
     trains it, the fastest first. Raises Infeasible; an empty list where no layout divides (the caller says why)."""
-    allowed = allowed_layouts(spec, model, pool.gpus, shape.layers)
-    if not allowed:
-        return []
+    found = [
+        _fitting(spec, model, layout, shape, pool) for layout in allowed_layouts(spec, model, pool.gpus, shape.layers)
+    ]
+    fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
+    if found and not fitting:
+        least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
+        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory)))
+    return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
+
+
+def _fitting(
+    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool
+) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
+    """Seconds of a step of each stage together, in each the fastest way that fits; or the first that does not fit, with
+    its task."""
     trained = getattr(spec.models, model)
     head: Head = "value" if model != "actor" else "lm+value" if shares_body(spec) else "lm"
     dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
     dtype = dtype if trained.dtype is Dtype.AUTO else trained.dtype
-    rules = [rule for rule in batch_rules(spec) if rule.model == model]
-    fitting: list[tuple[float, Parallelism]] = []
-    failed: list[tuple[float, Training, str]] = []
-    for layout in allowed:
-        seconds, fits = 0.0, True
-        for rule in rules:
-            ppo = rule.stage is Stage.PPO
-            longest = spec.data.max_prompt_tokens + spec.generation.max_tokens if ppo else spec.data.max_tokens
-            count = rule.batch // (layout.dp * rule.micro)
-            twice = 2 if rule.stage is Stage.REWARD else 1  # pairs
-            job = Training(
-                shape,
-                head,
-                layout,
-                dtype,
-                tokens=rule.micro * twice * longest,
-                micro_batches=count,
-                in_flight=min(layout.pp, count),
-                lora=trained.lora,
-                offload=_offload(spec, rule.stage, model),
-                ema="host" if ppo and model == "actor" and spec.ppo.ema is not None else None,
-            )
-            need = worst(job).device_bytes
-            if need > pool.gpu.memory:
-                failed.append((need, job, _TASK[rule.stage, model]))
-                fits = False
-            seconds += training_step(
-                shape,
-                head,
-                Layout(pp=layout.pp, tp=layout.tp, dp=layout.dp),
-                pool.cluster,
-                pool.gpu.dtype,
-                rule.batch * twice,
-                longest,
-                rule.micro * twice,
-            )
-        if fits:
-            fitting.append((seconds, layout))
-    if not fitting:
-        _, least, task = min(failed, key=lambda f: f[0])
-        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory)))
-    return [layout for _, layout in sorted(fitting, key=lambda f: f[0])]
+    degrees = Layout(pp=layout.pp, tp=layout.tp, dp=layout.dp)
+    seconds, again = 0.0, set()
+    for rule in (rule for rule in batch_rules(spec) if rule.model == model):
+        ppo = rule.stage is Stage.PPO
+        longest = spec.data.max_prompt_tokens + spec.generation.max_tokens if ppo else spec.data.max_tokens
+        count = rule.batch // (layout.dp * rule.micro)
+        twice = 2 if rule.stage is Stage.REWARD else 1  # pairs
+        job = Training(
+            shape,
+            head,
+            layout,
+            dtype,
+            tokens=rule.micro * twice * longest,
+            micro_batches=count,
+            in_flight=min(layout.pp, count),
+            lora=trained.lora,
+            offload=_offload(spec, rule.stage, model),
+            ema="host" if ppo and model == "actor" and spec.ppo.ema is not None else None,
+        )
+        ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
+        fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
+        if fits is None:
+            return 0.0, None, (min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model])
+        again |= {rule.stage} if fits.recompute else set()
+        count, micro = rule.batch * twice, rule.micro * twice
+        cluster, kind = pool.cluster, pool.gpu.dtype
+        seconds += training_step(shape, head, degrees, cluster, kind, count, longest, micro, recompute=fits.recompute)
+    return seconds, Fitting(layout, frozenset(again)), None
 
 
 _TASK = {

@@ -56,15 +56,14 @@ class Limits:
 
     def executed(self) -> Limits:
         """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
-        ranks, no activation recomputation, vLLM servers in a pod each, a scorer beside each server, whose models are
-        whole or in pipeline stages on its pod's GPUs, where they stay."""
+        ranks, vLLM servers in a pod each, a scorer beside each server, whose models are whole or in pipeline stages on
+        its pod's GPUs, where they stay."""
         return replace(
             self,
             max_tp=1,
             inference_tp=1,
             within=True,
             fsdp=(2,),
-            recompute=(False,),
             swap=(False,),
             together=True,
         )

@@ -24,6 +24,7 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Dedicated": ("Serial",),  # the layouts that are searched are divided between the models later
     "Serial": ("Serial",),
 }
+RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
 _TRAINING: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
 
 
@@ -135,6 +136,7 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         # Values of a shared body come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
         shared_body=shares_body(spec),
+        recompute=RECOMPUTE[spec.plan.recompute],
     )
 
 

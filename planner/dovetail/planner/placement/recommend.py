@@ -107,8 +107,6 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
     found = []
     if any(s.tp > 1 for s in training):
         found.append("training with tp above 1 is not executed yet")
-    if any(s.recompute for s in training):
-        found.append("making activations again in the backward pass is not executed yet")
     if any(s.fsdp != 2 and s.dp > 1 for s in training):
         found.append("FSDP stages other than ZeRO-2 are not executed yet")
     if len({s.range for s in training}) > 1:

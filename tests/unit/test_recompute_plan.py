@@ -1,0 +1,137 @@
+"""Where plans make activations again: as pinned, and where memory asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from dovetail.api.types import RLHFJob, RLHFJobSpec, Stage
+from dovetail.cli.plan import plan_tables
+from dovetail.coordinator.scheduling import Scheduling
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.job import supervised
+from dovetail.planner.placement.manifest import groups_inventory
+from dovetail.planner.schedules.families import FAMILIES
+from dovetail.planner.simple import PlanError, make_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+A100 = "NVIDIA-A100-SXM4-80GB"
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 8192,
+}
+SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def on_gpus(tokens: int = 1024, micro: int = 1, stages: list[str] | None = None, **plan: Any) -> RLHFJobSpec:
+    """7B on 8 A100s, which keep the activations of one sequence of 1,024 tokens and not those of 8,192."""
+    document = {
+        "stages": stages or ["sft", "ppo"],
+        "models": {
+            "actor": {"source": {"scratch": {"architecture": "llama", "config": LLAMA_7B}}},
+            "reward": {"function": "rewards:score"},
+            "tokenizer": {"train": {"vocabSize": 32000}},
+        },
+        "data": {"maxTokens": tokens, "maxPromptTokens": 256},
+        "sft": {"batchSize": 64, "microBatchSize": micro},
+        "ppo": {"globalBatchSize": 64, "miniBatchSize": 64, "microBatchSize": 1, "advantage": "grpo"},
+        "generation": {"maxTokens": 256},
+        "groups": [
+            {"name": "t", "roles": ["trainer"], "gpu": {"product": A100, "perPod": 8}},
+            {"name": "r", "roles": ["rollout"], "gpu": {"product": A100, "perPod": 1}, "replicas": 8},
+        ],
+        "plan": {"parallelism": {"actor": {"dp": 8}}} | plan,
+    }
+    return RLHFJobSpec.model_validate(document)
+
+
+def on_cpus(**plan: Any) -> RLHFJobSpec:
+    document = {
+        "stages": ["sft", "ppo"],
+        "models": {"actor": {"source": {"scratch": {"architecture": "llama", "config": SMALL}}}},
+        "groups": [{"name": "t", "roles": ["trainer"], "replicas": 2}, {"name": "r", "roles": ["rollout"]}],
+        "ppo": {"globalBatchSize": 32, "miniBatchSize": 32, "microBatchSize": 4, "epochs": 1},
+        "plan": {"parallelism": {"actor": {"pp": 2}}, **plan},
+    }
+    return RLHFJobSpec.model_validate(document)
+
+
+def again(spec: RLHFJobSpec) -> list[tuple[Stage, str]]:
+    return [(row.stage, row.model) for row in make_plan(spec).batching if row.recompute]
+
+
+def test_it_is_done_in_the_stages_that_do_not_fit_without() -> None:
+    assert again(on_gpus()) == []
+    assert again(on_gpus(tokens=8192, micro=1)) == [(Stage.SFT, "actor")]
+    assert again(on_gpus(recompute="Always")) == [(Stage.SFT, "actor"), (Stage.PPO, "actor")]
+    with pytest.raises(PlanError, match=r"sft needs [\d.]+ GiB .*activations.*; set spec.plan.recompute to Auto$"):
+        make_plan(on_gpus(tokens=8192, recompute="Never"))
+
+
+def test_ppo_s_plan_says_it_with_the_memory_and_a_third_more_time() -> None:
+    predictions = [make_plan(on_gpus(stages=["ppo"], recompute=way)).prediction for way in ("Always", "Never")]
+    always, never = (next(t for t in p.tasks if t.task == "actor_training") for p in predictions if p is not None)
+    assert "activations made again" in always.details
+    assert "activations made again" not in never.details
+    assert never.seconds < always.seconds < 1.4 * never.seconds
+    parts = {name for memory in predictions[0].memory for name in memory.parts} if predictions[0] else set()
+    assert "actor_training: activations of a layer" in parts
+
+
+def test_the_65b_example_trains_on_its_own_groups() -> None:
+    spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec
+    known, inventory = shapes(spec, {}), groups_inventory(spec)
+    assert known is not None
+    assert inventory is not None
+    for model in ("actor", "critic", "reward"):
+        fitting = supervised(spec, model, known[model], inventory.pools[0])
+        assert fitting
+        assert (Stage.PPO in fitting[0].recompute) is (model == "actor"), (model, fitting)
+
+
+def test_on_cpus_the_limit_of_activation_memory_decides() -> None:
+    sizes = make_plan(on_cpus(recompute="Never")).activation_bytes
+    smaller = make_plan(on_cpus(recompute="Always")).activation_bytes
+    assert all(4 * max(smaller[model]) < min(sizes[model]) for model in sizes)
+    assert again(on_cpus()) == []
+    limit = 0.9 * min(min(each) for each in sizes.values()) / 2**30
+    assert again(on_cpus(activationMemory=limit)) == [(Stage.PPO, "actor"), (Stage.PPO, "critic")]
+    assert make_plan(on_cpus(activationMemory=limit)).activation_bytes == smaller
+    with pytest.raises(PlanError, match=r"activationMemory is .* needs; set spec.plan.recompute to Auto, raise it, or"):
+        make_plan(on_cpus(activationMemory=limit, recompute="Never"))
+    with pytest.raises(PlanError, match=r"activationMemory is .* needs; raise it, or lower spec.ppo.microBatchSize"):
+        make_plan(on_cpus(activationMemory=limit / 100))
+
+
+def test_the_table_of_batches_says_it() -> None:
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(plan_tables(make_plan(on_cpus(recompute="Always"))))
+    assert shown.get().count("made again") == 3
+    with console.capture() as shown:
+        console.print(plan_tables(make_plan(on_cpus())))
+    assert "made again" not in shown.get()
+
+
+def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Records(dict[str, Any]):
+        def put(self, key: str, value: object) -> None:
+            self[key] = value
+
+    monkeypatch.setattr("dovetail.coordinator.scheduling.SEARCH_SECONDS", 0.2)
+    spec = on_cpus(recompute="Always")
+    asyncio.run(Scheduling(spec, make_plan(spec), Records(), tmp_path, lambda *_, **__: None).begin())
+    written = json.loads((tmp_path / "schedule.json").read_text())
+    split = {name for name, family in FAMILIES.items() if family.split}
+    assert "fused" in written["families"]
+    assert not split & set(written["families"])
+    assert all("spec.plan.recompute" in written["refused"][name] for name in split)
