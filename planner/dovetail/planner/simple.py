@@ -20,12 +20,13 @@ from dovetail.api.plan import (
     trainer_world,
     world_size,
 )
-from dovetail.api.prediction import Prediction
+from dovetail.api.prediction import PodMemory, Prediction
 from dovetail.api.profile import Profile
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.activations import LimitError, activation_bytes, check_limit
 from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU
+from dovetail.planner.machine.memory import pod_memory, too_small
 from dovetail.planner.machine.place import Local, place_locally
 from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.job import Infeasible, Placed, place
@@ -66,6 +67,8 @@ def make_plan(
     rollouts = _staged(rollouts, placed.prediction if placed else None) if Stage.PPO in spec.stages else []
     if Stage.PPO in spec.stages and not rollouts:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
+    schedule = _schedule(spec, parallelism)
+    memory = _memory(spec, configs or {}, parallelism, schedule)
     return Plan(
         world_size=world,
         parallelism=parallelism,
@@ -73,10 +76,11 @@ def make_plan(
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=rollouts,
-        schedule=_schedule(spec, parallelism),
+        schedule=schedule,
         activation_bytes=_activations(spec, configs or {}, parallelism),
-        warnings=_warnings(spec, parallelism, chosen=placed is not None),
+        warnings=[*_warnings(spec, parallelism, chosen=placed is not None), *too_small(memory)],
         prediction=placed.prediction if placed is not None else None,
+        memory=memory,
     )
 
 
@@ -89,6 +93,18 @@ def _placed(
     try:
         return place(spec, configs, measured) or place_locally(spec, configs, profile)
     except (Infeasible, ConfigError) as error:
+        raise PlanError(str(error)) from error
+
+
+def _memory(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    schedule: str,
+) -> list[PodMemory]:
+    try:
+        return pod_memory(spec, configs, parallelism, schedule)
+    except ConfigError as error:
         raise PlanError(str(error)) from error
 
 
