@@ -114,7 +114,7 @@ def _trainer(
 def _training(spec: RLHFJobSpec, shape: ModelShape, model: str, layout: Parallelism, stage: int) -> Mapping[str, float]:
     given = getattr(spec.models, model)
     head: Head = ("lm+value" if shares_body(spec) else "lm") if model == "actor" else "value"
-    # Ranks of the models' own (Dedicated) hold no less than these.
+    # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
     count = max(1, spec.ppo.mini_batch_size // (layout.dp * spec.ppo.micro_batch_size))
     job = Training(
         shape,
