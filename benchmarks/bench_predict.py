@@ -1,12 +1,14 @@
 """Whole PPO iterations on this machine, predicted and measured.
 
-    python benchmarks/bench_predict.py [--iterations 3] [--runs FOLDER] [--json FILE]
+    python benchmarks/bench_predict.py [--iterations 3] [--rounds 3] [--runs FOLDER] [--json FILE]
 
 First the machine is measured as `dovetail profile --iterations` does it: four short jobs of one model. Then jobs of
 other sizes, placements and schedules are predicted with what these told, and run: one set of constants, nothing of a
 job that is predicted is used. Seconds are medians over its iterations after the first ones. At last, one job's possible
-plans: whether the one that is predicted to be the fastest is. The model ends a response with probability 1/32 a token
-(e2e/model.py). With --runs, run directories are kept, and those that are there already are read instead of run."""
+plans, in rounds, since a machine that others use drifts by more than plans differ: whether the one that is predicted to
+be the fastest is, with the interval in which 90 % of the answers are when iterations are drawn again (bootstrap). The
+model ends a response with probability 1/32 a token (e2e/model.py). With --runs, run directories are kept, and those
+that are there already are read instead of run."""
 
 from __future__ import annotations
 
@@ -37,6 +39,7 @@ from dovetail.planner.simple import make_plan
 LAYERS = 4
 BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)
 MICRO = 4
+DRAWS = 1000
 # The job whose plans are compared.
 JOB = Shape(48, 24, 4, 96, trainers=2, rollouts=2)
 PLANS = {
@@ -91,6 +94,20 @@ def predicted(job: RLHFJob, machine: Machine) -> dict[str, float]:
     return {**phases, "seconds": sum(phases.values())}
 
 
+def chosen_over_best(iterations: Sequence[Sequence[float]], chosen: int) -> float:
+    """Median seconds of the plan `chosen` over those of the fastest plan."""
+    found = [statistics.median(each) for each in iterations]
+    return found[chosen] / min(found)
+
+
+def interval(iterations: Sequence[Sequence[float]], chosen: int) -> list[float]:
+    """Between which 90 % of `chosen_over_best` are, each plan's iterations drawn from its own with replacement (too
+    narrow where there are few)."""
+    rng = np.random.default_rng(0)
+    found = [chosen_over_best([rng.choice(each, len(each)) for each in iterations], chosen) for _ in range(DRAWS)]
+    return [float(value) for value in np.quantile(found, (0.05, 0.95))]
+
+
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's."""
     ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
@@ -116,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 if predictions are as good as promised, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=3, help="of a job that are measured")
+    parser.add_argument("--rounds", type=int, default=3, help="in which the plans are run in turns")
     parser.add_argument("--runs", type=Path, help="keep run directories here, and read those that are there")
     parser.add_argument("--json", type=Path, help="also append the JSON lines to this file")
     options = parser.parse_args(argv)
@@ -132,15 +150,13 @@ def main(argv: list[str] | None = None) -> int:
             seen += measured(each, work / f"calibration-{number}")
         machine = fit(seen, cores(), end_rate(seen))
         print(machine.model_dump_json())
-        lines: list[dict[str, Any]] = []
-        for name, shape in {**JOBS, **PLANS}.items():
-            made = variant(job, shape, options.iterations)
-            expected = predicted(made, machine)
-            found = medians(measured(made, work / name.replace(", ", "-").replace(" ", "-")))
-            error = expected["seconds"] / found["seconds"] - 1
-            lines.append(
-                {"measurement": "predict", "job": name, "predicted": expected, "measured": found, "error": error}
-            )
+        jobs = {name: variant(job, shape, options.iterations) for name, shape in {**JOBS, **PLANS}.items()}
+        order = [(name, 0) for name in JOBS] + [(name, turn) for turn in range(options.rounds) for name in PLANS]
+        runs: dict[str, list[Observed]] = {name: [] for name in jobs}
+        for name, turn in order:
+            folder_name = name.replace(", ", "-").replace(" ", "-") + (f"-{turn}" if turn else "")
+            runs[name] += measured(jobs[name], work / folder_name)
+        lines = [line(name, predicted(made, machine), runs[name]) for name, made in jobs.items()]
     show(lines)
     lines.append(judged(lines))
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -152,18 +168,32 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if last["median_error"] < 0.1 and last["rank_correlation"] > 0.9 and last["chosen_over_best"] < 1.05 else 1
 
 
+def line(name: str, expected: dict[str, float], seen: Sequence[Observed]) -> dict[str, Any]:
+    found = medians(seen)
+    return {
+        "measurement": "predict",
+        "job": name,
+        "predicted": expected,
+        "measured": found,
+        "iterations": [sum(o.phases.values()) for o in seen],
+        "error": expected["seconds"] / found["seconds"] - 1,
+    }
+
+
 def judged(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     both = [(line["predicted"]["seconds"], line["measured"]["seconds"]) for line in lines]
     plans = [line for line in lines if line["job"] in PLANS]
-    chosen = min(plans, key=lambda line: float(line["predicted"]["seconds"]))
+    chosen = min(range(len(plans)), key=lambda n: float(plans[n]["predicted"]["seconds"]))
+    iterations = [line["iterations"] for line in plans]
     return {
         "measurement": "predict summary",
         "jobs": len(lines),
         "median_error": statistics.median(abs(line["error"]) for line in lines),
         "worst_error": max(abs(line["error"]) for line in lines),
         "rank_correlation": rank_correlation(*zip(*both, strict=True)),
-        "chosen": chosen["job"],
-        "chosen_over_best": chosen["measured"]["seconds"] / min(line["measured"]["seconds"] for line in plans),
+        "chosen": plans[chosen]["job"],
+        "chosen_over_best": chosen_over_best(iterations, chosen),
+        "interval": interval(iterations, chosen),
         "load_average": round(os.getloadavg()[0], 1),
     }
 

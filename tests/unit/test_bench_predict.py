@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -19,7 +20,7 @@ from dovetail.planner.simple import make_plan
 
 def line(job: str, predicted: float, measured: float) -> dict[str, object]:
     seconds = {"predicted": {"seconds": predicted}, "measured": {"seconds": measured}}
-    return {"job": job, **seconds, "error": predicted / measured - 1}
+    return {"job": job, **seconds, "iterations": [measured] * 3, "error": predicted / measured - 1}
 
 
 def test_what_is_said_of_all_jobs() -> None:
@@ -30,6 +31,20 @@ def test_what_is_said_of_all_jobs() -> None:
     assert told["worst_error"] == pytest.approx(0.1)
     assert told["rank_correlation"] == pytest.approx(0.8)
     assert (told["chosen"], told["chosen_over_best"]) == (first, pytest.approx(1.1))
+
+
+def test_how_sure_the_chosen_plans_time_is() -> None:
+    """Iterations vary more than the plans differ: the more there are, the surer. Without variance there is no doubt."""
+    rng = np.random.default_rng(1)
+    few, many = ([list(rng.lognormal(np.log(s), 0.1, n)) for s in (1.1, 1.0)] for n in (3, 300))
+    for iterations in (few, many):
+        low, high = bench_predict.interval(iterations, 0)
+        assert low <= bench_predict.chosen_over_best(iterations, 0) <= high
+    wide, narrow = (np.ptp(bench_predict.interval(iterations, 0)) for iterations in (few, many))
+    assert narrow < wide / 2
+    low, high = bench_predict.interval(many, 0)
+    assert 1.05 < low <= high < 1.15
+    assert bench_predict.interval([[2.1] * 3, [2.0] * 3], 0) == [pytest.approx(1.05)] * 2
 
 
 def test_its_jobs_differ_in_what_they_run(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ MACHINE = Machine(
         message=0.002,
         models={"actor": Cost(fixed=0.01, each=2e-4), "critic": Cost(fixed=0.009, each=1.8e-4)},
         cores=1.3,
+        straggling=0.05,
     ),
     weights=Cost(fixed=0.05, each=0.05),
     other=Cost(fixed=0.01, each=1e-4),
@@ -81,6 +82,7 @@ def observed(each: Work, machine: Machine = MACHINE) -> Observed:
             for tokens in (150, 300, 450)
         ],
         passes=passes,
+        waited=machine.training.straggling * sum(passes.values()) * (each.dp > 1),
     )
 
 

@@ -177,6 +177,8 @@ def test_a_runs_files_tell_of_its_iterations(tmp_path: Path) -> None:
             Span(name="inference", process=scorer, start=101.0, end=101.5, args={"n": 2, "tokens": 30}),
             Span(name="actor F0", process="trainer-0", lane="actions", start=102.0, end=102.5),
             Span(name="actor B0", process="trainer-1", lane="actions", start=102.0, end=103.0),
+            Span(name="mini-batch 0", process="trainer-0", lane="phases", start=102.0, end=103.2),
+            Span(name="mini-batch 0", process="trainer-1", lane="phases", start=102.0, end=103.2),
         ]
         trace = chrome_trace(spans, {}, {"samples left": [(100.0, 4), (100.25, 3), (101.0, 0)]})
         (tmp_path / "traces" / f"iteration-{iteration:04d}.json").write_text(json.dumps(trace))
@@ -191,3 +193,4 @@ def test_a_runs_files_tell_of_its_iterations(tmp_path: Path) -> None:
     assert found.finished == [(pytest.approx(0.25), 3), (pytest.approx(1.0), 0)]
     assert found.chunks == [(tuple(made.rollouts[0].scores), 30, pytest.approx(0.5))]
     assert found.passes == {"actor": pytest.approx(0.75), "critic": 0.0}
+    assert found.waited == pytest.approx(0.25)

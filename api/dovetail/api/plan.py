@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 from pydantic import Field, model_validator
 
 from dovetail.api.critic import has_critic
-from dovetail.api.prediction import Prediction
+from dovetail.api.prediction import PodMemory, Prediction
 from dovetail.api.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
 
 PLAN_VERSION = 1
@@ -183,6 +183,9 @@ class Plan(Model):
     warnings: list[str] = Field(default_factory=list, description="Sentences for the user.")
     prediction: Prediction | None = Field(
         default=None, description="Of a PPO iteration, where the job's models and GPUs are known."
+    )
+    memory: list[PodMemory] = Field(
+        default_factory=list, description="Of PPO's pods where all are on CPUs and the job's models are known."
     )
 
     def recomputed(self, stage: Stage) -> list[str]:

@@ -37,6 +37,22 @@ class PredictedMemory(Model):
     capacity: float = Field(description="Bytes of a GPU.")
 
 
+class PodMemory(Model):
+    """Pods of a group on CPUs that run the same processes."""
+
+    group: str
+    first: int = Field(ge=0)
+    pods: int = Field(ge=1)
+    parts: dict[str, float] = Field(description="Bytes by task and part, at the peak of a PPO iteration.")
+    limit: float | None = Field(default=None, description="Bytes that the group's podTemplate says; null: nothing.")
+    field: str = Field(default="", description="Where it says so.")
+
+    @property
+    def used(self) -> float:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
 class Alternative(Model):
     """The best of a kind of placement that was not chosen."""
 

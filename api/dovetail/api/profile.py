@@ -76,6 +76,9 @@ class TrainingCosts(Model):
     message: Seconds = Field(description="Between two pipeline stages, where nothing hides it.")
     models: dict[str, Cost] = Field(description="Forward and backward of a micro-batch, and of each of its tokens.")
     cores: float = Field(gt=0)
+    straggling: float = Field(
+        default=0.0, ge=0.0, description="Share of its passes that a data-parallel rank waits for the slowest one."
+    )
 
 
 class Machine(Model):

@@ -17,7 +17,7 @@ from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.cli.plan import plan_tables
-from dovetail.cli.prediction import prediction_tables
+from dovetail.cli.prediction import pod_memory_table, prediction_tables
 from dovetail.local.errors import RunError, UsageError
 from dovetail.planner.hardware import GPU, HardwareError, parse
 from dovetail.planner.machine.place import mismatch
@@ -169,6 +169,8 @@ def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> Non
     else:
         text = f"Nothing is predicted: {why_not()}.\nThe layouts follow from the batch sizes."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if plan.memory:
+        console.print("", pod_memory_table(plan.memory), sep="\n")
 
 
 def show_inventory(console: Console, chosen: Chosen, notes: list[str], groups: Plan | str) -> None:

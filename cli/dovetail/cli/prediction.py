@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group
 from rich.table import Table
 
-from dovetail.api.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
+from dovetail.api.prediction import Alternative, PodMemory, PredictedMemory, PredictedTask, Prediction
 
 GIB = 2**30
 _WORDS = {
@@ -44,7 +44,7 @@ def placement_name(placement: str, note: str) -> str:
 
 
 def _tasks(found: Prediction, title: str) -> Table:
-    # Of CPUs no memory is predicted.
+    # Memory of CPUs is that of pods, in a table of its own.
     places = "GPUs" if found.memory else "processes"
     table = _table(title, ("task", "group", places, "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
     for task in found.tasks:
@@ -57,8 +57,11 @@ def _tasks(found: Prediction, title: str) -> Table:
 
 def gpu_range(place: PredictedTask | PredictedMemory) -> str:
     """Numbers of the GPUs in their group, as 0-7."""
-    last = place.first + place.gpus - 1
-    return str(place.first) if last == place.first else f"{place.first}-{last}"
+    return _range(place.first, place.gpus)
+
+
+def _range(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _facts(found: Prediction) -> Iterator[str]:
@@ -82,11 +85,25 @@ def _memory(found: Prediction) -> Table:
 
 
 def memory_row(each: PredictedMemory) -> tuple[str, str, str, str, str]:
-    """Group, GPUs, GiB used and had, and the parts of at least 0.5%, the largest first."""
+    """Group, GPUs, GiB used and had, and the parts."""
     used = sum(each.parts.values())
-    largest = sorted(((n, s) for n, s in each.parts.items() if s >= 0.005 * used), key=lambda part: -part[1])
-    parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
-    return each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", parts
+    return each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", _parts(each.parts)
+
+
+def _parts(sizes: Mapping[str, float]) -> str:
+    """GiB of those of at least 0.5%, the largest first."""
+    least = 0.005 * sum(sizes.values())
+    largest = sorted(((n, s) for n, s in sizes.items() if s >= least), key=lambda part: -part[1])
+    return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
+
+
+def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
+    """Of pods on CPUs; "of": what the manifest gives them."""
+    table = _table("Memory of a pod in PPO, GiB", ("group", "pods"), ("used", "of"), "by part")
+    for each in pods:
+        limit = "" if each.limit is None else f"{each.limit / GIB:.1f}"
+        table.add_row(each.group, _range(each.first, each.pods), f"{each.used / GIB:.1f}", limit, _parts(each.parts))
+    return table
 
 
 def _alternatives(found: Prediction) -> Table:

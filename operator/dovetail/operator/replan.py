@@ -126,12 +126,13 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
 
 
 def honoured(plan: Plan, other: Plan) -> Plan:
-    """`plan` with the rollouts of `other`, which `resized` asked for, and with its prediction, unless that takes for
+    """`plan` with the rollouts of `other`, which `resized` asked for, and with what it predicts, unless that takes for
     granted what the running processes will not do."""
     kept = all(plan.parallelism[model] == layout for model, layout in other.parallelism.items())
     kept &= _servers(other) == _servers(plan)
     kept &= other.recomputed(Stage.PPO) == plan.recomputed(Stage.PPO)
-    return plan.model_copy(update={"rollouts": other.rollouts, "prediction": other.prediction if kept else None})
+    predicted = {"prediction": other.prediction, "memory": other.memory} if kept else {"prediction": None, "memory": []}
+    return plan.model_copy(update={"rollouts": other.rollouts, **predicted})
 
 
 def _servers(plan: Plan) -> dict[tuple[str, str], int]:

@@ -20,12 +20,13 @@ from dovetail.api.plan import (
     trainer_world,
     world_size,
 )
-from dovetail.api.prediction import Prediction
+from dovetail.api.prediction import PodMemory, Prediction
 from dovetail.api.profile import Profile
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU
+from dovetail.planner.machine.memory import pod_memory, too_small
 from dovetail.planner.machine.place import Local, place_locally
 from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.job import Infeasible, Placed, place
@@ -71,6 +72,9 @@ def make_plan(
     rollouts = _staged(rollouts, placed.prediction if placed else None) if Stage.PPO in spec.stages else []
     if Stage.PPO in spec.stages and not rollouts:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
+    schedule = _schedule(spec, parallelism)
+    again_ppo = {model for stage, model in again if stage is Stage.PPO}
+    memory = _memory(spec, configs or {}, parallelism, schedule, again_ppo)
     return Plan(
         world_size=world,
         parallelism=parallelism,
@@ -80,12 +84,11 @@ def make_plan(
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=rollouts,
-        schedule=_schedule(spec, parallelism),
-        activation_bytes=_activations(
-            spec, configs or {}, parallelism, {m for stage, m in again if stage is Stage.PPO}
-        ),
-        warnings=_warnings(spec, parallelism, chosen=placed is not None),
+        schedule=schedule,
+        activation_bytes=_activations(spec, configs or {}, parallelism, again_ppo),
+        warnings=[*_warnings(spec, parallelism, chosen=placed is not None), *too_small(memory)],
         prediction=placed.prediction if placed is not None else None,
+        memory=memory,
     )
 
 
@@ -119,6 +122,19 @@ def _recomputed(
     except ConfigError as error:
         raise PlanError(str(error)) from error
     return found | {(Stage.PPO, model) for model in beyond_limit(spec, sizes)}
+
+
+def _memory(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    schedule: str,
+    again: Collection[str],
+) -> list[PodMemory]:
+    try:
+        return pod_memory(spec, configs, parallelism, schedule, again)
+    except ConfigError as error:
+        raise PlanError(str(error)) from error
 
 
 def _activations(

@@ -78,6 +78,7 @@ def _iteration(
         finished=[(at, count) for at, count in left if count < len(work.responses)],
         chunks=list(_chunks(spec, spans, processes, work.scores)),
         passes=passes,
+        waited=_waited(spans, processes),
     )
 
 
@@ -85,6 +86,19 @@ def _actions(spans: list[dict[str, Any]], processes: dict[int, str], model: str)
     for span in spans:
         if processes[span["pid"]].startswith("trainer-") and span["name"].startswith(f"{model} "):
             yield span
+
+
+def _waited(spans: list[dict[str, Any]], processes: dict[int, str]) -> float:
+    """Seconds by which the passes of the slowest rank exceed the mean, over all mini-batches that have their own span;
+    0 where several go through a pipeline together."""
+    taken: dict[str, dict[int, float]] = {}
+    passes = [(e["pid"], e["ts"], e["dur"]) for model in ("actor", "critic") for e in _actions(spans, processes, model)]
+    for step in spans:
+        if step["name"].startswith("mini-batch ") and processes[step["pid"]].startswith("trainer-"):
+            end = step["ts"] + step["dur"]
+            mine = sum(dur for rank, at, dur in passes if rank == step["pid"] and step["ts"] <= at < end)
+            taken.setdefault(step["name"], {})[step["pid"]] = mine
+    return sum(max(ranks.values()) - sum(ranks.values()) / len(ranks) for ranks in taken.values()) / 1e6
 
 
 def _chunks(

@@ -24,13 +24,15 @@ class FitError(ValueError):
 class Observed:
     """An iteration that was measured, without fusion. `phases`: seconds by name. `finished`: seconds since generation
     began and responses left, each time some ended. `chunks`: models, tokens and seconds of what was scored together.
-    `passes`: seconds of a rank's forwards and backwards by model, the mean over ranks."""
+    `passes`: seconds of a rank's forwards and backwards by model, the mean over ranks. `waited`: by how many seconds
+    those of the slowest rank were longer, summed over the optimizer steps, after each of which ranks meet."""
 
     work: Work
     phases: Mapping[str, float]
     finished: Sequence[tuple[float, int]]
     chunks: Sequence[tuple[tuple[str, ...], int, float]]
     passes: Mapping[str, float]
+    waited: float = 0.0
 
 
 def fit(seen: Sequence[Observed], cores: int, end_rate: float | None = None) -> Machine:
@@ -42,7 +44,13 @@ def fit(seen: Sequence[Observed], cores: int, end_rate: float | None = None) -> 
         raise FitError("there are no measured iterations of one rollout and rank, or none of several")
     scoring = _scoring(seen, cores)
     training = TrainingCosts(
-        begin=0.0, step=0.0, exchange=0.0, message=0.0, models=_passes(alone), cores=_busy(shared, alone, cores)
+        begin=0.0,
+        step=0.0,
+        exchange=0.0,
+        message=0.0,
+        models=_passes(alone),
+        cores=_busy(shared, alone, cores),
+        straggling=sum(o.waited for o in shared) / sum(sum(o.passes.values()) for o in shared),
     )
     weights = nonnegative([[1.0, o.work.rollouts] for o in seen], [o.phases["weights"] for o in seen])
     other = nonnegative([[1.0, len(o.work.responses)] for o in seen], [o.phases["other"] for o in seen])

@@ -24,6 +24,8 @@ def training_seconds(work: Work, machine: Machine) -> float:
     costs = machine.training
     exchange = costs.exchange if work.dp > 1 else 0.0
     passes = _passes(work, machine) * slowdown(work.ranks * costs.cores, machine.cores)
+    if work.dp > 1:
+        passes *= 1 + costs.straggling
     return costs.begin + work.steps * (costs.step + exchange) + passes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,14 +61,22 @@ def rollout_memory(server: Server, samples: int, length: int) -> Memory:
     return Memory({**_fixed(server), "KV cache": kv}, {})
 
 
-def scorer_memory(models: Sequence[tuple[ModelShape, Head]], dtype: Dtype, tokens: int, swapped: bool) -> Memory:
+def scorer_memory(
+    models: Sequence[tuple[ModelShape, Head]],
+    dtype: Dtype,
+    tokens: int,
+    swapped: bool,
+    logit_bytes: float = math.inf,
+) -> Memory:
     """Reference, reward and critic forward passes over `tokens` positions at once, one model after another.
 
-    `swapped`: weights wait in host memory, and one model's are on the GPU at a time."""
+    `swapped`: weights wait in host memory, and one model's are on the GPU at a time. `logit_bytes`: most of the logits
+    of a pass."""
     b = ITEMSIZE[dtype]
     weights = [_weights(shape, head, dtype, 1) for shape, head in models]
     steps = [
-        tokens * (3 * s.hidden + max(s.queries + 2 * s.keys, 3 * s.intermediate) + s.vocabulary * (head == "lm")) * b
+        tokens * (3 * s.hidden + max(s.queries + 2 * s.keys, 3 * s.intermediate)) * b
+        + (head == "lm") * min(tokens * s.vocabulary * b, logit_bytes)
         for s, head in models
     ]
     device = {"weights": max(weights, default=0.0) if swapped else sum(weights), "a step": float(max(steps, default=0))}
