@@ -3,12 +3,12 @@ nothing that a user sees may differ."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -154,16 +154,31 @@ def test_keys_and_values_of_both_ranks_are_handed_over(world: World) -> None:
     assert set(taken) == {(str(len(prompt + part) - 1), taken[0][1])}
 
 
-def test_no_stage_outlives_its_killed_server(world: World) -> None:
-    children = psutil.Process(world.staged.process.pid).children(recursive=True)
-    assert len(children) >= 3  # the engine core and two stages
-    os.kill(world.staged.process.pid, signal.SIGKILL)
-    world.staged.process.wait(10)
+def processes(server: Server) -> list[psutil.Process]:
+    """The engine core and its workers, two at least."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(found) >= 3
+    return found
 
-    def gone(process: psutil.Process) -> bool:
-        try:
-            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
 
-    wait_for(lambda: all(map(gone, children)), 60, "the engine core and its stages to end")
+def gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_terminated_server_ends_its_ranks_at_once_and_a_killed_ones_stages_end_too(world: World) -> None:
+    ranks, stages = processes(world.halves), processes(world.staged)
+    # Nobody takes the shared memory of killed processes away.
+    shared = {m.path for process in ranks + stages for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    try:
+        world.halves.process.send_signal(signal.SIGTERM)
+        assert world.halves.process.wait(60) == 0, world.halves.failure()
+        wait_for(lambda: all(map(gone, ranks)), 60, "the engine core and its ranks to end")
+        world.staged.process.kill()
+        world.staged.process.wait(10)
+        wait_for(lambda: all(map(gone, stages)), 60, "the engine core and its stages to end")
+    finally:
+        for path in shared:
+            Path(path).unlink(missing_ok=True)

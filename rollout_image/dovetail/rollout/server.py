@@ -233,6 +233,7 @@ def kv_setup(
 
 def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | None = None) -> int:
     """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
+    import psutil
     import uvloop
     import vllm
     from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -267,6 +268,8 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         uvloop.run(run_server(args, timeout_graceful_shutdown=CLOSE_SECONDS))
     except KeyboardInterrupt:
         pass  # SIGTERM before the server was up
+    except psutil.NoSuchProcess:
+        pass  # at its end vLLM asks who else has its port: its own forked workers, which are just ending
     finally:
         registrar.stop()
     return 0
