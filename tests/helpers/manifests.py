@@ -178,6 +178,7 @@ RULES = [
     ),
     ({"groups.0.vllmArgs": ["--x"]}, "spec.groups[0].vllmArgs has no effect without the role rollout"),
     ({"groups.1.vllmArgs": ["--port=1"]}, "spec.groups[1].vllmArgs[0]: --port is set by Dovetail; remove it."),
+    ({"groups.1.vllmArgs": ["-pp=2"]}, "spec.groups[1].vllmArgs[0]: -pp is set by Dovetail; remove it."),
     ({"groups.1.name": "trainer"}, "spec.groups[1].name 'trainer' is the name of other processes"),
     (
         {"groups.1.gpu": {"product": "Tesla-V100-SXM2-32GB"}, "groups.1.dtype": "bfloat16"},

@@ -46,9 +46,11 @@ def tiny_llama(**changes: Any) -> Any:
     return LlamaConfig(**(fields | changes))
 
 
-def make_run(run_dir: Path, config: Any, prompt_tokens: int, tokens: int, concurrent: int = 16) -> None:
+def make_run(
+    run_dir: Path, config: Any, prompt_tokens: int, tokens: int, concurrent: int = 16, gpu: Any = None
+) -> None:
     """What servers read of a run directory: job.json, for prompts and responses of at most so many tokens and so many
-    requests at once, and the actor's config."""
+    requests at once, and the actor's config. `gpu`: of the rollouts' group."""
     config.save_pretrained(run_dir / "models" / "actor-config")
     job = {
         "apiVersion": "dovetail.dev/v1alpha1",
@@ -58,7 +60,10 @@ def make_run(run_dir: Path, config: Any, prompt_tokens: int, tokens: int, concur
             "models": {"actor": {"source": {"scratch": {}}}},
             "data": {"maxPromptTokens": prompt_tokens},
             "generation": {"maxTokens": tokens, "maxConcurrent": concurrent},
-            "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
+            "groups": [
+                {"name": "rollout", "roles": ["rollout"], "gpu": gpu or {}},
+                {"name": "train", "roles": ["trainer"]},
+            ],
         },
     }
     (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))

@@ -44,9 +44,11 @@ def actor_of(config: Any, seed: int) -> Any:
 
 
 def publish_command(servers: Sequence[Server], version: int, epoch: int, seconds: float) -> Publish:
-    receivers = [
-        Receiver(name=s.name, kind="rollout", models=["actor"], rank_offset=i + 1) for i, s in enumerate(servers)
-    ]
+    receivers, offset = [], 1
+    for s in servers:
+        world = s.call("/dovetail/info")[1]["world"]
+        receivers.append(Receiver(name=s.name, kind="rollout", models=["actor"], rank_offset=offset, world=world))
+        offset += world
     return Publish(id="p", version=version, epoch=epoch, receivers=receivers, deadline_seconds=seconds)
 
 

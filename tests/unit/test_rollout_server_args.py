@@ -304,7 +304,7 @@ def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> Non
 def test_servers_can_hand_over_keys_and_values_unless_the_models_layers_differ_in_kind(tmp_path: Path) -> None:
     made = job(vllmArgs=["--kv-transfer-config", "{}"])
     group = made.spec.groups[0]
-    setup = server.kv_setup(env(tmp_path), made, group, CONFIG, on_cpu=True)
+    setup = server.kv_setup(env(tmp_path), made, group, CONFIG, on_cpu=True, ranks=1)
     assert setup is not None
     assert setup.arguments[0] == "--kv-transfer-config"
     assert (setup.ability.transport, setup.ability.layout) == ("tcp", "float32 x 1")
@@ -312,7 +312,7 @@ def test_servers_can_hand_over_keys_and_values_unless_the_models_layers_differ_i
     assert setup.ability.token_bytes == 2 * 3 * 2 * 32 * 4
     setup.reserved[0].close()
     mixed = CONFIG | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-    assert server.kv_setup(env(tmp_path), made, group, mixed, on_cpu=True) is None
+    assert server.kv_setup(env(tmp_path), made, group, mixed, on_cpu=True, ranks=1) is None
 
 
 def test_the_state_that_is_reported_carries_the_ability() -> None:

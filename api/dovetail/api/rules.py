@@ -23,7 +23,9 @@ RESERVED_VLLM_ARGS = (
     "--middleware",
     "--api-key",
     "--data-parallel-size",
+    "-dp",
     "--pipeline-parallel-size",
+    "-pp",
 )
 
 

@@ -7,13 +7,14 @@ coordinator and serves until SIGTERM."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
 KV_BLOCK_TOKENS = 128
+STAGE_WORKER = "dovetail.rollout.stage_worker.StageWorker"
 COLOCATED_MEMORY = "0.4"
 MAX_KV_SHARE = 0.25
 
@@ -43,21 +45,22 @@ def main(argv: list[str] | None = None) -> int:
         on_cpu = group.on_cpu or not has_gpu()
         if on_cpu and (problem := cpu_head_error(config)):
             raise ValueError(problem)
-        planned = None if on_cpu else planned_server(env.plan_file, group.name)
-        # One device has no stages.
-        stages = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
-        memory = None if planned is None else planned.memory
+        planned = None if group.on_cpu else planned_server(env.plan_file, group.name)
+        # One device has no stages. On CPUs each of a GPU group's is a process.
+        pp = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
+        stages, ranks = degrees([*group.vllm_args, *(argv or [])], group, on_cpu, pp)
+        memory = None if on_cpu or planned is None else planned.memory
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     os.environ.update(environment(on_cpu, os.environ))
-    arguments = vllm_arguments(env, job, group, config, on_cpu, stages, memory)
+    arguments = [*vllm_arguments(env, job, group, config, on_cpu, stages, memory), *(argv or [])]
     # A stage has the keys and values of its own layers only, which the connectors do not tell apart.
-    kv = kv_setup(env, job, group, config, on_cpu) if stages == 1 else None
+    kv = kv_setup(env, job, group, config, on_cpu, ranks) if stages == 1 else None
     if kv is not None:
         os.environ.update(kv.environment)
         arguments = [*kv.arguments, *arguments]
-    return serve([*arguments, *(argv or [])], env, on_cpu, kv)
+    return serve(arguments, env, on_cpu, kv)
 
 
 def has_gpu() -> bool:
@@ -114,6 +117,21 @@ def planned_server(plan_file: Path, group: str) -> Rollout | None:
     return next((rollout for rollout in plan.rollouts if rollout.group == group), None)
 
 
+def degrees(given: Sequence[str], group: Group, on_cpu: bool, planned: int) -> tuple[int, int]:
+    """Pipeline stages and tensor parallel ranks of a server with these arguments for vLLM, read as vLLM reads them;
+    without any: stages as planned, and on GPUs all of the pod's. Raises ValueError."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("-pp", "--pipeline-parallel-size", dest="stages", type=int, default=planned)
+    parser.add_argument("-tp", "--tensor-parallel-size", dest="ranks", type=int)
+    names = [argument.partition("=") for argument in given]
+    try:
+        found, _ = parser.parse_known_args([name.replace("_", "-") + sign + rest for name, sign, rest in names])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"vLLM's arguments of group {group.name}: {error}") from None
+    stages = max(1, found.stages)
+    return stages, max(1, found.ranks or (1 if on_cpu else group.gpu.per_pod // stages))
+
+
 def vllm_arguments(
     env: ProcessEnv,
     job: RLHFJob,
@@ -154,13 +172,15 @@ def vllm_arguments(
         arguments += [
             "--enforce-eager",
             *("--logits-processors", "dovetail.rollout.sampler:CounterSampler"),
-            *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent))),
+            *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent, stages))),
         ]
-    else:
+        if stages > 1:
+            arguments += ["--worker-cls", STAGE_WORKER]
+    if stages > 1:
+        arguments += ["--pipeline-parallel-size", str(stages)]
+    if not on_cpu:
         if group.gpu.per_pod > stages:
             arguments += ["--tensor-parallel-size", str(group.gpu.per_pod // stages)]
-        if stages > 1:
-            arguments += ["--pipeline-parallel-size", str(stages)]
         if Role.TRAINER in group.roles:
             # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
             # They keep weights and optimizer state there all the time.
@@ -187,15 +207,18 @@ def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
     return min(wanted, int(positions)) if positions else wanted
 
 
-def kv_cache_bytes(config: Mapping[str, Any], length: int, concurrent: int, item_bytes: int = 4) -> int:
-    """Bytes of KV cache for `concurrent` sequences of `length` tokens, at most a quarter of the machine's memory but
-    always enough for two sequences."""
-    blocks = -(-length // KV_BLOCK_TOKENS)
-    sequence = blocks * KV_BLOCK_TOKENS * kv_token_bytes(config, item_bytes)
+def kv_cache_bytes(
+    config: Mapping[str, Any], length: int, concurrent: int, stages: int = 1, item_bytes: int = 4
+) -> int:
+    """Bytes of KV cache of each of `stages` for `concurrent` sequences of `length` tokens, at most a quarter of the
+    machine's memory together but always enough for two sequences."""
+    blocks, layers = -(-length // KV_BLOCK_TOKENS), int(config.get("num_hidden_layers", 1))
+    share = kv_token_bytes(config, item_bytes) * -(-layers // stages) // layers
+    sequence = blocks * KV_BLOCK_TOKENS * share
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # One block more: vLLM keeps one for itself.
     wanted = concurrent * sequence + sequence // blocks
-    return max(min(wanted, int(memory * MAX_KV_SHARE)), 3 * sequence)
+    return max(min(wanted, int(memory * MAX_KV_SHARE) // stages), 3 * sequence)
 
 
 def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
@@ -206,19 +229,21 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
     return layers * kv_heads * (head_size(config) or 64) * 2 * item_bytes
 
 
-def kv_setup(env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool) -> KVSetup | None:
-    """How this server hands keys and values to others; None for models with several kinds of layers, whose caches
-    vLLM lays out by kind only without such a connector."""
+def kv_setup(
+    env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool, ranks: int
+) -> KVSetup | None:
+    """How this server of `ranks` tensor parallel ranks hands keys and values to others; None for models with several
+    kinds of layers, whose caches vLLM lays out by kind only without such a connector."""
     if len(set(config.get("layer_types") or ())) > 1:
         return None
     dtype = dtype_of(group, job.spec.models.actor.dtype, on_cpu)
-    ranks = 1 if on_cpu else max(1, group.gpu.per_pod)
     item_bytes = 4 if dtype == "float32" else 2
     return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))
 
 
 def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | None = None) -> int:
     """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
+    import psutil
     import uvloop
     import vllm
     from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -253,6 +278,8 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         uvloop.run(run_server(args, timeout_graceful_shutdown=CLOSE_SECONDS))
     except KeyboardInterrupt:
         pass  # SIGTERM before the server was up
+    except psutil.NoSuchProcess:
+        pass  # at its end vLLM asks who else has its port: its own forked workers, which are just ending
     finally:
         registrar.stop()
     return 0

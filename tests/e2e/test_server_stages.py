@@ -1,0 +1,184 @@
+"""Real vLLM servers of several processes, two pipeline stages or two tensor parallel ranks, beside one of one process:
+nothing that a user sees may differ."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from dovetail.api.kv import HOLD, PULL
+from dovetail.api.plan import Plan, Rollout
+from dovetail.api.sampling import sampling_params
+from dovetail.api.types import Generation
+from helpers.vllm_servers import GREEDY, Server, make_run, tiny_llama, wait_for
+from helpers.weight_trainer import Trainer, actor_of
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+COORDINATOR = "http://127.0.0.1:9"
+SAMPLED = Generation(max_tokens=60, temperature=0.8, top_k=100, top_p=0.95)
+PROMPTS = [[5, 9, 33, 7], [3, 1, 4], list(range(20, 70)), *([40 + i, 9, 8] for i in range(5))]
+
+
+@dataclass
+class World:
+    alone: Server
+    staged: Server
+    halves: Server
+    trainer: Trainer
+
+    def publish(self, seed: int, version: int) -> None:
+        model = actor_of(tiny_llama(), seed)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms, of which each layer's are to be its own
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        assert not any(self.trainer.publish(model, version).values())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """`staged` is what a plan asks for: its group has GPUs, which are CPUs here."""
+    alone, staged = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("staged")
+    make_run(alone, tiny_llama(), prompt_tokens=64, tokens=64)
+    make_run(staged, tiny_llama(), 64, 64, gpu={"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2})
+    rollouts = [Rollout(name="rollout-0", group="rollout", pp=2)]
+    plan = Plan(world_size=1, parallelism={}, batching=[], tasks=[], trainers=[], rollouts=rollouts)
+    (staged / "plan.json").write_text(plan.model_dump_json())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        servers = [
+            Server.start("alone", alone, COORDINATOR),
+            Server.start("staged", staged, COORDINATOR),
+            Server.start("halves", alone, COORDINATOR, "--tensor-parallel-size", "2"),
+        ]
+    trainer = Trainer(servers)
+    try:
+        for server in servers:
+            wait_for(server.healthy, 300, f"{server.name} to be healthy")
+        made = World(*servers, trainer)
+        made.publish(21, 1)
+        yield made
+    finally:
+        trainer.sender.close()
+        for server in servers:
+            server.close()
+
+
+def sampled(seed: int, generated: int = 0) -> dict[str, Any]:
+    return sampling_params(SAMPLED, seed, 60 - generated, "counter", generated=generated) | {"ignore_eos": True}
+
+
+def batch(server: Server) -> list[tuple[list[int], list[float], str]]:
+    """Responses to all prompts at once, greedy and sampled: more than one micro-batch of every stage."""
+    asked = [(prompt, params) for i, prompt in enumerate(PROMPTS) for params in (GREEDY, sampled(i))]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(lambda one: server.generate(one[0], **one[1]), asked))
+
+
+def digests(server: Server) -> dict[str, dict[str, str]]:
+    """A digest of every tensor, by name, of every worker."""
+    found: dict[str, dict[str, str]] = {}
+    for name, digest in server.call("/weight_checker", {"action": "checksum"})[1]["checksums"].items():
+        worker, tensor = name.rsplit(":", 1)
+        found.setdefault(worker, {})[tensor] = digest
+    return found
+
+
+def test_servers_tell_of_their_workers_and_of_keys_and_values_only_where_they_can_leave(world: World) -> None:
+    alone, staged, halves = (s.call("/dovetail/info")[1] for s in (world.alone, world.staged, world.halves))
+    assert [info["world"] for info in (alone, staged, halves)] == [1, 2, 2]
+    assert (staged["kv"], staged["kv_connector"]) == (None, None)
+    assert len(alone["kv"]["ports"]) == 1
+    assert len(set(halves["kv"]["ports"])) == 2
+    assert halves["kv"]["layout"] != alone["kv"]["layout"]
+
+
+def test_all_say_what_one_process_says_with_every_version_of_the_weights(world: World) -> None:
+    said = []
+    for version, seed in ((2, 22), (3, 23)):
+        world.publish(seed, version)
+        expected = batch(world.alone)
+        for server in (world.staged, world.halves):
+            assert server.weight_version() == version
+            for (got, theirs, reason), (tokens, logprobs, why) in zip(batch(server), expected, strict=True):
+                assert got == tokens
+                assert theirs == pytest.approx(logprobs, abs=1e-5)
+                assert reason == why
+        said.append([tokens for tokens, _, _ in expected])
+    assert all(one != other for one, other in zip(*said, strict=True))
+
+
+def test_every_stage_holds_its_own_tensors_and_no_others(world: World) -> None:
+    (whole,) = digests(world.alone).values()
+    stages = [found for _, found in sorted(digests(world.staged).items())]
+    layers = [{int(n) for name in stage for n in re.findall(r"layers\.(\d+)\.", name)} for stage in stages]
+    assert layers == [{0, 1}, {2}]
+    first = {name for name in whole if "embed_tokens" in name or re.search(r"layers\.[01]\.", name)}
+    assert [set(stage) for stage in stages] == [first, set(whole) - first]
+    # The same bytes too, of what oneDNN has not packed away: embeddings and norms.
+    assert stages[0] | stages[1] == whole
+    assert len(set(whole.values())) >= 1 + 2 * 3 + 1
+
+
+@pytest.mark.parametrize("to_stages", [True, False])
+def test_a_sample_goes_on_elsewhere_as_if_it_had_not_moved(world: World, to_stages: bool) -> None:
+    source, target = (world.alone, world.staged) if to_stages else (world.staged, world.alone)
+    prompt = [6, 7, 8]
+    tokens, _, _ = world.alone.generate(prompt, **sampled(5))
+    part, _ = source.stream(prompt, 10, **sampled(5))
+    assert 0 < len(part) < 60
+    assert part + target.generate(prompt + part, **sampled(5, len(part)))[0] == tokens
+
+
+def test_keys_and_values_of_both_ranks_are_handed_over(world: World) -> None:
+    prompt, version = [9, 7, 5], world.halves.weight_version()
+    tokens, _, _ = world.halves.generate(prompt, **sampled(6))
+    part, _ = world.halves.stream(prompt, 10, "moved", {HOLD: {"key": "moved", "weights": version}}, **sampled(6))
+    assert 0 < len(part) < 60
+    kv = world.halves.call("/dovetail/info")[1]["kv"]
+    pull = {PULL: {"key": "moved", "host": kv["host"], "ports": kv["ports"], "weights": version}}
+    assert part + world.halves.generate(prompt + part, pull, **sampled(6, len(part)))[0] == tokens
+    # Each rank took its own heads.
+    taken = re.findall(r"moved: (\d+) tokens, (\d+) bytes taken over", world.halves.log.read_text())
+    assert len(taken) == 2
+    assert set(taken) == {(str(len(prompt + part) - 1), taken[0][1])}
+
+
+def processes(server: Server) -> list[psutil.Process]:
+    """The engine core and its workers, two at least."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(found) >= 3
+    return found
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_terminated_server_ends_its_ranks_at_once_and_a_killed_ones_stages_end_too(world: World) -> None:
+    ranks, stages = processes(world.halves), processes(world.staged)
+    # Nobody takes the shared memory of killed processes away.
+    shared = {m.path for process in ranks + stages for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    try:
+        world.halves.process.send_signal(signal.SIGTERM)
+        assert world.halves.process.wait(60) == 0, world.halves.failure()
+        wait_for(lambda: all(map(gone, ranks)), 60, "the engine core and its ranks to end")
+        world.staged.process.kill()
+        world.staged.process.wait(10)
+        wait_for(lambda: all(map(gone, stages)), 60, "the engine core and its stages to end")
+    finally:
+        for path in shared:
+            Path(path).unlink(missing_ok=True)
