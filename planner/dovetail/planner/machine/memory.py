@@ -40,8 +40,8 @@ def pod_memory(
     again: Collection[str] = (),
 ) -> list[PodMemory]:
     """Of PPO's pods, at the peak: processes do not take turns with memory, what one has had it keeps. `again`: models
-    that make their activations again. Equal neighbours together. [] for jobs with GPUs or without PPO, or where a model's configuration is not known. Raises
-    ConfigError."""
+    that make their activations again. Equal neighbours together. [] for jobs with GPUs or without PPO, or where a
+    model's configuration is not known. Raises ConfigError."""
     known = shapes(spec, configs)
     if known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
         return []
