@@ -79,6 +79,10 @@ def test_the_server_leaves_the_scorer_its_part_of_the_memory(example: tuple[RLHF
 def test_the_plans_table_says_over_how_many_gpus(example: tuple[RLHFJob, Plan]) -> None:
     text = io.StringIO()
     Console(file=text, width=200).print(plan_tables(example[1]))
+    rows = [line.split() for line in text.getvalue().splitlines() if "trainer rank" in line]
+    assert [" ".join(row) for row in rows] == ["trainer-0 to trainer-79 │ trainers │ trainer ranks 0 to 79 of 80"], (
+        "processes of a kind are in one row"
+    )
     assert "reference (on 4 GPUs) inference" in text.getvalue()
 
 

@@ -87,15 +87,18 @@ def test_ppo_s_plan_says_it_with_the_memory_and_a_third_more_time() -> None:
     assert "actor_training: activations of a layer" in parts
 
 
-def test_the_65b_example_trains_on_its_own_groups() -> None:
+@pytest.mark.parametrize(("replicas", "models"), [(10, set()), (8, {"actor"})])
+def test_the_65b_example_trains_on_its_own_groups_and_on_fewer(replicas: int, models: set[str]) -> None:
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec
+    groups = [g.model_copy(update={"replicas": replicas}) if g.name == "trainers" else g for g in spec.groups]
+    spec = spec.model_copy(update={"groups": groups})
     known, inventory = shapes(spec, {}), groups_inventory(spec)
     assert known is not None
     assert inventory is not None
     for model in ("actor", "critic", "reward"):
         fitting = supervised(spec, model, known[model], inventory.pools[0])
         assert fitting
-        assert (Stage.PPO in fitting[0].recompute) is (model == "actor"), (model, fitting)
+        assert (Stage.PPO in fitting[0].recompute) is (model in models), (model, fitting)
 
 
 def test_on_cpus_the_limit_of_activation_memory_decides() -> None:

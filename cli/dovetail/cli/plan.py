@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
 from rich.console import Group
 from rich.table import Table
 
 from dovetail.api.plan import Plan
+
+# More neighbours of a kind than this are in one row.
+TOGETHER = 2
+T = TypeVar("T")
 
 
 def plan_tables(plan: Plan) -> Group:
@@ -14,12 +22,16 @@ def plan_tables(plan: Plan) -> Group:
     for heading in ("process", "group", "runs"):
         processes.add_column(heading)
     processes.add_row("coordinator", "", "data, samples, iterations")
-    for trainer in plan.trainers:
-        processes.add_row(trainer.name, trainer.group, f"trainer rank {trainer.rank} of {plan.world_size}")
-    for rollout in plan.rollouts:
-        processes.add_row(rollout.name, rollout.group, "vLLM server")
-        scored = (_on_gpus(model, rollout.split.get(model, 1)) for model in rollout.scores)
-        processes.add_row(f"{rollout.name}-scorer", rollout.group, f"{', '.join(scored)} inference")
+    for trainers in _runs(plan.trainers, lambda each: each.group):
+        ranks = "rank" if len(trainers) == 1 else "ranks"
+        numbers = _through([str(each.rank) for each in trainers])
+        names = _through([each.name for each in trainers])
+        processes.add_row(names, trainers[0].group, f"trainer {ranks} {numbers} of {plan.world_size}")
+    for rollouts in _runs(plan.rollouts, lambda each: (each.group, each.scores, each.split)):
+        processes.add_row(_through([each.name for each in rollouts]), rollouts[0].group, "vLLM server")
+        scored = (_on_gpus(model, rollouts[0].split.get(model, 1)) for model in rollouts[0].scores)
+        names = _through([f"{each.name}-scorer" for each in rollouts])
+        processes.add_row(names, rollouts[0].group, f"{', '.join(scored)} inference")
 
     title = f"Parallelism (schedule: {plan.schedule})"
     layouts = Table(title=title, title_justify="left", show_edge=False)
@@ -56,3 +68,14 @@ def plan_tables(plan: Plan) -> Group:
 
 def _on_gpus(model: str, count: int) -> str:
     return model if count == 1 else f"{model} (on {count} GPUs)"
+
+
+def _runs(processes: Iterable[T], kind: Callable[[T], Any]) -> Iterator[Sequence[T]]:
+    """Neighbours of a kind, together where they are many."""
+    for _, equal in groupby(processes, key=kind):
+        found = list(equal)
+        yield from [found] if len(found) > TOGETHER else [[each] for each in found]
+
+
+def _through(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
