@@ -25,6 +25,10 @@ from devcluster.settings import ClusterError, state_root  # noqa: E402
 
 T = TypeVar("T")
 
+# kubectl's words where the API server has not got the command, as while it restarts or the machine is overloaded.
+NOT_SENT = ("TLS handshake timeout", "was refused - did you specify the right host", "connect: connection refused")
+CONNECT_SECONDS = 90.0
+
 
 def wait_for(what: str, check: Callable[[], T], seconds: float = 120, interval: float = 0.2) -> T:
     """The first true value of `check`; AssertionError, with the last value, when the deadline passes."""
@@ -45,8 +49,13 @@ class KubeCluster:
     name: str | None
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout: float = 120) -> str:
-        """kubectl's standard output; AssertionError with its errors when `check` and it fails."""
+        """kubectl's standard output; AssertionError with its errors when `check` and it fails. Tries again for
+        CONNECT_SECONDS while the API server cannot be reached."""
+        deadline = time.monotonic() + CONNECT_SECONDS
         done = self.try_kubectl(*words, stdin=stdin, timeout=timeout)
+        while done.returncode and any(s in done.stderr for s in NOT_SENT) and time.monotonic() < deadline:
+            time.sleep(1)
+            done = self.try_kubectl(*words, stdin=stdin, timeout=timeout)
         assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr.strip()}"
         return done.stdout
 
