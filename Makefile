@@ -11,7 +11,7 @@ UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch clean
+.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -125,6 +125,9 @@ images: ## Build the three images with buildah, on a base made by debootstrap
 
 bench-switch: install ## Switching a model's layout: bytes and time, and overlapped with the optimizer
 	$(BIN)/python benchmarks/bench_switch.py
+
+bench-placements: install ## The quickstart under every placement: the same result within noise
+	$(BIN)/python benchmarks/bench_placements.py
 
 bench-predict: install ## Iterations on this machine, predicted and measured
 	$(BIN)/python benchmarks/bench_predict.py
