@@ -166,11 +166,17 @@ class Plan(Model):
 
     version: Literal[1] = 1
     world_size: int = Field(description="Trainer ranks.")
-    parallelism: dict[str, Parallelism] = Field(description="By trained model: actor, critic, reward.")
+    parallelism: dict[str, Parallelism] = Field(
+        description="By trained model: actor, critic, reward. On all trainer ranks."
+    )
     batching: list[Batching]
     schedule: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
         default="Auto",
         description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
+    )
+    apart: dict[str, Layout] = Field(
+        default_factory=dict,
+        description="Of actor and critic in PPO where the planner gave each trainer ranks of its own; else empty.",
     )
     activation_bytes: dict[str, list[int]] = Field(
         default_factory=dict,
@@ -187,6 +193,10 @@ class Plan(Model):
     memory: list[PodMemory] = Field(
         default_factory=list, description="Of PPO's pods where all are on CPUs and the job's models are known."
     )
+
+    def layout(self, stage: Stage, model: str) -> Parallelism:
+        """Of a trained model in a stage."""
+        return self.apart.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
 
     def recomputed(self, stage: Stage) -> list[str]:
         """Models that make their activations again in the stage's backward passes."""

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from rich.console import Group
 from rich.table import Table
 
-from dovetail.api.plan import Plan
+from dovetail.api.plan import Plan, world_size
+from dovetail.api.types import Parallelism, Stage
 
 # More neighbours of a kind than this are in one row.
 TOGETHER = 2
@@ -38,8 +39,8 @@ def plan_tables(plan: Plan) -> Group:
     layouts.add_column("model")
     for heading in ("pipeline", "data", "tensor"):
         layouts.add_column(heading, justify="right")
-    for model, layout in plan.parallelism.items():
-        layouts.add_row(model, str(layout.pp), str(layout.dp), str(layout.tp))
+    for name, layout in _layouts(plan):
+        layouts.add_row(name, str(layout.pp), str(layout.dp), str(layout.tp))
 
     batches = Table(title="Batches (sequences; pairs for the reward model)", title_justify="left", show_edge=False)
     batches.add_column("stage")
@@ -64,6 +65,18 @@ def plan_tables(plan: Plan) -> Group:
     tables += [layouts] if plan.parallelism else []
     tables += [batches] if plan.batching else []
     return Group(*(part for table in [*tables, tasks] for part in (table, "")))
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:
+    """Those that the job's stages use, by model; with the ranks where a model has some of its own."""
+    for model, layout in plan.parallelism.items():
+        if model not in plan.apart:
+            yield model, layout
+        elif any(row.model == model and row.stage is not Stage.PPO for row in plan.batching):
+            yield f"{model}, before PPO", layout
+    for model, own in plan.apart.items():
+        last = own.first + world_size(own) - 1
+        yield f"{model} in PPO, on {f'rank {last}' if own.first == last else f'ranks {own.first} to {last}'}", own
 
 
 def _on_gpus(model: str, count: int) -> str:

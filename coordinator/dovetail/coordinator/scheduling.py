@@ -75,7 +75,7 @@ class Scheduling:
         self._layouts: dict[str, Layout] = {}
         self._reverse: bool | None = None
         self._apart = False  # each model has ranks of its own
-        self._allowed = PINS[spec.plan.intra_stage_fusion]
+        self._allowed = PINS["Dedicated" if plan.apart else spec.plan.intra_stage_fusion]
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -158,10 +158,13 @@ class Scheduling:
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
 
     def _limit(self, problem: Problem, in_bytes: bool) -> float | None:
-        """The manifest's, where sizes are known to compare it with; else on GPUs, what serial 1F1B takes."""
+        """The manifest's, where sizes are known to compare it with; else on GPUs, what serial 1F1B takes. None where
+        the plan gave each model ranks that 1F1B fits on."""
         given = self._spec.plan.activation_memory
         if given is not None and in_bytes:
             return given * 2**30
+        if self._plan.apart:
+            return None
         return serial_memory(problem) * (1 + 1e-6) if given is not None or self._limited() else None
 
     def _refine(self, times: Times) -> None:
@@ -216,6 +219,8 @@ class Scheduling:
         shared = self._plan.parallelism
         if self._apart:
             found = [self._layouts]
+        elif self._plan.apart:
+            found = [self._plan.apart]
         else:
             found = divisions(shared, size)
             if self._spec.plan.intra_stage_fusion != "Dedicated":

@@ -19,8 +19,8 @@ def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
     """`plan`: what runs; `shown`: with as many rollouts as the nodes have room for."""
     return PlanStatus(
         placement=shown.prediction.placement if shown.prediction is not None else None,
-        actor=_layout(plan.parallelism.get("actor")),
-        critic=_layout(plan.parallelism.get("critic") or plan.parallelism.get("reward")),
+        actor=_layout(plan.apart.get("actor") or plan.parallelism.get("actor")),
+        critic=_layout(plan.apart.get("critic") or plan.parallelism.get("critic") or plan.parallelism.get("reward")),
         schedule=plan.schedule,
         rollouts=len(shown.rollouts),
         hash=digest(plan.model_dump(mode="json", by_alias=True)),

@@ -113,7 +113,8 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
     if Stage.PPO not in spec.stages or actor is None or all(sizes[need.group] == need.planned for need in wanted):
         return None
     layouts = ParallelismByModel(actor=actor, critic=plan.parallelism.get("critic"))
-    pins: dict[str, object] = {"parallelism": layouts}
+    # Layouts are pinned on all ranks; those on ranks of their own are found again.
+    pins: dict[str, object] = {"intra_stage_fusion": "Dedicated"} if plan.apart else {"parallelism": layouts}
     if plan.prediction is not None:
         pins["placement"] = plan.prediction.placement
     again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}
@@ -128,7 +129,7 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
 def honoured(plan: Plan, other: Plan) -> Plan:
     """`plan` with the rollouts of `other`, which `resized` asked for, and with what it predicts, unless that takes for
     granted what the running processes will not do."""
-    kept = all(plan.parallelism[model] == layout for model, layout in other.parallelism.items())
+    kept = all(plan.layout(Stage.PPO, m) == other.layout(Stage.PPO, m) for m in other.parallelism)
     kept &= _servers(other) == _servers(plan)
     kept &= other.recomputed(Stage.PPO) == plan.recomputed(Stage.PPO)
     predicted = {"prediction": other.prediction, "memory": other.memory} if kept else {"prediction": None, "memory": []}

@@ -63,7 +63,9 @@ def make_plan(
         parallelism = {model: placed.layouts[model] for model in models}
     else:
         parallelism = _layouts(spec, models, world, layers or {}) if models else {}
-    again = _recomputed(spec, configs or {}, parallelism, placed)
+    apart = placed.apart if isinstance(placed, Placed) else {}
+    trained = {**parallelism, **apart}  # in PPO
+    again = _recomputed(spec, configs or {}, trained, placed)
     if isinstance(placed, Placed) and again - placed.recompute:
         # What was predicted keeps more than spec.plan.activationMemory allows.
         always = spec.plan.model_copy(update={"recompute": "Always"})
@@ -72,20 +74,22 @@ def make_plan(
     rollouts = _staged(rollouts, placed.prediction if placed else None) if Stage.PPO in spec.stages else []
     if Stage.PPO in spec.stages and not rollouts:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
-    schedule = _schedule(spec, parallelism)
+    schedule = "Dedicated" if apart else _schedule(spec, parallelism)
     again_ppo = {model for stage, model in again if stage is Stage.PPO}
     memory = _memory(spec, configs or {}, parallelism, schedule, again_ppo)
     return Plan(
         world_size=world,
         parallelism=parallelism,
         batching=[
-            _batching(rule, parallelism[rule.model], (rule.stage, rule.model) in again) for rule in batch_rules(spec)
+            _batching(rule, (trained if rule.stage is Stage.PPO else parallelism)[rule.model], again)
+            for rule in batch_rules(spec)
         ],
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=rollouts,
         schedule=schedule,
-        activation_bytes=_activations(spec, configs or {}, parallelism, again_ppo),
+        apart=apart,
+        activation_bytes=_activations(spec, configs or {}, trained, again_ppo),
         warnings=[*_warnings(spec, parallelism, chosen=placed is not None), *too_small(memory)],
         prediction=placed.prediction if placed is not None else None,
         memory=memory,
@@ -200,14 +204,14 @@ def _auto(model: str, world: int, rules: list[BatchRule], layers: int | None) ->
     raise PlanError(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
 
 
-def _batching(rule: BatchRule, layout: Parallelism, recompute: bool) -> Batching:
+def _batching(rule: BatchRule, layout: Parallelism, again: Collection[tuple[Stage, str]]) -> Batching:
     return Batching(
         stage=rule.stage,
         model=rule.model,
         mini_batch_size=rule.batch,
         micro_batch_size=rule.micro,
         micro_batches=rule.batch // (layout.dp * rule.micro),
-        recompute=recompute,
+        recompute=(rule.stage, rule.model) in again,
     )
 
 

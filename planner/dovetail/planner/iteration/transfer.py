@@ -34,7 +34,8 @@ def _transfer(
         return 0.0  # gathered when used, not before
     size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype]
     each = size / (target.pp * target.tp)
-    held = _held(source, target) if on else 0.0
+    within = on and source.first <= target.first and target.first + target.gpus <= source.first + source.gpus
+    held = _held(source, target) if within else 0.0  # else some receivers' GPUs have none of it
     if held == 1.0:
         return 0.0
     senders = source.gpus  # each sends a part of what it holds

@@ -18,7 +18,7 @@ Task = Literal["generation", "reference", "reward", "critic", "actor_training", 
 TASKS: tuple[Task, ...] = ("generation", "reference", "reward", "critic", "actor_training", "critic_training")
 TRAINING: tuple[Task, ...] = ("actor_training", "critic_training")
 INFERENCE: tuple[Task, ...] = ("reference", "reward", "critic")
-Schedule = Literal["Serial", "TimeSharing", "Fused"]
+Schedule = Literal["Serial", "TimeSharing", "Fused", "Dedicated"]
 
 
 class Placement(StrEnum):
@@ -90,12 +90,12 @@ class Candidate:
     """One plan that could be. A task of several shares divides its samples among them by their speeds (training has
     one share). An empty tuple: the job has no such task (no critic, or a reward function).
 
-    `schedule`: how actor and critic training share their GPUs where both run on the same; `migration`: share of the
-    samples left at which generation's tail gathers and inference begins on freed instances (inter-stage fusion), None:
-    inference waits for the last sample. `folded`: rollouts' own log-probabilities serve as the old ones, so there is
-    no forward pass of the actor before training (APP section V-A1). `shared_body`: the critic is a head on the actor's
-    body (AC-share): one forward and backward pass for both, and no critic weights of its own. `beside`: an inference
-    share's copies are in scorers of one vLLM server each, on the first GPUs of that server."""
+    `schedule`: how actor and critic training share their GPUs; Dedicated: each has some of its own. `migration`: share
+    of the samples left at which generation's tail gathers and inference begins on freed instances (inter-stage fusion),
+    None: inference waits for the last sample. `folded`: rollouts' own log-probabilities serve as the old ones, so there
+    is no forward pass of the actor before training (APP section V-A1). `shared_body`: the critic is a head on the
+    actor's body (AC-share): one forward and backward pass for both, and no critic weights of its own. `beside`: an
+    inference share's copies are in scorers of one vLLM server each, on the first GPUs of that server."""
 
     placement: Placement
     generation: tuple[Share, ...]

@@ -8,13 +8,14 @@ from typing import Any
 
 from dovetail.api.batching import batch_rules
 from dovetail.api.critic import shares_body
-from dovetail.api.plan import trained_models
+from dovetail.api.plan import Layout as RankLayout
+from dovetail.api.plan import trained_models, world_size
 from dovetail.api.prediction import Prediction
 from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.hardware import GPU
 from dovetail.planner.iteration.system import DOVETAIL, System
 from dovetail.planner.memory import Training, problem, worst
-from dovetail.planner.placement.candidate import TRAINING, Candidate, Placement, Task
+from dovetail.planner.placement.candidate import TRAINING, Candidate, Placement, Share, Task
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.fewest import fewest_stages
@@ -25,10 +26,11 @@ from dovetail.planner.placement.manifest import (
     allowed_layouts,
     groups_inventory,
     groups_limits,
+    with_parts,
     workload,
 )
 from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Search
+from dovetail.planner.placement.search import Effort, Rejected, Result, Search
 from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.switching import Layout
@@ -67,12 +69,23 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Placed:
-    """`layouts`: of each trained model. `recompute`: stages and models that make their activations again. `chosen`: of
-    a PPO iteration, None without that stage."""
+    """`layouts`: of each trained model, on all ranks. `recompute`: stages and models that make their activations again.
+    `chosen`: of a PPO iteration, None without that stage."""
 
     layouts: Mapping[str, Parallelism]
     recompute: frozenset[tuple[Stage, str]]
     chosen: Chosen | None = None
+
+    @property
+    def apart(self) -> dict[str, RankLayout]:
+        """Layouts of actor and critic in PPO where they have trainer ranks of their own, else empty."""
+        if self.chosen is None or self.chosen.candidate.schedule != "Dedicated":
+            return {}
+        actor, critic = (shares[0] for shares in _trained(self.chosen.candidate).values())
+        return {
+            name: RankLayout(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first)
+            for name, share in (("actor", actor), ("critic", critic))
+        }
 
     @property
     def prediction(self) -> Prediction | None:
@@ -102,13 +115,21 @@ def place(
     if Stage.PPO not in spec.stages:
         return Placed(chosen, _recomputed(chosen, layouts))
     found = _iteration(spec, known, inventory, layouts)
-    shares = {"actor": found.candidate.actor_training, "critic": found.candidate.critic_training}
-    for model, (share, *_) in ((m, s) for m, s in shares.items() if s):
-        chosen[model] = Parallelism(pp=share.pp, tp=share.tp, dp=share.dp)
+    shares = _trained(found.candidate)
+    if found.candidate.schedule != "Dedicated":
+        chosen |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, (share, *_) in shares.items()}
+    elif chosen["actor"] in [fitting.layout for fitting in layouts["critic"]]:
+        chosen["critic"] = chosen["actor"]  # on all ranks nobody uses the critic's
     if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
     before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
-    return Placed(chosen, before | {(Stage.PPO, m) for m, s in shares.items() if s and s[0].recompute}, found)
+    return Placed(chosen, before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute}, found)
+
+
+def _trained(candidate: Candidate) -> dict[str, tuple[Share, ...]]:
+    """Shares of the models that are trained."""
+    found = {"actor": candidate.actor_training, "critic": candidate.critic_training}
+    return {model: shares for model, shares in found.items() if shares}
 
 
 def _recomputed(
@@ -127,7 +148,7 @@ def _iteration(
     work, limits = workload(spec, known), groups_limits(spec, inventory, known)
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
     fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
-    limits = replace(limits, layouts=fitting)
+    limits = with_parts(spec, replace(limits, layouts=fitting), inventory, known)
     system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
     costs = Costs(work, inventory, system)
     result, limits = fewest_stages(
@@ -139,24 +160,48 @@ def _iteration(
         # Of the plainest placement.
         why = min(result.rejected, key=lambda r: len(r.note)).problem if result.rejected else None
         raise Infeasible(_reason(spec, why, work, limits, inventory, costs))
+    if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
+        limits = replace(limits, apart=(False,))
+        result = _worth(result, Search(inventory, work, limits, costs, Effort(EFFORT)).run(), work)
     plain = replace(
         limits,
-        layouts={task: (min(fit, key=lambda layout: layout.pp),) for task, fit in limits.layouts.items()},
+        layouts={task: _fewest_stages(layouts, inventory.pools[0].gpus) for task, layouts in limits.layouts.items()},
+        apart=limits.apart[:1],
         placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
         serving_pp=1,
     )
-    simple = Search(inventory, work, plain, costs, Effort(EFFORT)).run()
-    least = WORTH * result.best.seconds + UNCOUNTED_SECONDS * work.steps
-    if simple.best is not None and simple.best.seconds <= least:
-        simple.rejected = result.rejected
-        result = simple
+    result = _worth(result, Search(inventory, work, plain, costs, Effort(EFFORT)).run(), work)
     assert result.best is not None
     return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
+
+
+def _worth(found: Result, plainer: Result, work: Workload) -> Result:
+    """The plainer placement, unless the other one gains enough."""
+    best, other = found.best, plainer.best
+    assert best is not None
+    if other is None or other.seconds > WORTH * best.seconds + UNCOUNTED_SECONDS * work.steps:
+        return found
+    kind = other.candidate.placement, other.note
+    faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
+    plainer.rejected = [r for r in (faster, *found.rejected) if (r.placement, r.note) != kind]
+    return plainer
+
+
+def _fewest_stages(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
+    """On all ranks the one with fewest pipeline stages, on parts of them those without."""
+    whole = [layout for layout in layouts if world_size(layout) == ranks]
+    parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == 1)
+    return (*sorted(whole, key=lambda layout: layout.pp)[:1], *parts)
 
 
 def _reason(
     spec: RLHFJobSpec, why: str | None, work: Workload, limits: Limits, inventory: Inventory, costs: Costs
 ) -> str:
+    if why is None and limits.apart == (True,):
+        return (
+            f"spec.plan.intraStageFusion is Dedicated, but the {inventory.pools[0].gpus} trainer ranks cannot be "
+            "divided between actor and critic; give the trainer groups more ranks, or change spec.plan.parallelism"
+        )
     if why is None:
         return "no placement of the groups was found; set spec.plan.placement to Auto"
     for remedy, changed in _remedies(spec, work, limits):

@@ -28,8 +28,8 @@ class Limits:
     in inference; `serving_pp`, `inference_pp`: most pipeline stages of a vLLM server and in inference. `fsdp`,
     `recompute`: values allowed in training; `offload`: by training task, open if it is not named; `swap`: of `offload`
     in inference. `folded`: the rollouts' log-probabilities serve as the old ones. `shared_body`: the critic is a head
-    on the actor. `together`: actor and critic train on the same GPUs with one micro-batch size, inference runs beside
-    generation, in a scorer for each server."""
+    on the actor. `apart`: whether actor and critic may train on GPUs of their own (True) or on the same (False).
+    `together`: they have one micro-batch size, and inference runs beside generation, in a scorer for each server."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -52,12 +52,12 @@ class Limits:
     migrations: tuple[float | None, ...] = MIGRATIONS
     folded: bool = True
     shared_body: bool = False
+    apart: tuple[bool, ...] = (False, True)
     together: bool = False
 
     def executed(self) -> Limits:
-        """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, actor and critic on the same
-        ranks, vLLM servers in a pod each, a scorer beside each server, whose models are whole or in pipeline stages on
-        its pod's GPUs, where they stay."""
+        """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, vLLM servers in a pod each, a
+        scorer beside each server, whose models are whole or in pipeline stages on its pod's GPUs, where they stay."""
         return replace(
             self,
             max_tp=1,

@@ -9,10 +9,12 @@ from dovetail.api.batching import batch_rules, pinned_layouts
 from dovetail.api.critic import has_critic, shares_body
 from dovetail.api.plan import pod_count, trained_models
 from dovetail.api.types import Group, Parallelism, RLHFJobSpec, Role
+from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.placement.candidate import Placement, Schedule, Task
 from dovetail.planner.placement.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.placement.limits import MIGRATIONS, Limits
+from dovetail.planner.placement.structures import part_sizes
 from dovetail.planner.placement.workload import Lengths, Workload
 from dovetail.planner.shape import ModelShape
 
@@ -21,7 +23,7 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Auto": ("Serial", "TimeSharing", "Fused"),
     "Fused": ("Fused",),
     "TimeSharing": ("TimeSharing",),
-    "Dedicated": ("Serial",),  # the layouts that are searched are divided between the models later
+    "Dedicated": ("Serial",),
     "Serial": ("Serial",),
 }
 RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
@@ -125,6 +127,29 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
     )
 
 
+def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
+    """`limits`, and where actor and critic may train on ranks of their own, the layouts on a part of the trainers:
+    those that share PPO's mini-batch evenly, of pinned ones their divisions (`dovetail.planner.division`)."""
+    if True not in limits.apart or "critic_training" not in limits.layouts:
+        return limits
+    trainers, pins = inventory.pools[0], pinned_shares(spec)
+    shared = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    found = dict(limits.layouts)
+    for model, task in _TRAINING.items():
+        parts = pins[task] if pins else _on_parts(trainers, shared, shapes[model].layers)
+        found[task] = (*found[task], *parts)
+    return replace(limits, layouts=found)
+
+
+def _on_parts(trainers: Pool, micro_batches: int, layers: int) -> list[Parallelism]:
+    return [
+        Parallelism(pp=pp, dp=part // pp)
+        for part in part_sizes(trainers)
+        for pp in range(1, min(part, layers) + 1)
+        if part % pp == 0 == micro_batches % (part // pp)
+    ]
+
+
 def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
     """`limits` less what spec.plan pins."""
     placement, fusion = spec.plan.placement, spec.plan.inter_stage_fusion
@@ -132,12 +157,37 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         limits,
         placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
         schedules=_SCHEDULES[spec.plan.intra_stage_fusion],
+        apart=_apart(spec),
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         # Values of a shared body come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
         shared_body=shares_body(spec),
         recompute=RECOMPUTE[spec.plan.recompute],
     )
+
+
+def _apart(spec: RLHFJobSpec) -> tuple[bool, ...]:
+    """Whether actor and critic may train on ranks of their own. Pinned layouts are of all ranks, and so is what is
+    pinned to Flattening."""
+    pin = spec.plan.intra_stage_fusion
+    if pin != "Auto":
+        return (pin == "Dedicated",)
+    return (False, True) if pinned_layouts(spec) is None and spec.plan.placement != "Flattening" else (False,)
+
+
+def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
+    """Layouts that spec.plan.parallelism allows of the shares of actor and critic training; {}: all."""
+    pins = pinned_layouts(spec)
+    if pins is None:
+        return {}
+    whole = {model: pins[model][1] for model in _TRAINING}
+    if spec.plan.intra_stage_fusion != "Dedicated" or not has_critic(spec):
+        return {task: (whole[model],) for model, task in _TRAINING.items()}
+    parts = divisions(whole, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size)
+    return {
+        task: tuple(Parallelism(pp=part[model].pp, tp=part[model].tp, dp=part[model].dp) for part in parts)
+        for model, task in _TRAINING.items()
+    }
 
 
 def allowed_layouts(spec: RLHFJobSpec, model: str, ranks: int, layers: int | None) -> list[Parallelism]:

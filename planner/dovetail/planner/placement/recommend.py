@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.api.batching import pinned_layouts
 from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.planner.iteration.system import DOVETAIL
-from dovetail.planner.placement.candidate import Candidate, Placement, Share, Task
+from dovetail.planner.placement.candidate import Candidate, Placement, Share
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.job import Chosen, Infeasible
 from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.manifest import pinned, workload
+from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
 from dovetail.planner.placement.predict import prediction
 from dovetail.planner.placement.search import Effort, Result
 from dovetail.planner.placement.strategies import Strategy, choose
@@ -65,10 +64,7 @@ def recommend(
 
 
 def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
-    pins = pinned_layouts(spec)
-    tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
-    layouts = {} if pins is None else {task: (pins[model][1],) for model, task in tasks.items()}
-    return replace(pinned(spec, limits), layouts=layouts)
+    return replace(pinned(spec, limits), layouts=pinned_shares(spec))
 
 
 def _search(
@@ -109,8 +105,8 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
         found.append("training with tp above 1 is not executed yet")
     if any(s.fsdp != 2 and s.dp > 1 for s in training):
         found.append("FSDP stages other than ZeRO-2 are not executed yet")
-    if len({s.range for s in training}) > 1:
-        found.append("training actor and critic on GPUs of their own is not executed yet")
+    if len({s.micro_batch for s in training}) > 1:
+        found.append("micro-batches of other sizes for the critic than for the actor are not executed yet")
     if wide := sorted({task for task, s in scored if s.tp > 1}):
         found.append(f"models split within layers in inference ({', '.join(wide)}) are not executed yet")
     if any(s.pp * s.tp > inventory[s.pool].per_node for _, s in scored):
@@ -150,10 +146,12 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
     groups += [_group(chosen, s, ["rollout"], s.pp * s.tp) for s in candidate.generation if s not in shared]
     layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
     interleaved = candidate.placement is Placement.INTERLEAVING or HALVES in chosen.prediction.note
+    # Layouts of a manifest are on all trainer ranks; those on parts of them the planner finds again.
+    own = {"intraStageFusion": "Dedicated"} if candidate.schedule == "Dedicated" else {"parallelism": layouts}
     return {
         "groups": groups,
         "ppo": {"microBatchSize": actor.micro_batch, **_optimizers(actor, critic)},
-        "plan": {"placement": "Interleaving" if interleaved else "Auto", "parallelism": layouts},
+        "plan": {"placement": "Interleaving" if interleaved else "Auto", **own},
     }
 
 

@@ -240,7 +240,9 @@ class Search:
         """Those that the two trainings can share their GPUs by."""
         by_task = {task: share for (task, _), share in zip(places, chosen, strict=True)}
         actor, critic = by_task["actor_training"], by_task.get("critic_training")
-        if critic is None or structure.apart or critic.tp != actor.tp:
+        if structure.apart:
+            return ("Dedicated",)
+        if critic is None or critic.tp != actor.tp:
             return ("Serial",)
         high, low = max(actor.pp, critic.pp), min(actor.pp, critic.pp)
         return self.limits.schedules if high > 1 and high % low == 0 else ("Serial",)
@@ -311,16 +313,21 @@ class Search:
         """Layouts of two tasks that go together, the fastest first: of actor and critic those that can share a
         schedule, of training and use of the same weights equal ones, which leave nothing to move."""
         places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
-        if len(places) != 2 or wide.places[places[0]][1] != wide.places[places[1]][1]:
+        trained = one == "actor_training"
+        apart = trained and wide.structure.apart
+        if len(places) != 2 or (wide.places[places[0]][1] != wide.places[places[1]][1] and not apart):
             return []
         first, second = places
         ones, others = (self._within_slack(wide, current, at) for at in places)
         both = [
             (a.seconds + b.seconds, order, {first: a, second: b})
             for order, (a, b) in enumerate(product(ones, others))
-            if a.share.tp == b.share.tp
-            and (max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
-            and (one == "actor_training" or a.share.pp == b.share.pp)
+            if apart
+            or (
+                a.share.tp == b.share.tp
+                and (max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
+                and (trained or a.share.pp == b.share.pp)
+            )
         ]
         return [pair for _, _, pair in heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])]
 

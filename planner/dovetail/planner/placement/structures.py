@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from dovetail.api.plan import world_size
 from dovetail.planner.hashing import hashed_once
 from dovetail.planner.placement.candidate import TASKS, Placement, Task
 from dovetail.planner.placement.inventory import Inventory, Pool
@@ -16,6 +17,7 @@ from dovetail.planner.placement.workload import Workload
 # More sizes than this many nodes are not all tried; the search refines the best ones node by node.
 EVERY_NODE = 16
 HALVES = "reference and reward on halves"
+APART = "actor and critic train apart"
 
 
 @hashed_once
@@ -82,6 +84,13 @@ def every_size(pool: Pool, count: int) -> list[int]:
     return sorted(s for s in {*within, *(n * pool.per_node for n in nodes)} if s < count)
 
 
+def part_sizes(pool: Pool) -> list[int]:
+    """Numbers of a pool's GPUs worth trying for one of two models that share it out: all within a node, and of more the
+    sizes of `sizes`, whichever model has them."""
+    found = range(1, pool.gpus) if pool.gpus <= pool.per_node else sizes(pool, pool.gpus)
+    return sorted({*found, *(pool.gpus - size for size in found)})
+
+
 def sizes(pool: Pool, count: int) -> list[int]:
     """Of many nodes only a grid, finer towards both ends."""
     nodes = -(-count // pool.per_node)
@@ -139,20 +148,30 @@ def _all(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes) 
 
 def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, Slots, str]]:
     """Actor and critic on the same GPUs, or on two parts of them."""
-    yield (slot,), (slot,), ""
-    if limits.together or limits.shared_body or slot.count < 2:
-        return
-    unit = pool.per_node if slot.count > pool.per_node else 1
-    for share in (1 / 4, 1 / 2, 3 / 4):
-        at = round(slot.count * share / unit) * unit
-        if 0 < at < slot.count:
+    if False in limits.apart or limits.shared_body:
+        yield (slot,), (slot,), ""
+    if True in limits.apart and not limits.shared_body:
+        for at in _parts(slot, pool, limits):
             actor, critic = slot.cut(at)
-            yield (actor,), (critic,), "actor and critic train apart"
+            yield (actor,), (critic,), APART
+
+
+def _parts(slot: Slot, pool: Pool, limits: Limits) -> list[int]:
+    """GPUs of the actor: about a quarter, a half, three quarters of them; of a manifest's trainers what its layouts
+    allow."""
+    unit = pool.per_node if slot.count > pool.per_node else 1
+    found = {round(slot.count * share / unit) * unit for share in (1 / 4, 1 / 2, 3 / 4)}
+    if limits.whole and "actor_training" in limits.layouts:
+        found = {world_size(layout) for layout in limits.layouts["actor_training"]}
+    return sorted(at for at in found if 0 < at < slot.count)
 
 
 def _together(slot: Slot, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Structure]:
     everywhere = (slot, *rest)
-    yield Structure(Placement.FLATTENING, everywhere, (slot,), (slot,), everywhere, everywhere, everywhere)
+    # On a manifest's groups whatever shares its trainers' GPUs has this name.
+    flat = limits if limits.whole else replace(limits, apart=tuple(a for a in limits.apart if not a))
+    for actor, critic, note in _training(slot, pool, flat):
+        yield Structure(Placement.FLATTENING, everywhere, actor, critic, everywhere, everywhere, everywhere, note)
     first, second = _in_order(everywhere, limits) if limits.whole else _halves(everywhere, pool)
     if not (first and second):
         return
