@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from dovetail.api.types import LoRA
 from dovetail.planner.hardware import gpu
 from dovetail.planner.iteration import DOVETAIL, PHASES, estimate
+from dovetail.planner.iteration.costs import PASS_TOKENS, shared_prompt
+from dovetail.planner.iteration.simulate import simulate
 from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Schedule, Share, Workload
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.timing import decode_step
+from dovetail.rollout.samples import Samples, packs
+from dovetail.rollout.scoring import MAX_TOKENS
 
 H100, A100, V100 = gpu("NVIDIA-H100-80GB-HBM3"), gpu("NVIDIA-A100-SXM4-80GB"), gpu("Tesla-V100-SXM2-32GB")
 SMALL = ModelShape("llama", 24, 2048, 5504, 16, 16, 128, 32000)
@@ -191,3 +196,34 @@ def test_a_model_split_over_all_gpus_is_not_run_before_they_are_all_free() -> No
     hidden = estimate(whole, work, there).phases["inference"]
     assert hidden < estimate(replace(whole, migration=None), work, there).phases["inference"]
     assert estimate(split, work, there).phases["inference"] == estimate(last, work, there).phases["inference"]
+
+
+@pytest.mark.parametrize(
+    ("per_prompt", "prompt", "response"), [(1, 256, 64), (4, 512, 128), (16, 1024, 600), (8, 9000, 50)]
+)
+def test_scorers_compute_a_prompt_once_for_the_samples_in_a_pass(per_prompt: int, prompt: int, response: int) -> None:
+    job = replace(workload(), prompt=Lengths.fixed(prompt), response=Lengths.fixed(response), per_prompt=per_prompt)
+    tokens = np.zeros((64, prompt + response), np.int64)
+    tokens[:, 0] = np.arange(64) // per_prompt
+    samples = Samples(tokens, np.full(64, prompt), np.full(64, response))
+    computed = sum(len(pack.tokens) for pack in packs(samples, PASS_TOKENS, 10**9))
+    expected = 64 * (response + prompt * shared_prompt(job, 1))
+    assert PASS_TOKENS == MAX_TOKENS
+    # Neighbouring prompts fill the rest of a pass, so that a group may need one more or fewer.
+    assert computed == pytest.approx(expected, rel=0.15)
+
+
+def test_shared_prompts_shorten_inference_by_scorers_only() -> None:
+    there, plan = inventory(), flattened()
+    alone, shared = (
+        replace(workload(), prompt=Lengths.fixed(1024), response=Lengths.fixed(128), per_prompt=n) for n in (1, 8)
+    )
+    seconds = [estimate(plan, job, there).phases for job in (alone, shared)]
+    assert seconds[1]["inference"] < 0.35 * seconds[0]["inference"]
+    assert {**seconds[1], "inference": 0} == {**seconds[0], "inference": 0}
+    lengths = np.full(128, 1024), np.full(128, 128)
+    played = [simulate(plan, job, there, *lengths).phases["inference"] for job in (alone, shared)]
+    assert played == pytest.approx([phases["inference"] for phases in seconds], rel=0.03)
+    unfolded = replace(plan, folded=False)
+    more = [estimate(unfolded, job, there).phases["inference"] for job in (alone, shared)]
+    assert more[1] - seconds[1]["inference"] == pytest.approx(more[0] - seconds[0]["inference"])

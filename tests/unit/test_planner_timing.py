@@ -86,6 +86,12 @@ def test_a_profile_before_anything_is_measured() -> None:
     with pytest.raises(TimingError, match=r"a 13\.0-billion-parameter actor does not fit on 1 x NVIDIA-A10"):
         stage_profile(LLAMA_13B, [], A10, BF16, 1, 128, 300)
     assert DEFAULT.matrix == 0.5
+    # Prompts that samples share are scored once; a token is still one of prompt or response of each sample.
+    shared = stage_profile(LLAMA_13B, scored, H100, BF16, 2, 900, 100, per_prompt=8)  # type: ignore[arg-type]
+    each = stage_profile(LLAMA_13B, scored, H100, BF16, 2, 900, 100)  # type: ignore[arg-type]
+    ratio = shared.inference_seconds_per_token / each.inference_seconds_per_token
+    assert ratio == pytest.approx((100 + 900 / 8) / 1000, rel=0.1)
+    assert shared.prefill_seconds_per_token == each.prefill_seconds_per_token
 
 
 def test_a_training_step_by_hand() -> None:

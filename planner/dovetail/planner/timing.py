@@ -167,11 +167,13 @@ def stage_profile(
     max_samples: int = 256,
     network: float | None = None,
     c: Constants = DEFAULT,
+    per_prompt: int = 1,
 ) -> StageProfile:
     """What inter-stage fusion needs to know of a rollout before anything is measured.
 
-    `scored`: the models of the inference stage; `prompt`, `response`: mean tokens; `network`: bytes per second between
-    instances if KV caches can be moved. Raises TimingError if the model does not fit on the instance."""
+    `scored`: the models of the inference stage; `prompt`, `response`: mean tokens; `per_prompt`: samples of a prompt,
+    which scorers compute once for those in a pass; `network`: bytes per second between instances if KV caches can be
+    moved. Raises TimingError if the model does not fit on the instance."""
     room = kv_tokens(Server(actor, dtype, gpu.memory, tp))
     if room <= 0:
         raise TimingError(
@@ -181,7 +183,8 @@ def stage_profile(
     tokens, b = prompt + response, ITEMSIZE[dtype]
     context = prompt + response / 2
     together = 16 * tokens
-    inference = sum(forward(s, head, together, tokens / 2, gpu, dtype, tp, c) for s, head in scored) / together
+    once = 16 * response + -(-16 // min(16, per_prompt)) * prompt
+    inference = sum(forward(s, head, once, tokens / 2, gpu, dtype, tp, c) for s, head in scored) / together
     weights = sum(s.parameters(head) * b for s, head in scored)
     return StageProfile(
         decode=tuple((n, decode_step(actor, n, context, gpu, dtype, tp, c)) for n in BATCHES),

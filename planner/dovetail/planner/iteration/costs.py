@@ -22,6 +22,8 @@ from dovetail.planner.timing import BATCHES, Cluster, Constants, all_gather, dec
 # An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
 OPTIMIZER_BYTES = 28
 CHUNK = 16
+# Of a scorer's pass, at most, over its stages (dovetail.rollout.scoring.MAX_TOKENS).
+PASS_TOKENS = 8192
 
 
 @lru_cache(maxsize=32768)
@@ -103,12 +105,13 @@ def _staged(steps: Floats, share: Share, cluster: Cluster, shape: ModelShape, c:
 
 @lru_cache(maxsize=8192)
 def pass_seconds(
-    shape: ModelShape, head: Head, share: Share, cluster: Cluster, tokens: float, c: Constants
+    shape: ModelShape, head: Head, share: Share, cluster: Cluster, tokens: float, context: float, c: Constants
 ) -> tuple[float, float, float]:
-    """Of a forward pass of one micro-batch of samples of `tokens` each: its seconds in the slowest stage, those of
-    gathering that stage's weights (which go on at the same time), and those of sending a boundary tensor on."""
+    """Of a forward pass of one micro-batch of samples of `tokens` each, that attend to `context`: its seconds in the
+    slowest stage, those of gathering that stage's weights (which go on at the same time), and those of sending a
+    boundary tensor on."""
     gpu = cluster.gpu
-    whole = forward(shape, head, share.micro_batch * tokens, tokens / 2, gpu, gpu.dtype, share.tp, c)
+    whole = forward(shape, head, share.micro_batch * tokens, context, gpu, gpu.dtype, share.tp, c)
     slowest = -(-shape.layers // share.pp) / shape.layers
     hop = 0.0
     if share.pp > 1:
@@ -117,12 +120,22 @@ def pass_seconds(
     return whole * slowest, gathering(shape, head, cluster, share, c), hop
 
 
+def shared_prompt(work: Workload, stages: int) -> float:
+    """Part of a sample's prompt that a scorer computes for it: a pass has each prompt once, for all its samples in it
+    (`dovetail.rollout.samples.packs`)."""
+    prompt, response = mean(work.prompt), mean(work.response)
+    together = max(1, int((PASS_TOKENS / stages - prompt) // response))
+    return -(-work.per_prompt // together) / work.per_prompt
+
+
 def inference_seconds(
-    shape: ModelShape, head: Head, share: Share, cluster: Cluster, tokens: float, samples: int, c: Constants
+    shape: ModelShape, head: Head, share: Share, cluster: Cluster, work: Workload, c: Constants, scored: bool = True
 ) -> float:
-    """Of a forward pass over `samples` of `tokens` each."""
-    stage, gather, hop = pass_seconds(shape, head, origin(share), cluster, tokens, c)
-    count = -(-samples // (share.dp * share.micro_batch))
+    """Of a forward pass over all samples; `scored`: by scorers, which compute a prompt once for its samples."""
+    prompt, response = mean(work.prompt), mean(work.response)
+    tokens = response + prompt * (shared_prompt(work, share.pp) if scored else 1.0)
+    stage, gather, hop = pass_seconds(shape, head, origin(share), cluster, tokens, (prompt + response) / 2, c)
+    count = -(-work.batch // (share.dp * share.micro_batch))
     return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
 
 
@@ -180,7 +193,7 @@ def training_step(
     recomputation three times; the micro-batches of the rank with most tokens count (`straggling`)."""
     tokens = mean(work.prompt) + mean(work.response)
     mini = min(work.mini_batch, work.batch)
-    stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, c)
+    stage, gather, hop = pass_seconds(shape, head, share, cluster, tokens, tokens / 2, c)
     stage *= straggling(work, share.dp, system.balanced)
     gpu, pp, dp, tp = cluster.gpu, share.pp, share.dp, share.tp
     size = shape.parameters(head) / (pp * tp)

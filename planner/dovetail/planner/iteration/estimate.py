@@ -14,7 +14,7 @@ import numpy as np
 
 from dovetail.api.types import Dtype, LoRA, Parallelism
 from dovetail.planner.iteration.costs import Step, inference_seconds, origin, servers, together, training_step
-from dovetail.planner.iteration.generation import Generated, generate, mean
+from dovetail.planner.iteration.generation import Generated, generate
 from dovetail.planner.iteration.memory import GPUMemory, memory
 from dovetail.planner.iteration.system import DOVETAIL, System
 from dovetail.planner.iteration.transfer import swap_seconds, transfer_seconds
@@ -107,7 +107,6 @@ def scoring(
     """Every inference task's shares with the seconds of their part of the batch, shared out by speed; the actor's old
     log-probabilities, where they are not folded, as the training share's."""
     found: list[tuple[Task, Share, float]] = []
-    tokens = mean(work.prompt) + mean(work.response)
     tasks: list[tuple[Task, tuple[Share, ...]]] = [(task, candidate.shares(task)) for task in INFERENCE]
     if not candidate.folded:
         tasks.append(("actor_training", candidate.actor_training))
@@ -115,7 +114,8 @@ def scoring(
         if not shares:
             continue
         shape, head = work.model(task) or (work.actor, "lm")
-        alone = [inference_seconds(shape, head, s, inventory[s.pool].cluster, tokens, work.batch, c) for s in shares]
+        scorer = task in INFERENCE
+        alone = [inference_seconds(shape, head, s, inventory[s.pool].cluster, work, c, scorer) for s in shares]
         if len(shares) == 1:
             found.append((task, shares[0], alone[0]))
         else:

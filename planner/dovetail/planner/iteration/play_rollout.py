@@ -12,7 +12,7 @@ import numpy as np
 from dovetail.planner.interstage.decode import Decode
 from dovetail.planner.interstage.migration import plan_migration
 from dovetail.planner.interstage.profile import StageProfile
-from dovetail.planner.iteration.costs import pass_seconds, servers
+from dovetail.planner.iteration.costs import pass_seconds, servers, shared_prompt
 from dovetail.planner.iteration.generation import Servers
 from dovetail.planner.iteration.play_training import Bar
 from dovetail.planner.iteration.system import System
@@ -68,7 +68,7 @@ def play_rollout(
     for bar in bars:
         free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
     totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
-    scored, new = _score(candidate, work, inventory, ends, totals, free, 0.0 if fused else generated, c)
+    scored, new = _score(candidate, work, inventory, ends, totals, prompts, free, 0.0 if fused else generated, c)
     return Rolled(generated, max(scored, generated), ends, begun, migrated, bars + new)
 
 
@@ -140,6 +140,7 @@ def _score(
     inventory: Inventory,
     ends: Sequence[float],
     totals: Sequence[int],
+    prompts: Ints,
     free: dict[tuple[str, int], float],
     earliest: float,
     c: Constants,
@@ -187,8 +188,12 @@ def _score(
             continue
         queue = waiting[copy.task]
         rows = [queue.popleft() for _ in range(min(len(queue), copy.share.micro_batch))]
-        tokens = sum(totals[r] for r in rows) / copy.share.micro_batch
-        stage, gather, hop = pass_seconds(*copy.model, copy.share, inventory[copy.share.pool].cluster, tokens, c)
+        # Trainers share no prompts.
+        again = 0.0 if copy.task == "actor" else 1 - shared_prompt(work, copy.share.pp)
+        tokens = sum(totals[r] - again * prompts[r] for r in rows) / copy.share.micro_batch
+        context = sum(totals[r] for r in rows) / copy.share.micro_batch / 2
+        cluster = inventory[copy.share.pool].cluster
+        stage, gather, hop = pass_seconds(*copy.model, copy.share, cluster, tokens, context, c)
         busy = max(stage, gather)
         done = now + busy + (copy.share.pp - 1) * (busy + hop)
         for gpu in copy.gpus:

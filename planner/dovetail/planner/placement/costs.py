@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dovetail.planner.iteration.costs import inference_seconds, servers
 from dovetail.planner.iteration.estimate import Estimate, estimate, step_of
-from dovetail.planner.iteration.generation import generate, mean
+from dovetail.planner.iteration.generation import generate
 from dovetail.planner.iteration.memory import Footprint, alone, explanation, rooms_for
 from dovetail.planner.iteration.system import DOVETAIL, System
 from dovetail.planner.iteration.transfer import swap_of
@@ -104,7 +104,4 @@ class Costs:
         work, model = self._work, self._work.model(task)
         assert model is not None
         shape, head = model
-        tokens = mean(work.prompt) + mean(work.response)
-        return inference_seconds(
-            shape, head, share, self._inventory[share.pool].cluster, tokens, work.batch, self._constants
-        )
+        return inference_seconds(shape, head, share, self._inventory[share.pool].cluster, work, self._constants)

@@ -50,6 +50,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         critic_lora=critic,
         ema=spec.ppo.ema is not None,
         value_head=shares_body(spec),
+        per_prompt=spec.ppo.samples_per_prompt,
     )
 
 

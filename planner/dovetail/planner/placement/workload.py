@@ -59,7 +59,7 @@ class Workload:
     """One iteration: `batch` samples generated, scored, and trained on in `epochs` passes of batch / mini_batch
     optimizer steps each. `critic` None: no critic model (grpo, rloo, a shared body); `reward` None: a reward function.
     Actor and reference have the language-model head, critic and reward one value a token; with `value_head` the actor
-    has both in training.
+    has both in training. `per_prompt`: samples of each prompt.
 
     `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
     host memory."""
@@ -78,6 +78,7 @@ class Workload:
     critic_lora: LoRA | None = field(default=None, hash=False)
     ema: bool = False
     value_head: bool = False
+    per_prompt: int = 1
 
     @property
     def steps(self) -> int:
