@@ -136,6 +136,24 @@ def test_a_rank_by_hand() -> None:
     assert set(alone.device) == {"weights", "gradients", "optimizer", "activations"}
 
 
+def test_zero_3_gathers_its_two_largest_blocks() -> None:
+    """LLaMA 7B: embedding and head are one block, a layer another; a stage between the outer ones has layers only."""
+    layer, outer = shape_of().layer_parameters(), 2 * 32000 * 4096 + 4096
+    assert outer > layer
+    job = Training(shape_of(), "lm", Parallelism(dp=8), Dtype.BFLOAT16, tokens=4096, fsdp=3)
+    assert training_memory(job, 0).device["gathered weights"] == 2 * (outer + layer)
+    staged = replace(job, layout=Parallelism(pp=4, dp=2))
+    stages = [training_memory(staged, stage).device["gathered weights"] for stage in range(4)]
+    assert stages == [2 * (2 * layer)] * 4, "half of the outer block is smaller than a layer"
+    short = replace(job, layout=Parallelism(pp=32, dp=2))
+    assert training_memory(short, 1).device["gathered weights"] == 2 * layer, "there is no second block"
+    assert training_memory(short, 0).device["gathered weights"] == 2 * (layer + 32000 * 4096)
+    lora = replace(job, lora=LoRA(rank=8))
+    adapted, plain = (stage_parameters(each, 0)[0] for each in (lora, job))
+    more = training_memory(lora, 0).device["gathered weights"] - training_memory(job, 0).device["gathered weights"]
+    assert more == 2 * (adapted - plain) / 32, "a layer's adapters come with it"
+
+
 def test_a_server_by_hand() -> None:
     server = Server(shape_of(), Dtype.BFLOAT16, 80 * GIB)
     # 0.92 x 80 GiB less 12.6 of weights and 3.5 or so of the rest, at half a MiB a token.

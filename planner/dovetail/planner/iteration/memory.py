@@ -15,7 +15,7 @@ from dovetail.planner.iteration.system import System
 from dovetail.planner.memory import Training, training_memory
 from dovetail.planner.memory.parts import CONTEXT_BYTES, FRAGMENTS, GIB
 from dovetail.planner.memory.rollout import BATCHED_TOKENS, GRAPH_BYTES, UTILISATION
-from dovetail.planner.memory.training import ITEMSIZE, stage_parameters
+from dovetail.planner.memory.training import ITEMSIZE, stage_parameters, two_blocks
 from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.workload import Workload
@@ -276,14 +276,14 @@ def _training(task: Task, share: Share, work: Workload, pool: Pool, held: bool, 
 def _serving(task: Task, share: Share, owner: Literal[0, 1, 2, 3] | None, work: Workload, pool: Pool) -> _Load:
     """Generation without its cache, or inference. `owner`: ZeRO stage of the training that has the weights already."""
     shape, head = _model(work, task)
-    b, layers = ITEMSIZE[pool.gpu.dtype], max(1, shape.layers // share.pp)
-    size = b * max(_stage(shape, head, share, pool, stage) for stage in {0, share.pp - 1})
-    two = size * min(2, layers) / layers
+    b, total = ITEMSIZE[pool.gpu.dtype], max(_stage(shape, head, share, pool, stage) for stage in {0, share.pp - 1})
+    size = float(b * total)
     works: dict[str, float] = {}
     stays: dict[str, float] = {}
     host: dict[str, float] = {}
     if share.fsdp == 3:
-        works["gathered weights"] = two
+        layers = max(1, shape.layers // share.pp)
+        works["gathered weights"] = float(b * two_blocks(total, shape.layer_parameters(share.tp), layers))
         size = size / share.dp if owner is None else 0.0
     elif owner == 3:
         works["gathered weights"] = size
@@ -307,9 +307,9 @@ def _serving(task: Task, share: Share, owner: Literal[0, 1, 2, 3] | None, work: 
     return _Load(stays, works, host)
 
 
-def _stage(shape: ModelShape, head: Head, share: Share, pool: Pool, stage: int) -> float:
+def _stage(shape: ModelShape, head: Head, share: Share, pool: Pool, stage: int) -> int:
     job = Training(shape, head, _layout(share.pp, share.tp, share.dp), pool.gpu.dtype, 1)
-    return float(stage_parameters(job, stage)[0])
+    return stage_parameters(job, stage)[0]
 
 
 @lru_cache(maxsize=4096)

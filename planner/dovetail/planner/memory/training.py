@@ -60,6 +60,13 @@ def stage_parameters(job: Training, stage: int) -> tuple[int, int]:
     return total + layers * each, layers * each + _value_head(job, stage)
 
 
+def two_blocks(total: int, layer: int, layers: int) -> int:
+    """Most parameters of a stage of `total` that are whole at once where each block is gathered while the one before
+    works: of layers of `layer` parameters, and of embedding and head, which are a block of their own."""
+    outer = total - layers * layer
+    return sum(sorted([outer, *[layer] * min(2, layers)])[-2:])
+
+
 def _value_head(job: Training, stage: int) -> int:
     return job.shape.hidden if job.head != "lm" and stage == job.layout.pp - 1 else 0
 
@@ -91,9 +98,11 @@ def training_memory(job: Training, stage: int) -> Memory:
     host: dict[str, float] = {}
     whole = 0.0
     if job.sharded:
-        device["gathered weights"] = float(b * total) * (min(2, layers) / layers if job.fsdp == 3 else 1.0)
+        layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
+        gathered = two_blocks(total, layer + adapters, layers) if job.fsdp == 3 else total
+        device["gathered weights"] = float(b * gathered)
         # With one micro-batch a block's gradients are reduced as soon as they are there.
-        each = job.shape.layer_parameters(job.layout.tp) if job.lora is None else _layer_adapters(job)
+        each = layer if job.lora is None else adapters
         block = max(each, trained - layers * each)  # embedding and head are another one
         whole = (trained if job.micro_batches > 1 and job.fsdp < 3 else block) if job.fsdp > 1 else 0.0
         device["gradients"] += 4 * whole
