@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.operator import names
 from dovetail.operator.client import KubeError
-from dovetail.operator.controller import Controller
+from dovetail.operator.controller import GATHER_SECONDS, Controller
 from dovetail.operator.history import History
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.pace import STATUS_SECONDS, Pace
@@ -118,7 +118,7 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     controller, client = a_controller()
     clock = [100.0]
     controller._pace = Pace(lambda: clock[0])
-    assert asyncio.run(controller.process(KEY)) == 0.0, "the coordinator can be asked"
+    assert asyncio.run(controller.process(KEY)) == GATHER_SECONDS, "to see what became of it all"
     assert "status" not in client.job, "it starts well: its pods may be there in a moment"
     clock[0] += STATUS_SECONDS
     asyncio.run(controller.process(KEY))
@@ -268,14 +268,14 @@ def test_what_a_list_lacks_is_gone():
         await controller.process(KEY)
         listed.append(copy.deepcopy(client.job))
         things = controller.store.children(KEY).objects.values()
-        listed.extend(copy.deepcopy(thing) for thing in things if thing["kind"] != "Service")
+        listed.extend(copy.deepcopy(thing) for thing in things if thing["kind"] != "NetworkPolicy")
         client.pages = pages
         await controller.resync()
         assert {thing["kind"] for thing in things} - {kind for kind, _ in controller.store.children(KEY).objects} == {
-            "Service"
+            "NetworkPolicy"
         }
         client.calls.clear()
         await controller.process(KEY)
-        assert [kind for call, kind in client.calls if call == "apply"] == ["Service"]
+        assert [kind for call, kind in client.calls if call == "apply"] == ["NetworkPolicy"]
 
     asyncio.run(check())

@@ -67,6 +67,28 @@ def test_nothing_is_rendered_while_nothing_changes(rendered):
     assert len(rendered) == 1
 
 
+def test_only_what_changed_is_rendered(rendered):
+    job = Watched()
+    assert job.look() == []
+    rendered.clear()
+    job.objects["NetworkPolicy", "demo"]["metadata"] |= {"resourceVersion": "2", "annotations": {"a": "b"}}
+    assert job.look() == []
+    job.objects["NetworkPolicy", "demo"]["spec"]["ingress"] = [{}]
+    job.objects["NetworkPolicy", "demo"]["metadata"]["resourceVersion"] = "3"
+    assert job.look() == [("NetworkPolicy", "demo")]
+    assert job.look() == [("NetworkPolicy", "demo")], "until it has been mended"
+    assert rendered == []
+
+
+def test_what_a_running_job_may_keep_is_mended_when_it_starts_anew():
+    job = Watched()
+    plan = job.objects["ConfigMap", "demo-plan"]
+    plan["data"], plan["metadata"]["resourceVersion"] = {}, "2"
+    assert job.look() == []
+    del job.objects["JobSet", "demo"]
+    assert ("ConfigMap", "demo-plan") in job.look()
+
+
 @pytest.mark.parametrize(("kind", "version"), [("Service", "resourceVersion"), ("PodDisruptionBudget", "generation")])
 def test_drift_is_found_all_the_same(kind, version):
     job = Watched()

@@ -2,9 +2,14 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
+
+import pytest
+from kopf._cogs.clients import watching
+from kopf._core.reactor import queueing
 
 from dovetail.operator.handlers import _Feed, make_settings
-from dovetail.operator.stateless import NoMemories
+from dovetail.operator.straight import straight
 
 
 class Controller:
@@ -21,7 +26,7 @@ class Controller:
 
 def test_events_of_another_thread_come_in_order():
     controller = Controller()
-    given = [(number, number % 7 == 0) for number in range(2000)]
+    given = [("Pod", {"number": number}, number % 7 == 0) for number in range(2000)]
 
     async def check():
         feed = _Feed(controller, asyncio.get_running_loop())
@@ -33,26 +38,24 @@ def test_events_of_another_thread_come_in_order():
         thread.join()
 
     asyncio.run(check())
-    assert controller.seen == given
+    assert controller.seen == [({"kind": kind} | thing, deleted) for kind, thing, deleted in given]
 
 
-def test_kopf_copies_no_objects():
-    class Untouchable(dict):
-        def __deepcopy__(self, memo):
-            raise AssertionError("copied")
+def test_watches_bring_objects_to_the_controller_and_end_with_what_they_raise(monkeypatch):
+    async def infinite_watch(*, resource, namespace, **_):
+        yield {"type": None, "object": {"kind": "?", "metadata": {"name": f"{namespace}-listed"}}}
+        yield watching.Bookmark.LISTED
+        yield {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}
+        yield {"type": "DELETED", "object": {"metadata": {"name": "gone"}}}
+        raise watching.WatchingError("it broke")
 
-    persistence = make_settings().persistence
-    body = Untouchable(spec={})
-    assert persistence.diffbase_storage.fetch(body=body) is None
-    essence = persistence.diffbase_storage.build(body=body, extra_fields=None)
-    assert persistence.progress_storage.clear(essence=essence) == essence
-
-
-def test_kopf_remembers_no_objects():
-    async def check():
-        memories = NoMemories()
-        first = await memories.recall({"metadata": {"uid": "a"}}, noticed_by_listing=True)
-        assert first.noticed_by_listing
-        assert list(memories.iter_all_memories()) == []
-
-    asyncio.run(check())
+    monkeypatch.setattr(watching, "infinite_watch", infinite_watch)
+    heard, kopfs = [], queueing.watcher
+    with straight(lambda kind, thing, deleted: heard.append((kind, thing["metadata"]["name"], deleted))):
+        watcher = queueing.watcher(
+            settings=make_settings(), resource=SimpleNamespace(kind="Pod"), namespace="a", processor=None
+        )
+        with pytest.raises(watching.WatchingError):
+            asyncio.run(watcher)
+    assert heard == [("Pod", "a-listed", False), ("Pod", "gone", True)]
+    assert queueing.watcher is kopfs

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 from kubernetes.aio import client, config
+from pydantic_core import from_json
 
 from dovetail.operator import names
 from dovetail.operator.resources import BY_KIND, Resource
@@ -128,14 +129,14 @@ class Client:
                     method, url, header_params=headers, auth_settings=["BearerToken"]
                 )
                 reply = await self._api.call_api(verb, address, more[0], body)
-                text = bytes(await reply.read()).decode(errors="replace")
+                text = bytes(await reply.read())
         except client.ApiException as error:
             raise KubeError(int(error.status or 0), sentence(error.body or str(error.reason))) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
         if reply.status >= 300:
-            raise KubeError(int(reply.status), sentence(text))
-        return dict(json.loads(text))
+            raise KubeError(int(reply.status), sentence(text.decode(errors="replace")))
+        return dict(from_json(text))
 
 
 _MANAGER = names.FIELD_MANAGER

@@ -37,7 +37,7 @@ from dovetail.operator.workqueue import WorkQueue
 
 RESYNC_SECONDS = 600.0
 # Pods of a job change together, and what was written is looked at once more: what kubelets or Kueue made of it.
-GATHER_SECONDS = 0.5
+GATHER_SECONDS = 1.0
 BUSY = {"JobSet", "Job", "Pod"}
 FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
@@ -169,7 +169,7 @@ class Controller:
         later = await self._report(document, result.status, result.events)
         if any(c.reason == reasons.CONFIG_MISSING for c in result.status.conditions):
             self._tokens.doubt(uid)
-        if token is None and self._tokens.known(uid) is not None:
+        if token is None and self._tokens.known(uid) is not None and not result.apply:
             return 0.0  # the coordinator can be asked from now on
         return _sooner(later, result.requeue, GATHER_SECONDS if result.apply else None)
 

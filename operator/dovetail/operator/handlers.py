@@ -7,33 +7,34 @@ from threading import Event, Lock
 from typing import Any
 
 import kopf
+import uvloop
 
+from dovetail.operator.children import Object
 from dovetail.operator.controller import MANAGED, Controller
 from dovetail.operator.resources import CHILDREN, RLHFJOB
-from dovetail.operator.stateless import NoDiffs, NoMemories, NoProgress
+from dovetail.operator.straight import Hear, straight
 
 
 def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: tuple[str, ...], stop: Event) -> None:
     """Run kopf until `stop` is set or a watch dies, which raises. `loop` is the controller's.
 
     For a thread of its own: kopf takes over the main thread's signals, and cancels what it finds in its loop."""
-    asyncio.run(
-        kopf.operator(
-            registry=make_registry(controller, loop),
-            settings=make_settings(),
-            memories=NoMemories(),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-            stop_flag=stop,
+    feed = _Feed(controller, loop)
+    with straight(feed.give), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(
+            kopf.operator(
+                registry=make_registry(feed.give),
+                settings=make_settings(),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+                stop_flag=stop,
+            )
         )
-    )
 
 
 # Events of one job come in bursts: its pods start together.
 GATHER_SECONDS = 0.02
-# How long kopf keeps an object's task, and its last event with it, for the next one.
-IDLE_SECONDS = 1.0
 # Of objects that are there when the operator starts: a pod of 10 KB takes ten times that in memory.
 CHUNK = 100
 
@@ -45,12 +46,12 @@ class _Feed:
         self._controller = controller
         self._loop = loop
         self._lock, self._turn = Lock(), asyncio.Lock()
-        self._waiting: list[tuple[Any, bool]] = []
+        self._waiting: list[tuple[Object, bool]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def give(self, thing: Any, deleted: bool) -> None:
+    def give(self, kind: str, thing: Object, deleted: bool) -> None:
         with self._lock:
-            self._waiting.append((thing, deleted))
+            self._waiting.append(({"kind": kind, **thing}, deleted))
             if len(self._waiting) > 1:
                 return
         self._loop.call_soon_threadsafe(self._wake)
@@ -71,9 +72,9 @@ class _Feed:
                 await self._controller.observe(thing, deleted)
 
 
-def make_registry(controller: Controller, loop: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
-    """Handlers of every kind that the operator wants to hear of."""
-    registry, feed = kopf.OperatorRegistry(), _Feed(controller, loop)
+def make_registry(hear: Hear) -> kopf.OperatorRegistry:
+    """Handlers of every kind that the operator wants to hear of, from which kopf knows what to watch."""
+    registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
     async def login(**arguments: Any) -> kopf.ConnectionInfo | None:
@@ -82,7 +83,7 @@ def make_registry(controller: Controller, loop: asyncio.AbstractEventLoop) -> ko
     for resource in (RLHFJOB, *(r for r in CHILDREN if r.watched)):
 
         async def observe(event: Any, kind: str = resource.kind, **_: Any) -> None:
-            feed.give({"kind": kind, **event["object"]}, event["type"] == "DELETED")
+            hear(kind, event["object"], event["type"] == "DELETED")
 
         kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)(observe)
     return registry
@@ -95,10 +96,7 @@ def make_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.peering.standalone = True
     settings.networking.trust_env = False
-    settings.queueing.idle_timeout = IDLE_SECONDS
     settings.watching.chunk_size = CHUNK
-    settings.persistence.diffbase_storage = NoDiffs()
-    settings.persistence.progress_storage = NoProgress()
     for resource in CHILDREN:
         settings.watching.label_selectors[resource.group, resource.version, resource.plural] = MANAGED
     return settings

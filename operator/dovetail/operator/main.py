@@ -16,6 +16,8 @@ from dovetail.operator.settings import Settings
 def main(argv: list[str] | None = None) -> int:
     """Entry point; takes everything from the environment (`dovetail.operator.settings`)."""
     # Here only: the planner's process imports this module again, and needs nothing of that.
+    import uvloop
+
     from dovetail.operator.process import run
 
     del argv
@@ -26,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if settings.identity == Settings.identity:
         settings = replace(settings, identity=socket.gethostname())
-    with contextlib.suppress(KeyboardInterrupt):
-        return asyncio.run(run(settings))
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run(settings))
     return 0
 
 

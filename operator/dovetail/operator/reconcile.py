@@ -32,7 +32,7 @@ from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.drift import Drift, look_at
 from dovetail.operator.plans import publish
 from dovetail.operator.render.context import Context
-from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
+from dovetail.operator.render.objects import WITH_PODS, furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.replan import Outlook
 from dovetail.operator.settings import Settings
 
@@ -303,22 +303,22 @@ class _Reconciler:
 
     def _furniture(self) -> list[Object]:
         """What is missing or was changed by somebody else. Running pods read the plan they started with, a claim cannot
-        change, and a disruption budget comes with the first pod that runs: before, each pod would change its status."""
+        change, and what is about pods comes with the first that runs: before, each pod would change it once more."""
         found: list[Object] = []
         running = any(p.get("status", {}).get("phase") == "Running" for p in live(self._pods))
         look = look_at(self._context, self._children, started := self._jobset is not None, running)
-        if self._seen.drift.none_since(look):
+        if (fine := self._seen.drift.fine(look)) is None:
             return found
-        for thing in furniture(self._context):
-            kind, name = thing["kind"], thing["metadata"]["name"]
-            there = self._children.get(kind, name)
+        for thing in furniture(self._context, but=fine):
+            there = self._children.get(kind := thing["kind"], thing["metadata"]["name"])
             fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and started)
             if there is None:
-                found += [thing] if running or kind != "PodDisruptionBudget" else []
+                found += [thing] if running or kind not in WITH_PODS else []
             elif not (fixed and self._is_mine(there)) and not matches(thing, there):
                 found.append(thing)
-        if not found:
-            self._seen.drift.found_fine(look)
+            else:
+                fine.add(kind)
+        self._seen.drift.found(look, fine, all_fine=not found)
         return found
 
     def _is_mine(self, thing: Object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from dovetail.operator import names
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Context, Object
@@ -15,22 +17,27 @@ from dovetail.operator.render.service_account import service_account
 from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
 
-__all__ = ["furniture", "jobset", "name_problem", "surplus_jobs"]
+__all__ = ["WITH_PODS", "furniture", "jobset", "name_problem", "surplus_jobs"]
+
+# Nobody can ask for the coordinator's address before it runs, nor be evicted.
+WITH_PODS = {"Service", "PodDisruptionBudget"}
 
 
-def furniture(context: Context) -> list[Object]:
-    """What pods need before they start: cheap, kept while the job is suspended."""
-    claim = volume_claim(context)
-    return [
-        *([claim] if claim is not None else []),
-        config_map(context),
-        service_account(context),
-        role(context),
-        role_binding(context),
-        service(context),
-        network_policy(context),
-        disruption_budget(context),
-    ]
+def furniture(context: Context, but: Collection[str] = ()) -> list[Object]:
+    """What pods need around them, one of a kind: cheap, kept while the job is suspended. `but`: kinds that are left
+    out."""
+    makers: dict[str, Callable[[Context], Object | None]] = {
+        "PersistentVolumeClaim": volume_claim,
+        "ConfigMap": config_map,
+        "ServiceAccount": service_account,
+        "Role": role,
+        "RoleBinding": role_binding,
+        "Service": service,
+        "NetworkPolicy": network_policy,
+        "PodDisruptionBudget": disruption_budget,
+    }
+    made = (make(context) for kind, make in makers.items() if kind not in but)
+    return [thing for thing in made if thing is not None]
 
 
 def name_problem(context: Context) -> str | None:
