@@ -172,18 +172,21 @@ def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: 
     submit(server, manifest())
     uid = server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["uid"]
     wait_for("the JobSet", lambda: owned(server, "jobset", uid))
-    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0}
+    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0, "service": 0}
     assert {kind: len(owned(server, kind, uid)) for kind in KINDS} == made
     with a_running_pod(server, uid):
         wait_for("a budget once there is a pod to protect", lambda: owned(server, "poddisruptionbudget", uid))
+        (service,) = wait_for("a name once there is a pod to find", lambda: owned(server, "service", uid))
+        server.kubectl("delete", "service", service, "-n", NAMESPACES[0])
+        wait_for("the service again", lambda: owned(server, "service", uid))
     wait_for("the status", lambda: condition(server, "Planned").get("status") == "True")
     assert server.get("secret", "demo-token", "-n", NAMESPACES[0])["immutable"] is True
 
-    for kind in ("networkpolicy", "service", "jobset", "secret"):
+    for kind in ("networkpolicy", "jobset", "secret"):
         (name,) = owned(server, kind, uid)
         server.kubectl("delete", kind, name, "-n", NAMESPACES[0], "--wait=false")
     # The Secret is not watched: it comes back when a pod says that it is missing, or at the next resync.
-    for kind in ("networkpolicy", "service", "jobset"):
+    for kind in ("networkpolicy", "jobset"):
         wait_for(f"the {kind} again", lambda kind=kind: owned(server, kind, uid))
     patch = json.dumps({"spec": {"ingress": []}})
     server.kubectl("patch", "networkpolicy", "demo", "-n", NAMESPACES[0], "--type=merge", "-p", patch)

@@ -217,7 +217,7 @@ class Controller:
 
     async def _delete(self, document: Object, result: Result) -> None:
         namespace = document["metadata"]["namespace"]
-        children = self.store.children((namespace, document["metadata"]["name"]))
+        children = self.store.children((namespace, document["metadata"]["name"])) if result.delete else Children()
         for kind, name in result.delete:
             there = children.get(kind, name)
             if there is not None:
