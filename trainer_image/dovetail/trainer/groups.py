@@ -72,6 +72,7 @@ class ModelGroups:
     tp_size: int
     mesh: DeviceMesh
     pp_ranks: list[int]
+    tp_ranks: list[int]
     pp_group: dist.ProcessGroup
     everyone: dist.ProcessGroup  # all ranks that hold a part of it, for its gradient norm alone
     copies: dist.ProcessGroup | None
@@ -212,6 +213,7 @@ class Groups:
             tp_size=layout.tp,
             mesh=mesh,
             pp_ranks=ranks[:, dp, tp].tolist(),
+            tp_ranks=ranks[pp, dp].tolist(),
             pp_group=mesh.get_group("pp"),
             everyone=everyone,
             copies=mesh.get_group("copies") if pipelines > 1 else None,
