@@ -1,5 +1,6 @@
 """Tensor parallelism: each block's attention heads and MLP are shared out over ranks, with one sum after either forward
-and one before either backward (Megatron-LM, Shoeybi et al. 2019, section 3). Norms, embeddings and heads are copies."""
+and one before either backward, and so is the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3). Norms, learnt
+positions and value heads are copies."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from dovetail.models.config import ModelError
 from dovetail.models.stage import Stage
+from dovetail.models.vocabulary import share_rows
 
 # By the names of transformers' layers: what is split by outputs, and what by inputs.
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
@@ -38,9 +40,10 @@ def check_degree(config: Any, tp: int) -> None:
             raise ModelError(f"tp {tp} does not divide the model's {field}, {size}; use a tp that does")
 
 
-def split_layers(stage: Stage, mesh: Any) -> Split:
-    """Share out the layers of `stage` (on the meta device) over `mesh`, of one dimension; before recomputation and
-    FSDP2. Its parameters become DTensors. Does nothing for one rank. Raises `ModelError` (`check_degree`)."""
+def split_stage(stage: Stage, mesh: Any) -> Split:
+    """Share out the layers and the vocabulary of `stage` (on the meta device) over `mesh`, of one dimension; before
+    recomputation and FSDP2. What is split becomes DTensors. Does nothing for one rank. Raises `ModelError`
+    (`check_degree`)."""
     if mesh.size() == 1:
         return NOTHING
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -71,6 +74,9 @@ def split_layers(stage: Stage, mesh: Any) -> Split:
             elif leaf == "mlp":
                 styles[name] = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,))
         parallelize_module(layer, mesh, styles, src_data_rank=None)
+    for module in (getattr(stage.body, "embed_tokens", None), getattr(stage, "lm_head", None)):
+        if module is not None:
+            share_rows(module, mesh)
     named = dict(stage.named_parameters())
     placed = {name: p.placements[0] for name, p in named.items() if isinstance(p, DTensor)}
     shared = {name: place.dim for name, place in placed.items() if isinstance(place, Shard)}

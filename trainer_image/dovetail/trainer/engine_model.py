@@ -17,7 +17,7 @@ from dovetail.models import ModelError, Stage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
-from dovetail.models.tensor_parallel import NOTHING, Split, split_layers
+from dovetail.models.tensor_parallel import NOTHING, Split, split_stage
 from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local
@@ -62,7 +62,7 @@ class EngineModel:
             if groups.tp_size > 1:
                 raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")
             lora.inject(stage, trained.lora)
-        split = split_layers(stage, groups.mesh["tp"])
+        split = split_stage(stage, groups.tp_mesh)
         if again:
             recompute(stage)
         replicated = is_replicated(stage, compute, device, always_shard)

@@ -70,7 +70,7 @@ class Reduction:
         copies, split = self._held.copies, self._held.split
         trainable = self._held.trainable()
         if partial := [name for name in trainable if name in split.partial]:
-            yield from self._sum(partial, groups.mesh.get_group("tp"))
+            yield from self._sum(partial, groups.tp_mesh.get_group())
         if copies is not None:
             yield from self._sum(list(trainable), copies)
         name = self._held.module.tied_copy
