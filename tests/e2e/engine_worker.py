@@ -58,8 +58,8 @@ def load_command(checkpoint: str | None = None, actor: ModelRef | None = None) -
     return Load(id="load", stage="ppo", models=models, total_steps=10, checkpoint=checkpoint)
 
 
-def form(rank: int, world: int, port: int, pp: int, dp: int, timeout: float = 60.0) -> Groups:
-    layout = Parallelism(pp=pp, dp=dp)
+def form(rank: int, world: int, port: int, pp: int, dp: int, timeout: float = 60.0, tp: int = 1) -> Groups:
+    layout = Parallelism(pp=pp, dp=dp, tp=tp)
     return Groups.form("127.0.0.1", port, rank, world, {"actor": layout, "critic": layout}, timeout)
 
 

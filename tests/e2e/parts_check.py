@@ -18,11 +18,12 @@ def parts_agree(engine: Engine) -> bool:
         layout = senders(held, 16)
         assert layout is not None
         mine = list(parts(held))
+        rank = layout.rank(0, held.dp_rank, held.groups.tp_rank)
         if [part.name for part in mine] != list(whole):
             return False
         for part in mine:
-            places = layout.boxes(Tensor(part.name, part.shape), 1)
-            expected = next((box for box, ranks in places.items() if held.dp_rank in ranks), None)
+            places = layout.boxes(Tensor(part.name, part.shape, tp_dim=part.tp_dim), 1)
+            expected = next((box for box, ranks in places.items() if rank in ranks), None)
             at = tuple(slice(*interval) for interval in part.box)
             if expected not in (part.box, None) or (expected is None) != (part.tensor.numel() == 0):
                 return False

@@ -89,7 +89,7 @@ def test_a_critic_on_the_actor_s_body(tmp_path: Path) -> None:
 
 
 def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
-    """No reward model, no critic: groups of four answers, an adaptive KL coefficient, Qwen2."""
+    """No reward model, no critic: groups of four answers, an adaptive KL coefficient, Qwen2 with tp 2."""
     job = tiny_job(
         stages=["sft", "ppo"],
         models={
@@ -102,7 +102,7 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
                             "intermediate_size": 128,
                             "num_hidden_layers": 2,
                             "num_attention_heads": 2,
-                            "num_key_value_heads": 1,
+                            "num_key_value_heads": 2,
                             "max_position_embeddings": 128,
                         },
                     }
@@ -111,7 +111,9 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
             "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
         },
         ppo={"iterations": 2, "advantage": "grpo", "samplesPerPrompt": 4, "kl": {"coef": 0.1, "target": 1.0}},
+        plan={"parallelism": {"actor": {"tp": 2}}},
     )
+    assert check(job.spec) == []
     outcome, _ = run_job(job, tmp_path)
     assert outcome.succeeded, outcome.reason
     assert sorted(history(tmp_path, "ppo")) == [1, 2]

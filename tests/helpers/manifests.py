@@ -133,6 +133,11 @@ RULES = [
     ),
     ({"sft.batchSize": 12}, "spec.sft.batchSize is 12, which cannot be cut into micro-batches of 8"),
     ({"reward.microBatchSize": 5}, "spec.reward.batchSize is 32, which cannot be cut into micro-batches of 5"),
+    ({"plan.parallelism": {"actor": {"tp": 2}, "critic": {"dp": 2}}}, "the actor's tp 2 and the critic's tp 1 differ"),
+    (
+        {"plan.parallelism": {"actor": {"tp": 2}}, "models.actor.lora": {}},
+        "spec.plan.parallelism.actor.tp is 2, but adapters (spec.models.actor.lora) are not split",
+    ),
     (
         {"ppo.microBatchSize": 64, "plan.parallelism": {"actor": {"dp": 2}}},
         "on 2 data-parallel ranks of the actor; make it a multiple of 128.",

@@ -73,7 +73,7 @@ def test_pipeline_stages_come_where_a_model_does_not_fit_without():
 
 def test_groups_that_are_too_small_are_refused_with_the_number_and_what_helps():
     with pytest.raises(
-        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 53 GiB"
+        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 52 GiB"
     ):
         make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], V100, 4), SEPARATE[1]]))
     with pytest.raises(PlanError, match=r"(generation|reference) on gen\[0:4\].*GiB.*(more memory|offload)"):
@@ -164,7 +164,6 @@ def test_what_is_not_executed_yet_is_said():
     job = resolve(parse(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec)
     chosen, notes = recommend(job, {}, Inventory((Pool("a100", gpu(A100), 2, 8),)))
     assert "nothing fits: a100" in notes[0]
-    assert any("tp above 1" in note for note in notes)
     assert any("weights that wait in host memory" in note for note in notes)
     assert any(t.tp > 1 for t in chosen.prediction.tasks if t.task == "actor_training")
 

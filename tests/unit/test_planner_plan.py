@@ -45,11 +45,6 @@ def test_pins_are_respected_and_the_reward_model_follows_the_critic():
     assert plan.parallelism["critic"] == plan.parallelism["reward"] == Parallelism(dp=2)
 
 
-def test_tensor_parallel_training_is_refused():
-    with pytest.raises(PlanError, match=r"spec.plan.parallelism.actor.tp is 2, but tensor-parallel"):
-        make_plan(spec(plan={"parallelism": {"actor": {"tp": 2}}}))
-
-
 def test_more_stages_than_layers_are_refused():
     pins = {"parallelism": {"actor": {"pp": 2}}}
     with pytest.raises(PlanError, match="has only 1 layers"):

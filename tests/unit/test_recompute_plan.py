@@ -96,7 +96,8 @@ def test_the_65b_example_trains_on_its_own_groups_and_on_fewer(replicas: int, mo
     assert known is not None
     assert inventory is not None
     for model in ("actor", "critic", "reward"):
-        fitting = supervised(spec, model, known[model], inventory.pools[0])
+        # Without tensor parallelism, with which even fewer would do.
+        fitting = [f for f in supervised(spec, model, known[model], inventory.pools[0]) if f.layout.tp == 1]
         assert fitting
         assert (Stage.PPO in fitting[0].recompute) is (model in models), (model, fitting)
 

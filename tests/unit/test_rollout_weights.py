@@ -26,8 +26,8 @@ from dovetail.trainer.weights import Parts, WeightSender
 class World:
     """Trainer ranks as threads, with the collectives that a sender uses."""
 
-    def __init__(self, placement: list[dict[str, tuple[int, int]]]):
-        """`placement[rank][model]` is (pp_rank, dp_rank)."""
+    def __init__(self, placement: list[dict[str, tuple[int, ...]]]):
+        """`placement[rank][model]` is (pp_rank, dp_rank), or with its tp_rank."""
         self.size = len(placement)
         self.slots: list[Any] = [None] * self.size
         self.barrier = threading.Barrier(self.size, timeout=60)
@@ -46,9 +46,12 @@ class World:
 class _Rank:
     device = torch.device("cpu")
 
-    def __init__(self, world: World, rank: int, models: dict[str, tuple[int, int]]):
+    def __init__(self, world: World, rank: int, models: dict[str, tuple[int, ...]]):
         self.world, self.rank, self.world_size = world, rank, world.size
-        self.model = {m: SimpleNamespace(pp_rank=pp, dp_rank=dp) for m, (pp, dp) in models.items()}
+        self.model = {
+            m: SimpleNamespace(pp_rank=place[0], dp_rank=place[1], tp_rank=(*place, 0)[2])
+            for m, place in models.items()
+        }
 
     def broadcast_json(self, value: Any) -> Any:
         if self.rank == 0:
@@ -150,19 +153,23 @@ def test_stages_of_two_models_reach_their_receivers_whole() -> None:
 
 
 def split(named: dict[str, torch.Tensor], layout: Layout, rank: int) -> list[Part]:
-    """What a dp rank holds of a stage's tensors."""
+    """What a rank holds of a stage's tensors; of "big" ones tp ranks share the columns, of "one" nothing."""
     found = []
     for name, tensor in named.items():
-        boxes = layout.boxes(Tensor(name, tuple(tensor.shape)), 1)
+        tp_dim = None if name.startswith("one") or layout.tp == 1 else int(name.startswith("big"))
+        boxes = layout.boxes(Tensor(name, tuple(tensor.shape), tp_dim=tp_dim), 1)
         box = next((b for b, ranks in boxes.items() if rank in ranks), tuple((0, 0) for _ in tensor.shape))
-        found.append(Part(name, tuple(tensor.shape), box, tensor[tuple(slice(*i) for i in box)]))
+        found.append(Part(name, tuple(tensor.shape), box, tensor[tuple(slice(*i) for i in box)], tp_dim))
     return found
 
 
-@pytest.mark.parametrize(("dp", "copies"), [(2, 1), (3, 1), (2, 2), (4, 2)])
-def test_data_parallel_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int) -> None:
-    layout = Layout(dp=dp, sharded=True, copies=copies)
-    world = World([{"actor": (p, d)} for p in range(2) for d in range(dp)])
+@pytest.mark.parametrize(
+    ("dp", "copies", "tp"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
+)
+def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int, tp: int) -> None:
+    layout = Layout(dp=dp, tp=tp, sharded=True, copies=copies)
+    places = [(p, d, t) for p in range(2) for d in range(dp) for t in range(tp)]
+    world = World([{"actor": place} for place in places])
     who = RECEIVERS[:2]
     receivers = {r.name: taker(WeightReceiver(), who) for r in who}
     for version in (1, 2):
@@ -173,13 +180,15 @@ def test_data_parallel_ranks_send_what_they_hold_once_and_in_equal_shares(dp: in
             named[f"big.{p}"] = torch.randn(2200, 1001) * version
             named[f"one.{p}"] = torch.full((1, 3), float(version))
             stages.append(named)
-        weights = [{"actor": Parts(partial(split, stages[p], layout, d), layout)} for p in range(2) for d in range(dp)]
+        weights = [
+            {"actor": Parts(partial(split, stages[p], layout, layout.rank(0, d, t)), layout)} for p, d, t in places
+        ]
         sent, taken = run(world, weights, receivers, epoch=1, version=version, who=who)
         assert isinstance(sent[0], dict), sent[0]
         assert same(taken["rollout-0"], stages[0] | stages[1]), taken["rollout-0"]
         assert same(taken["rollout-1"], stages[0] | stages[1])
     segments = world.offers[-1].segments
-    assert sorted((s.index, s.part) for s in segments) == [(p, d) for p in range(2) for d in range(dp)]
+    assert sorted((s.index, s.part) for s in segments) == [(p, r) for p in range(2) for r in range(dp * tp)]
     shares = [sum(spec.nbytes for b in s.buckets for spec in bucket_specs(b)) for s in segments]
     assert sum(shares) == sum(t.nbytes for named in stages for t in named.values())
     assert max(shares) <= 1.2 * sum(shares) / len(shares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -152,14 +152,18 @@ def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
     ]
 
 
-def share_buckets(buckets: Sequence[Bucket], layout: Layout) -> dict[int, list[Bucket]]:
-    """What each dp rank of a stage sends of its buckets, by rank: those that send anything, and rank 0.
+def share_buckets(
+    buckets: Sequence[Bucket], layout: Layout, tp_dims: Mapping[str, int] | None = None
+) -> dict[int, list[Bucket]]:
+    """What each rank of a stage sends of its buckets, by rank: those that send anything, and rank 0.
 
-    `layout`: how the stage's dp ranks hold each tensor (one stage). Every element is sent once, to all receivers, by a
+    `layout`: how the stage's ranks hold each tensor (one stage), and `tp_dims`, for those tensors that tensor-parallel
+    ranks share, which dimension. Every element is sent once, to all receivers, by a
     rank that holds it; senders are balanced (`dovetail.api.switching.route`). Rank 0's buckets name every tensor, be
     its part empty."""
+    dims = tp_dims or {}
     specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
-    tensors = [Tensor(spec.name, spec.shape, itemsize=spec.itemsize) for spec in specs]
+    tensors = [Tensor(spec.name, spec.shape, tp_dim=dims.get(spec.name), itemsize=spec.itemsize) for spec in specs]
     table = route(tensors, 1, layout, Layout(first=layout.ranks.stop))
     if table.sent.keys() <= {0}:
         return {0: list(buckets)}

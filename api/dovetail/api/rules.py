@@ -280,6 +280,19 @@ def _parallelism(spec: RLHFJobSpec) -> Iterator[str]:
         layers = architecture_layers(source.scratch) if source and source.scratch else None
         if layers is not None and layout.pp > layers:
             yield f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it."
+    for model in trained_models(spec):
+        field, layout = pinned[model]
+        if layout.tp > 1 and getattr(spec.models, model).lora is not None:
+            yield (
+                f"{field}.tp is {layout.tp}, but adapters (spec.models.{model}.lora) are not split over "
+                "tensor-parallel ranks; make tp 1, or remove lora."
+            )
+    actor, critic = pinned["actor"][1].tp, pinned["critic"][1].tp
+    if "critic" in trained_models(spec) and actor != critic:
+        yield (
+            f"spec.plan.parallelism: the actor's tp {actor} and the critic's tp {critic} differ, but both train on the "
+            "same ranks in turn; make them equal."
+        )
 
 
 def _shared_pipelines(spec: RLHFJobSpec) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dovetail.api.batching import pinned_layouts
 from dovetail.api.critic import has_critic
 from dovetail.api.plan import pod_count
 from dovetail.api.types import Dtype, RLHFJobSpec, Role, Stage
@@ -29,11 +28,6 @@ def _spec_field(name: str, path: str, default: object) -> Callable[[RLHFJobSpec]
             yield path
 
     return used
-
-
-def _tp(spec: RLHFJobSpec) -> Iterator[str]:
-    layouts = pinned_layouts(spec) or {}
-    yield from sorted({f"{field}.tp" for field, layout in layouts.values() if layout.tp > 1})
 
 
 def _pvc(spec: RLHFJobSpec) -> Iterator[str]:
@@ -102,7 +96,6 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
         "spec.models.reference.dtype", _reference_dtype, "scorers compute in float32 on CPUs and bfloat16 on GPUs"
     ),
     Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
-    Unexecuted("spec.plan.parallelism.*.tp", _tp, "training is not split within layers; use pp and dp instead"),
 )
 
 

@@ -49,10 +49,10 @@ def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
     parameters = dict(stage.named_parameters())
     for name, plain in names.items():
         parameter = parameters[name]
-        local, rows = local_rows(parameter)
-        value = source.read(stage.checkpoint_name(plain), parameter.shape, rows)
+        local, box = local_part(parameter)
+        value = source.read(stage.checkpoint_name(plain), parameter.shape, box)
         if value is None and plain == "lm_head.weight":
-            value = source.read(stage.embedding_name, parameter.shape, rows)
+            value = source.read(stage.embedding_name, parameter.shape, box)
         if value is None and plain == f"{VALUE_HEAD}.weight":
             value = torch.zeros_like(local)
         if value is None:
@@ -61,13 +61,13 @@ def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
             local.copy_(value)
 
 
-def local_rows(parameter: nn.Parameter | Tensor) -> tuple[Tensor, slice]:
-    """This rank's part of a parameter and the rows of dimension 0 that it covers (all of them if not sharded)."""
+def local_part(parameter: nn.Parameter | Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This rank's part of a parameter and what it covers of each dimension (all of it if neither sharded nor split)."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     tensor: Any = parameter.detach()
     if not isinstance(tensor, DTensor):
-        return tensor, slice(0, tensor.shape[0])
+        return tensor, tuple(slice(0, n) for n in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), slice(offset[0], offset[0] + shape[0])
+    return tensor.to_local(), tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))

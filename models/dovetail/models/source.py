@@ -1,5 +1,5 @@
-"""Where a stage's tensors come from: safetensors files, or a seed. Tensors are read by slices of rows, so that a rank
-that holds a shard reads only its shard."""
+"""Where a stage's tensors come from: safetensors files, or a seed. Tensors are read by parts, so that a rank that
+holds a shard reads only its shard."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dovetail.models.stage import VALUE_HEAD, VALUE_HEAD_FILE, Stage
 class Source(Protocol):
     """A checkpoint's tensors by name."""
 
-    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
-        """Rows of dimension 0 of tensor `name`, whose full shape must be `shape`; None when absent.
+    def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
+        """The part `box` (a slice a dimension) of tensor `name`, whose full shape must be `shape`; None when absent.
         Any floating dtype, on the CPU."""
         ...
 
@@ -60,7 +60,7 @@ class Folder:
         # Checkpoints of the bare backbone (`OPTModel`, `LlamaModel`) lack the `model.` prefix.
         self._bare = bool(self._files) and not any(key.startswith("model.") for key in self._files)
 
-    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+    def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
         key = name.removeprefix("model.") if self._bare else name
         if key not in self._files:
             return None
@@ -68,7 +68,7 @@ class Folder:
         found = tuple(part.get_shape())
         if found != tuple(shape):
             raise ModelError(f"{self.path}: {name} has shape {found}, config.json asks for {tuple(shape)}")
-        values: Tensor = part[rows.start : rows.stop] if found else self._files[key].get_tensor(key)
+        values: Tensor = part[box] if found else self._files[key].get_tensor(key)
         return values
 
 
@@ -87,7 +87,7 @@ class Seed:
         self._embedding = stage.embedding_name
         self._tied_copy = stage.tied_copy
 
-    def read(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+    def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
         owner, _, kind = name.rpartition(".")
         module = self._modules.get(owner)
         is_embedding = name in (self._embedding, self._tied_copy)
@@ -100,7 +100,7 @@ class Seed:
                 values[self._pad] = 0.0
         else:
             values = torch.ones(shape)
-        return values[rows]
+        return values[box]
 
 
 def generator(seed: int, name: str) -> torch.Generator:

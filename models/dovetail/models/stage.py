@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.packing import Packing
+from dovetail.models.vocabulary import project
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
@@ -192,7 +192,4 @@ class Stage(nn.Module):
         return values if self.head == "value" else Outputs(self._logits(hidden), values)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        if hasattr(self, "lm_head"):
-            logits: Tensor = self.lm_head(hidden)
-            return logits
-        return F.linear(hidden, self.body.embed_tokens.weight)
+        return project(hidden, (self.lm_head if hasattr(self, "lm_head") else self.body.embed_tokens).weight)

@@ -25,12 +25,14 @@ Named = tuple[str, torch.Tensor]
 
 
 class Part(NamedTuple):
-    """What one rank holds of a tensor of `shape`: `tensor` is the elements in `box`."""
+    """What one rank holds of a tensor of `shape`: `tensor` is the elements in `box`. `tp_dim`: the dimension that
+    tensor-parallel ranks share, None: each holds all of it."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
+    tp_dim: int | None = None
 
 
 class TransferError(RuntimeError):

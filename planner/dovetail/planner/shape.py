@@ -95,6 +95,14 @@ class ModelShape:
         """Of one block."""
         return _linears(self)
 
+    def split_problem(self, tp: int) -> str | None:
+        """Why `tp` tensor parallel ranks cannot train a block together, each with as many heads and as much of the MLP;
+        None if they can."""
+        inner = "ffn_dim" if self.family == "opt" else "intermediate_size"
+        sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, inner: self.intermediate}
+        odd = next((field for field, size in sizes.items() if size % tp), None)
+        return None if odd is None else f"does not divide its {odd}, {sizes[odd]}"
+
     # ------------------------------------------------------------ parameters
 
     def layer_parameters(self, tp: int = 1) -> int:

@@ -28,10 +28,11 @@ from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU
 from dovetail.planner.machine.memory import pod_memory, too_small
 from dovetail.planner.machine.place import Local, place_locally
-from dovetail.planner.placement.configs import ConfigError
+from dovetail.planner.placement.configs import ConfigError, shapes
 from dovetail.planner.placement.job import Infeasible, Placed, place
 from dovetail.planner.placement.manifest import pin_errors, product_errors
 from dovetail.planner.scorers import scorer_models, server_memory
+from dovetail.planner.shape import ModelShape
 
 
 class PlanError(ValueError):
@@ -62,7 +63,7 @@ def make_plan(
     if placed is not None:
         parallelism = {model: placed.layouts[model] for model in models}
     else:
-        parallelism = _layouts(spec, models, world, layers or {}) if models else {}
+        parallelism = _layouts(spec, models, world, layers or {}, shapes(spec, configs or {})) if models else {}
     apart = placed.apart if isinstance(placed, Placed) else {}
     trained = {**parallelism, **apart}  # in PPO
     again = _recomputed(spec, configs or {}, trained, placed)
@@ -161,7 +162,13 @@ def _interleaved(spec: RLHFJobSpec) -> RLHFJobSpec:
     return spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": "Interleaving"})})
 
 
-def _layouts(spec: RLHFJobSpec, models: list[str], world: int, layers: Mapping[str, int]) -> dict[str, Parallelism]:
+def _layouts(
+    spec: RLHFJobSpec,
+    models: list[str],
+    world: int,
+    layers: Mapping[str, int],
+    known: Mapping[str, ModelShape] | None,
+) -> dict[str, Parallelism]:
     pinned = pinned_layouts(spec)
     rules = batch_rules(spec)
     result = {}
@@ -172,6 +179,8 @@ def _layouts(spec: RLHFJobSpec, models: list[str], world: int, layers: Mapping[s
         else:
             field, layout = pinned[model]
             _check_pinned(field, model, layout, world, mine, layers.get(model))
+            if known is not None and (problem := known[model].split_problem(layout.tp)):
+                raise PlanError(f"{field}.tp is {layout.tp}, which {problem} of the {model}; use a tp that does")
             result[model] = layout
     return result
 
@@ -186,8 +195,6 @@ def _check_pinned(
         )
     if layers is not None and layout.pp > layers:
         raise PlanError(f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it")
-    if layout.tp > 1:
-        raise PlanError(f"{field}.tp is {layout.tp}, but tensor-parallel training is not executed yet; use pp and dp")
     for rule in rules:
         if problem := rule.problem(layout.dp):
             raise PlanError(problem)

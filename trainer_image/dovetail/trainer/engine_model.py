@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from dovetail.api.messages import ModelRef
 from dovetail.api.types import Optimizer, TrainedModel
-from dovetail.models import Stage, load_config
+from dovetail.models import ModelError, Stage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
+from dovetail.models.tensor_parallel import NOTHING, Split, split_stage
 from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local
@@ -26,7 +27,7 @@ from dovetail.trainer.parallel import compute_dtype, is_replicated, shard
 @dataclass
 class EngineModel:
     """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration;
-    `replicated`: every data-parallel rank holds the whole stage."""
+    `replicated`: every data-parallel rank holds the whole stage; `split`: what tensor-parallel ranks share of it."""
 
     name: str
     ref: ModelRef
@@ -36,6 +37,7 @@ class EngineModel:
     optimizer: AdamW
     compute: torch.dtype
     replicated: bool = False
+    split: Split = NOTHING
 
     @classmethod
     def build(
@@ -57,10 +59,13 @@ class EngineModel:
         compute = compute_dtype(trained.dtype, device)
         stage = Stage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
         if trained.lora is not None:
+            if groups.tp_size > 1:
+                raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")
             lora.inject(stage, trained.lora)
+        split = split_stage(stage, groups.tp_mesh)
         if again:
             recompute(stage)
-        replicated = groups.tp_size == 1 and is_replicated(stage, compute, device, always_shard)
+        replicated = is_replicated(stage, compute, device, always_shard)
         if not replicated:
             shard(stage, groups, compute, device)
         stage.to_empty(device=device)
@@ -74,7 +79,9 @@ class EngineModel:
         stage.place_buffers(device)
         stage.eval()
         trainable = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        return cls(name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute, replicated)
+        return cls(
+            name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute, replicated, split
+        )
 
     @property
     def copies(self) -> dist.ProcessGroup | None:
@@ -113,7 +120,7 @@ class EngineModel:
     def gather(self, instead: dict[str, Tensor] | None = None, beside: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out, a value head
         beside a language model too; with `beside` all else is. `instead` holds shards to use in place of parameters.
-        Collective over dp. Raises `PeerLost`."""
+        Collective over dp and tp. Raises `PeerLost`."""
         parameters = dict(self.module.named_parameters())
         if (copy := self.module.tied_copy) is not None and copy != self.module.embedding_name:
             del parameters[copy]

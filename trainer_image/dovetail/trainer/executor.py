@@ -128,8 +128,9 @@ def check_actions(
 
 
 def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
-    """Raise `RuntimeError` on every rank if the ranks hold unlike schedules, or the stages of a pipeline micro-batches
-    of unlike sequences: their sends and receives would not match, nor would attention. `models`: of all ranks."""
+    """Raise `RuntimeError` on every rank if the ranks hold unlike schedules, or the stages of a pipeline (or the tp
+    ranks of a stage) micro-batches of unlike sequences: their sends, receives and sums would not match, nor would
+    attention. `models`: of all ranks."""
     world = dist.get_world_size(control)
     if world == 1:
         return
@@ -145,11 +146,12 @@ def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, 
     for index, name in enumerate(names, start=1):
         if name not in pipes:
             continue
-        first, *rest = pipes[name].groups.pp_ranks
-        if odd := [r for r in rest if int(others[r][index]) != int(others[first][index])]:
-            raise RuntimeError(
-                f"trainer ranks {odd} hold other micro-batches of {name} than their pipeline's first stage"
-            )
+        for ranks, who in (
+            (pipes[name].groups.pp_ranks, "their pipeline's first stage"),
+            (pipes[name].groups.tp_ranks, "the first tensor-parallel rank of their stage"),
+        ):
+            if odd := [r for r in ranks[1:] if int(others[r][index]) != int(others[ranks[0]][index])]:
+                raise RuntimeError(f"trainer ranks {odd} hold other micro-batches of {name} than {who}")
 
 
 def _number(text: str) -> int:
@@ -238,7 +240,7 @@ class Executor:
             self.watch.time((action.model, "F", action.micro_batch)),
             meter if training else nullcontext(),
         ):
-            with peer_errors(f"gathering weights of {action.model}"):
+            with peer_errors(f"a forward pass of {action.model}"):
                 output = pipe.stage(inputs, packed.lengths, wanted)
             if pipe.stage.is_last and training:
                 if batch.loss is None:
@@ -268,7 +270,7 @@ class Executor:
             self._before_gradient(action, pipe)
         with self.watch.time((action.model, action.kind, action.micro_batch)):
             if whole:
-                with peer_errors(f"reducing gradients of {action.model}"):
+                with peer_errors(f"a backward pass of {action.model}"):
                     if output.requires_grad:
                         torch.autograd.backward(output, gradient)
             elif pipe.stage.is_first:
@@ -276,7 +278,8 @@ class Executor:
                 self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
             else:
                 given = None if gradient is None else [gradient]
-                _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
+                with peer_errors(f"a backward pass of {action.model}"):
+                    _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
         if not pipe.stage.is_first:
             upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
             self._send(("B", *key), upstream.contiguous(), pipe.groups.backward_out, pipe.groups.previous)
@@ -289,7 +292,7 @@ class Executor:
     def _weight_gradient(self, action: Action, pipe: Pipe) -> None:
         """The second half of a split backward (W)."""
         key = (action.model, action.micro_batch)
-        doing = peer_errors(f"reducing gradients of {action.model}")
+        doing = peer_errors(f"a backward pass of {action.model}")
         with self.watch.time((action.model, "W", action.micro_batch)), doing:
             if pipe.stage.is_first:
                 self._before_gradient(action, pipe)

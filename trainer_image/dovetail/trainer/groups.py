@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from dovetail.api.plan import Coordinates, Layout, coordinates, holds, world_siz
 from dovetail.api.types import Parallelism
 
 _FORMING_SECONDS = 60.0
+_FORMED = itertools.count()
 # A rank joins a sum over its gradients as soon as it has them, so it may wait there while others still compute; how
 # long it waits with nothing left to do is bounded by the executor.
 _PATIENCE = 20
@@ -59,8 +61,9 @@ class ModelGroups:
 
     `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
     two models that share a pair of ranks can never take each other's tensors. `mesh` has a dimension dp, over which a
-    stage is sharded; where a layout has several pipelines side by side, `copies` joins their ranks of one shard.
-    `replicas` joins all ranks of one stage (and tp rank): copies of each other where a stage is not sharded."""
+    stage is sharded, and as its last one tp, under a name that no other mesh has; where a layout has several pipelines
+    side by side, `copies` joins their ranks of one shard. `replicas` joins all ranks of one stage (and tp rank): copies
+    of each other where a stage is not sharded."""
 
     name: str
     layout: Parallelism
@@ -72,6 +75,7 @@ class ModelGroups:
     tp_size: int
     mesh: DeviceMesh
     pp_ranks: list[int]
+    tp_ranks: list[int]
     pp_group: dist.ProcessGroup
     everyone: dist.ProcessGroup  # all ranks that hold a part of it, for its gradient norm alone
     copies: dist.ProcessGroup | None
@@ -81,6 +85,13 @@ class ModelGroups:
     backward_in: dist.ProcessGroup | None
     backward_out: dist.ProcessGroup | None
     tied: dist.ProcessGroup | None  # first and last stage
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """The ranks that share this one's layers."""
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[names[-1]]
 
     @property
     def previous(self) -> int:
@@ -171,11 +182,13 @@ class Groups:
         for rank in members:
             ranks[tuple(coordinates(rank, layout))] = rank
         pp, dp, tp = coordinates(self.rank, layout) if here else (-1, -1, -1)
+        # torch's caches take meshes of the same ranks and names for one, with one's groups.
+        tensor = f"tp-{next(_FORMED)}"
         if pipelines > 1:
-            names: tuple[str, ...] = ("pp", "copies", "dp", "tp")
+            names: tuple[str, ...] = ("pp", "copies", "dp", tensor)
             mesh = DeviceMesh(self.device.type, ranks.view(layout.pp, pipelines, shards, -1), mesh_dim_names=names)
         else:
-            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
+            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", tensor))
         replicas = mesh.get_group("dp" if pipelines == 1 else "copies") if here else None
         if 1 < pipelines < layout.dp:
             for stage in range(layout.pp):
@@ -212,6 +225,7 @@ class Groups:
             tp_size=layout.tp,
             mesh=mesh,
             pp_ranks=ranks[:, dp, tp].tolist(),
+            tp_ranks=ranks[pp, dp].tolist(),
             pp_group=mesh.get_group("pp"),
             everyone=everyone,
             copies=mesh.get_group("copies") if pipelines > 1 else None,
@@ -255,6 +269,9 @@ class Groups:
     def close(self) -> None:
         """Drop every group, whatever its state; `form` can be called again afterwards. Pending operations of peers in
         these groups fail, so that one rank's exit frees all. Never raises."""
+        for model in self.model.values():
+            # torch's caches keep meshes of tensor-parallel layers, whose groups would live on.
+            getattr(model.mesh, "_pg_registry", {}).clear()
         self.model.clear()
         self.elsewhere.clear()
         self.control = self._patient = None

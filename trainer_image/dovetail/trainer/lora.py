@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dovetail.api.types import LoRA
 from dovetail.models import ModelError, Stage
-from dovetail.models.build import local_rows
+from dovetail.models.build import local_part
 from dovetail.models.source import generator
 from dovetail.models.stage import VALUE_HEAD
 
@@ -43,10 +43,10 @@ def initialise(stage: Stage, seed: int) -> None:
             whole = torch.empty(parameter.shape)
             bound = parameter.shape[1] ** -0.5
             whole.uniform_(-bound, bound, generator=generator(seed, name))
-            shard, rows = local_rows(parameter)
-            shard.copy_(whole[rows])
+            shard, box = local_part(parameter)
+            shard.copy_(whole[box])
         elif ".lora_B." in name:
-            local_rows(parameter)[0].zero_()
+            local_part(parameter)[0].zero_()
 
 
 def plain_name(name: str) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.api.messages import Kind, StageTimes
+from dovetail.trainer.optim import local
 
 Key = tuple[str, Kind, int]
 
@@ -52,7 +53,7 @@ class SavedBytes:
     what several operations save together counts once."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = {w.untyped_storage().data_ptr() for w in weights if not hasattr(w, "to_local")}
+        self._weights = {local(weight).untyped_storage().data_ptr() for weight in weights}
         self.bytes = 0
 
     def __enter__(self) -> SavedBytes:
@@ -66,8 +67,9 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
+        # A linear layer that is split over tp ranks saves its weight transposed.
+        if not isinstance(tensor._base if tensor._is_view() else tensor, torch.nn.Parameter):
+            storage = local(tensor).untyped_storage()
             place = storage.data_ptr()
             if place not in self._seen and place not in self._weights:
                 self._seen.add(place)

@@ -10,6 +10,7 @@ import torch
 from dovetail.api.types import Dtype
 from dovetail.models import ModelError, Stage
 from dovetail.trainer.groups import ModelGroups
+from dovetail.trainer.optim import local
 
 # FSDP2's hooks take a sixth of a small model's step on a CPU; sharding less than this saves too little for that.
 REPLICATED_BYTES = 2**30
@@ -22,7 +23,7 @@ def is_replicated(stage: Stage, compute: torch.dtype, device: torch.device, alwa
     Counted are 16 bytes a trained parameter (float32 weight, gradient and two moments) and 4 a frozen one."""
     if always_shard or device.type != "cpu" or compute != torch.float32:
         return False
-    held: int = sum(p.numel() * (16 if p.requires_grad else 4) for p in stage.parameters())
+    held: int = sum(local(p).numel() * (16 if p.requires_grad else 4) for p in stage.parameters())
     return held <= REPLICATED_BYTES
 
 
@@ -45,9 +46,7 @@ def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 def shard(stage: Stage, groups: ModelGroups, compute: torch.dtype, device: torch.device) -> None:
     """Shard every layer and then the rest over dp (ZeRO-2: a stage's weights stay whole from the first forward to the
     last backward of a mini-batch). Works on a stage still on the meta device. Gradients are summed, not averaged, in
-    float32. Does nothing on one CPU rank in float32."""
-    if groups.tp_size > 1:
-        raise ModelError("tensor parallel training (tp above 1) is not supported yet; use pp and dp")
+    float32. Layers may be split over tp before. Does nothing on one CPU rank in float32."""
     if device.type == "cpu" and groups.mesh["dp"].size() == 1 and compute == torch.float32:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

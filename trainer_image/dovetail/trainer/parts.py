@@ -9,25 +9,26 @@ from torch import Tensor
 
 from dovetail.api.buckets import layer_of
 from dovetail.api.switching.layout import Layout
-from dovetail.models.build import local_rows
+from dovetail.models.build import local_part
 from dovetail.models.transfer import Part
 from dovetail.trainer import lora
 from dovetail.trainer.engine_model import EngineModel
 from dovetail.trainer.groups import peer_errors
+from dovetail.trainer.parallel import is_sharded
 
 
 def senders(held: EngineModel, most: int) -> Layout | None:
-    """How at most `most` dp ranks of the model's stage, from 0 on, hold its tensors together; None: it is sharded over
-    more ranks than that."""
-    sharded = any(hasattr(p, "to_local") for p in held.module.parameters())
+    """How at most `most` ranks of the model's stage, of its dp ranks from 0 on, hold its tensors together; None: it is
+    shared by more ranks than that."""
+    sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
     shards = held.dp_size // pipelines if sharded else 1
-    copies = min(held.dp_size, most) // shards
-    return Layout(dp=copies * shards, sharded=True, copies=copies) if copies else None
+    copies = min(held.dp_size, most // tp) // shards
+    return Layout(tp=tp, dp=copies * shards, sharded=True, copies=copies) if copies else None
 
 
 def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: None) -> Iterator[Part]:
-    """This rank's rows of every tensor of its stage under its Hugging Face name, adapters merged. The tied copy is left
+    """This rank's part of every tensor of its stage under its Hugging Face name, adapters merged. The tied copy is left
     out, and a value head beside a language model's, for which rollouts have no use. A collective over dp only where
     there are adapters.
 
@@ -51,9 +52,10 @@ def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: 
             plain = lora.plain_name(name)
             if plain is None or name in left_out:
                 continue
-            mine, rows = local_rows(parameters[name])
+            mine, place = local_part(parameters[name])
             shape = tuple(parameters[name].shape)
             update = lora.delta(held.module, name, whole)
             if update is not None:
-                mine = (mine.float() + update[rows]).to(mine.dtype)
-            yield Part(plain, shape, ((rows.start, rows.stop), *((0, n) for n in shape[1:])), mine)
+                mine = (mine.float() + update[place]).to(mine.dtype)
+            box = tuple((side.start, side.stop) for side in place)
+            yield Part(plain, shape, box, mine, held.split.shared.get(name))

@@ -21,8 +21,8 @@ from dovetail.trainer.optim import local
 
 class Reduction:
     """The gradient of one model after its last backward of a mini-batch on this rank: summed over pipelines side by
-    side and over both halves of a tied embedding, then its squared norm over everything. Every rank makes one; the
-    order among models is free, as each model has groups of its own."""
+    side, over tp ranks that each have a part of it, and over both halves of a tied embedding, then its squared norm
+    over everything. Every rank makes one; the order among models is free, as each model has groups of its own."""
 
     def __init__(self, held: EngineModel, device: torch.device) -> None:
         self._held, self._device = held, device
@@ -67,14 +67,12 @@ class Reduction:
     def _start(self) -> Iterator[Any]:
         """The operations one after another, each started when the one before is done."""
         groups, optimizer = self._held.groups, self._held.optimizer
-        copies = self._held.copies
+        copies, split = self._held.copies, self._held.split
+        trainable = self._held.trainable()
+        if partial := [name for name in trainable if name in split.partial]:
+            yield from self._sum(partial, groups.tp_mesh.get_group())
         if copies is not None:
-            gradients = [local(p.grad) for p in self._held.trainable().values() if p.grad is not None]
-            flat = torch.cat([g.reshape(-1) for g in gradients]) if gradients else torch.zeros(0, device=self._device)
-            yield dist.all_reduce(flat, group=copies, async_op=True)
-            if gradients:
-                parts = flat.split([gradient.numel() for gradient in gradients])
-                torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+            yield from self._sum(list(trainable), copies)
         name = self._held.module.tied_copy
         skip: set[str] = set()
         if name is not None:
@@ -83,8 +81,20 @@ class Reduction:
                 yield dist.all_reduce(local(parameter.grad), group=groups.tied, async_op=True)
             if not self._held.is_first:
                 skip = {name}  # the first stage counts it
+        if groups.tp_rank:
+            skip |= trainable.keys() - split.shared.keys()  # of what all tp ranks hold, the first counts it
         # Copies hold the same gradients: one of them counts.
         counts = copies is None or dist.get_rank(copies) == 0
         self._squared.fill_(optimizer.squared_norm(skip) if counts else 0.0)
         if dist.get_world_size(groups.everyone) > 1:
             yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)
+
+    def _sum(self, names: list[str], group: Any) -> Iterator[Any]:
+        """Add up the gradients of parameters over the ranks of a group, in one message."""
+        parameters = self._held.trainable()
+        gradients = [local(grad) for name in names if (grad := parameters[name].grad) is not None]
+        flat = torch.cat([g.reshape(-1) for g in gradients]) if gradients else torch.zeros(0, device=self._device)
+        yield dist.all_reduce(flat, group=group, async_op=True)
+        if gradients:
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

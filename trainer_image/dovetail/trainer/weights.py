@@ -1,4 +1,4 @@
-"""Sending weights: the data-parallel ranks of each stage share its sending, each to all receivers at once."""
+"""Sending weights: the ranks of each stage share its sending, each to all receivers at once."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ MAX_SENDERS: dict[Backend, int] = {"gloo": 16, "nccl": 4}
 
 @dataclass(frozen=True)
 class Parts:
-    """A model of which each dp rank holds, and can send, only parts.
+    """A model of which each rank of a stage holds, and can send, only parts.
 
     `iterate` starts an iteration over what this rank holds of every tensor of its stage, in the same order each time
-    and on all dp ranks. `layout`: how the stage's dp ranks from 0 on hold a tensor; others send nothing."""
+    and on all ranks of the stage. `layout`: how the stage's ranks, of the dp ranks from 0 on, hold a tensor; others
+    send nothing."""
 
     iterate: Callable[[], Iterable[Part]]
     layout: Layout
@@ -55,6 +56,7 @@ class Parts:
 class ModelRank(Protocol):
     dp_rank: int
     pp_rank: int
+    tp_rank: int
 
 
 class GroupsLike(Protocol):
@@ -121,10 +123,10 @@ class WeightSender:
         however many receivers take it).
 
         `weights[model]` is `Parts`, of which every element is sent once, by one of the ranks that hold it. Or it gives
-        this rank's stage of the model as (Hugging Face name, full tensor), the same on all its dp ranks and in the same
-        order each time, for dp rank 0 to send: a callable that starts such an iteration, or an iterable (then the first
-        publish of a model holds all of it in memory: its bucket plan must be known before the first byte). All ranks go
-        through `weights` in the order of the models' names, as iterating may be a collective.
+        this rank's stage of the model as (Hugging Face name, full tensor), the same on all ranks of the stage and in
+        the same order each time, for the first of them to send: a callable that starts such an iteration, or an
+        iterable (then the first publish of a model holds all of it in memory: its bucket plan must be known before the
+        first byte). All ranks go through `weights` in the order of the models' names, as iterating may be a collective.
 
         Tensors are taken from the iteration as late as their bucket is packed, while the one before is on its way: work
         that the iteration does to make them is hidden behind sending.
@@ -144,7 +146,7 @@ class WeightSender:
                     segments.append(
                         Segment(
                             index=self._groups.model[model].pp_rank,
-                            part=list(self._shares[model]).index(self._groups.model[model].dp_rank),
+                            part=list(self._shares[model]).index(self._sender(model)),
                             model=model,
                             host=line.host,
                             port=line.port,
@@ -211,13 +213,23 @@ class WeightSender:
             iterate = lambda: held  # noqa: E731
         if model not in self._wholes or self._layouts[model] != layout:
             self._layouts[model] = layout
-            self._wholes[model] = plan_buckets([_spec(part) for part in iterate()], self._bucket_bytes)
-            self._shares[model] = share_buckets(self._wholes[model], layout)
+            specs, tp_dims = [], {}
+            for part in iterate():
+                specs.append(_spec(part))
+                if part.tp_dim is not None:
+                    tp_dims[part.name] = part.tp_dim
+            self._wholes[model] = plan_buckets(specs, self._bucket_bytes)
+            self._shares[model] = share_buckets(self._wholes[model], layout, tp_dims)
         return iterate()
 
     def _mine(self, model: str) -> list[Bucket] | None:
         """What this rank sends of the model's buckets; None: nothing."""
-        return self._shares[model].get(self._groups.model[model].dp_rank)
+        return self._shares[model].get(self._sender(model))
+
+    def _sender(self, model: str) -> int:
+        """This rank's place among those of its stage."""
+        groups = self._groups.model[model]
+        return self._layouts[model].rank(0, groups.dp_rank, groups.tp_rank)
 
     def _line(self, model: str, epoch: int, deadline: Deadline) -> _Line:
         line = self._lines.get(model)

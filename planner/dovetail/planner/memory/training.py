@@ -135,8 +135,9 @@ def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
         # What comes in and goes out while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)
     if stage == job.layout.pp - 1 and job.head != "value":
-        # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks.
-        logits = job.tokens * shape.vocabulary / tp * b
+        # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks. Tensor
+        # parallel ranks gather them, and have their own part of the gradient besides.
+        logits = job.tokens * shape.vocabulary * b
         chunk = min(LOSS_CHUNK_BYTES, 3 * job.tokens * shape.vocabulary * 4) if job.gpu else 0
-        parts["logits"] = 2 * logits + chunk
+        parts["logits"] = (2 + (1 / tp if tp > 1 else 0)) * logits + chunk
     return parts

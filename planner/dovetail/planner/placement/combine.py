@@ -9,7 +9,7 @@ from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Share, Tas
 from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.filling import Filling
 from dovetail.planner.placement.inventory import Inventory
-from dovetail.planner.placement.limits import MICRO_BATCHES, Limits
+from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.ranking import Ranked, Ranker, Ranking, frugality, orders
 
 # Of a structure's fastest combinations, those that are estimated, and those that are looked at for them.
@@ -58,7 +58,7 @@ class Combiner:
         return filling.fits(options)
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
-        """Whether a combination can run: a manifest has one micro-batch size for actor and critic, inference takes
+        """Whether a combination can run: actor and critic have one micro-batch size and one tp, inference takes
         whole servers, and a scorer's stages are in its server's pod."""
         if not self._limits.together:
             return True
@@ -69,14 +69,14 @@ class Combiner:
             for (task, slot), share in placed
             if task in INFERENCE
         )
-        return whole and len({share.micro_batch for (task, _), share in placed if task in TRAINING}) == 1
+        return whole and len({_common(share) for (task, _), share in placed if task in TRAINING}) == 1
 
     def least(self, ranking: Ranking) -> Chosen | None:
-        """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size the same."""
-        for micro in (None, *MICRO_BATCHES):
+        """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size and tp."""
+        for common in (None, *_commons(ranking)):
             chosen = []
             for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True):
-                mine = [o for o in ranked if micro is None or task not in TRAINING or o.share.micro_batch == micro]
+                mine = [o for o in ranked if common is None or task not in TRAINING or _common(o.share) == common]
                 if mine:
                     chosen.append(min(mine, key=frugality).share)
             if len(chosen) == len(ranking.places) and self.agrees(ranking, chosen):
@@ -93,12 +93,12 @@ class Combiner:
                         yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
-        """Where both trainings must have the same micro-batch size, one of each."""
-        for micro in (None, *MICRO_BATCHES) if self._limits.together else (None,):
+        """Where both trainings must have the same micro-batch size and tp, one of each."""
+        for common in (None, *_commons(ranking)) if self._limits.together else (None,):
             layouts = [
                 ranked
-                if micro is None or task not in TRAINING
-                else [option for option in ranked if option.share.micro_batch == micro]
+                if common is None or task not in TRAINING
+                else [option for option in ranked if _common(option.share) == common]
                 for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True)
             ]
             found = filling.repaired(layouts)
@@ -123,6 +123,21 @@ class Combiner:
                 found = filling.repaired(layouts)
                 if found is not None and self.agrees(wide, chosen := tuple(o.share for o in found)):
                     yield chosen
+
+
+def _common(share: Share) -> tuple[int, int]:
+    """What actor and critic have in common that train on the same GPUs: micro-batch size and tp."""
+    return share.micro_batch, share.tp
+
+
+def _commons(ranking: Ranking) -> list[tuple[int, int]]:
+    """Those that all trainings can have."""
+    each = [
+        {_common(o.share) for o in ranked}
+        for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True)
+        if task in TRAINING
+    ]
+    return sorted(set.intersection(*each), key=lambda common: (common[1], common[0]))
 
 
 def _by_layout(ranked: Ranked) -> dict[tuple[int, int], Ranked]:

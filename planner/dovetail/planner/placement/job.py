@@ -23,9 +23,9 @@ from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import (
     RECOMPUTE,
-    allowed_layouts,
     groups_inventory,
     groups_limits,
+    trainable_layouts,
     with_parts,
     workload,
 )
@@ -38,7 +38,7 @@ from dovetail.planner.timing import training_step
 
 # Estimates of whole iterations: a manifest's groups leave little open.
 EFFORT = 600
-# Pipeline stages or interleaving must gain as much over data parallelism and neither: the models of time are not exact.
+# Splitting a model or interleaving must gain as much over doing neither: the models of time are not exact.
 WORTH = 1.05
 # Of an optimizer step, which for a small model are longer than what the models count (launches, Python).
 UNCOUNTED_SECONDS = 0.01
@@ -118,8 +118,11 @@ def place(
     shares = _trained(found.candidate)
     if found.candidate.schedule != "Dedicated":
         chosen |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, (share, *_) in shares.items()}
-    elif chosen["actor"] in [fitting.layout for fitting in layouts["critic"]]:
-        chosen["critic"] = chosen["actor"]  # on all ranks nobody uses the critic's
+    else:
+        # On all ranks nobody uses the critic's, but it has the actor's tp.
+        actor = chosen["actor"]
+        critics = [fitting.layout for fitting in layouts["critic"]]
+        chosen["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
     if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
     before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
@@ -165,7 +168,7 @@ def _iteration(
         result = _worth(result, Search(inventory, work, limits, costs, Effort(EFFORT)).run(), work)
     plain = replace(
         limits,
-        layouts={task: _fewest_stages(layouts, inventory.pools[0].gpus) for task, layouts in limits.layouts.items()},
+        layouts={task: _least_split(layouts, inventory.pools[0].gpus) for task, layouts in limits.layouts.items()},
         apart=limits.apart[:1],
         placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
         serving_pp=1,
@@ -192,11 +195,11 @@ def _worth(found: Result, plainer: Result, work: Workload) -> Result:
     return plainer
 
 
-def _fewest_stages(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
-    """On all ranks the one with fewest pipeline stages, on parts of them those without."""
+def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
+    """On all ranks the one that splits the model over fewest, on parts of them those that do not split it."""
     whole = [layout for layout in layouts if world_size(layout) == ranks]
-    parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == 1)
-    return (*sorted(whole, key=lambda layout: layout.pp)[:1], *parts)
+    parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == layout.tp == 1)
+    return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
 
 
 def _reason(
@@ -234,9 +237,7 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
 def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Fitting]:
     """Layouts of a trained model over all ranks that every batch of it divides by and that fit in each stage that
     trains it, the fastest first. Raises Infeasible; an empty list where no layout divides (the caller says why)."""
-    found = [
-        _fitting(spec, model, layout, shape, pool) for layout in allowed_layouts(spec, model, pool.gpus, shape.layers)
-    ]
+    found = [_fitting(spec, model, layout, shape, pool) for layout in trainable_layouts(spec, model, pool, shape)]
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
         least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)

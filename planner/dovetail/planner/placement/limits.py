@@ -30,8 +30,8 @@ class Limits:
     inference. `fsdp`, `recompute`: values allowed in training; `offload`: by training task, open if it is not
     named; `swap`: of `offload` in inference. `folded`: the rollouts' log-probabilities serve as the old ones.
     `shared_body`: the critic is a head on the actor. `apart`: whether actor and critic may train on GPUs of their
-    own (True) or on the same (False). `together`: they have one micro-batch size, and inference runs beside
-    generation, in a scorer for each server."""
+    own (True) or on the same (False). `together`: they have one micro-batch size and one tp, and inference runs
+    beside generation, in a scorer for each server."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -59,11 +59,11 @@ class Limits:
     together: bool = False
 
     def executed(self) -> Limits:
-        """Only what trainers and scorers run today: FSDP2 as ZeRO-2 and pipeline stages, vLLM servers in a pod each, a
-        scorer beside each server, whose models are whole or in pipeline stages on its pod's GPUs, where they stay."""
+        """Only what trainers and scorers run today: FSDP2 as ZeRO-2, actor and critic with one tp, vLLM servers in a
+        pod each, a scorer beside each server, whose models are whole or in pipeline stages on its pod's GPUs, where
+        they stay."""
         return replace(
             self,
-            max_tp=1,
             inference_tp=1,
             within=True,
             fsdp=(2,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dovetail.api.batching import batch_rules, pinned_layouts
@@ -124,7 +124,7 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
         servers=servers,
         asleep=tuple(g.name for g in spec.groups if SLEEP in g.vllm_args and Role.TRAINER not in g.roles),
         offload={_TRAINING[m]: (optimizers[m].offload,) for m in trained},
-        layouts={_TRAINING[m]: tuple(allowed_layouts(spec, m, trainers.gpus, shapes[m].layers)) for m in trained},
+        layouts={_TRAINING[m]: tuple(trainable_layouts(spec, m, trainers, shapes[m])) for m in trained},
     )
 
 
@@ -137,17 +137,20 @@ def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: 
     shared = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     found = dict(limits.layouts)
     for model, task in _TRAINING.items():
-        parts = pins[task] if pins else _on_parts(trainers, shared, shapes[model].layers)
+        parts = pins[task] if pins else _on_parts(spec, model, trainers, shared, shapes[model])
         found[task] = (*found[task], *parts)
     return replace(limits, layouts=found)
 
 
-def _on_parts(trainers: Pool, micro_batches: int, layers: int) -> list[Parallelism]:
+def _on_parts(
+    spec: RLHFJobSpec, model: str, trainers: Pool, micro_batches: int, shape: ModelShape
+) -> list[Parallelism]:
     return [
-        Parallelism(pp=pp, dp=part // pp)
+        Parallelism(pp=pp, tp=tp, dp=part // (pp * tp))
         for part in part_sizes(trainers)
-        for pp in range(1, min(part, layers) + 1)
-        if part % pp == 0 == micro_batches % (part // pp)
+        for tp in _degrees(spec, model, trainers, shape)
+        for pp in range(1, min(part // tp, shape.layers) + 1)
+        if part % (pp * tp) == 0 == micro_batches % (part // (pp * tp))
     ]
 
 
@@ -191,11 +194,30 @@ def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
     }
 
 
-def allowed_layouts(spec: RLHFJobSpec, model: str, ranks: int, layers: int | None) -> list[Parallelism]:
-    """(pp, dp) over `ranks` that share every batch of the model in every stage evenly; the pinned one, if any."""
+def trainable_layouts(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[Parallelism]:
+    """`allowed_layouts` on all GPUs of a pool."""
+    return allowed_layouts(spec, model, pool.gpus, shape.layers, _degrees(spec, model, pool, shape))
+
+
+def _degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[int]:
+    """Tensor parallel ranks of a trained model: within a node, all with as much of a layer; adapters are not split."""
+    most = 1 if getattr(spec.models, model).lora is not None else pool.per_node
+    return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
+
+
+def allowed_layouts(
+    spec: RLHFJobSpec, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
+) -> list[Parallelism]:
+    """(pp, tp, dp) over `ranks`, tp one of `degrees`, that share every batch of the model in every stage evenly; the
+    pinned one, if any."""
     rules = [rule for rule in batch_rules(spec) if rule.model == model]
     pins = pinned_layouts(spec)
-    found = [Parallelism(pp=pp, dp=ranks // pp) for pp in range(1, min(ranks, layers or ranks) + 1) if ranks % pp == 0]
+    found = [
+        Parallelism(pp=pp, tp=tp, dp=ranks // (pp * tp))
+        for tp in degrees
+        for pp in range(1, min(ranks, layers or ranks) + 1)
+        if ranks % (pp * tp) == 0
+    ]
     return [
         layout
         for layout in found

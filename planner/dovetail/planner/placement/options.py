@@ -97,9 +97,10 @@ def layouts(
     task: Task, slot: Slot, pool: Pool, shape: ModelShape, workload: Workload, limits: Limits
 ) -> Iterator[tuple[Parallelism, int]]:
     """(pp, tp, dp) and micro-batches that a mini-batch divides into evenly."""
+    lora = workload.actor_lora if task == "actor_training" else workload.critic_lora  # adapters are not split
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     for tp in _degrees(pool, shape, slot.count):
-        if tp > limits.max_tp:
+        if tp > limits.max_tp or (tp > 1 and (lora is not None or shape.split_problem(tp) is not None)):
             continue
         ranks = slot.count // tp
         for pp in range(1, min(shape.layers, ranks) + 1):

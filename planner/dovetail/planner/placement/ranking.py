@@ -75,8 +75,16 @@ class Ranker:
         front = (task, start, shared, width)
         if front not in self._options:
             ranked = self._layouts(task, start, shared)
-            self._options[front] = ranked if isinstance(ranked, Misfit) else _front(ranked, width)
+            self._options[front] = ranked if isinstance(ranked, Misfit) else self._kept(task, ranked, width)
         return self._options[front]
+
+    def _kept(self, task: Task, ranked: Ranked, width: int) -> Ranked:
+        """Where actor and critic must have one tp, the best of each."""
+        if not self._limits.together or task not in TRAINING:
+            return _front(ranked, width)
+        degrees = sorted({option.share.tp for option in ranked})
+        kept = [o for tp in degrees for o in _front([o for o in ranked if o.share.tp == tp], width)]
+        return sorted(kept, key=lambda option: (option.seconds, str(option.share)))
 
     def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | Misfit:
         key = (task, slot, shared)

@@ -129,8 +129,8 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
     training = [s for task, s in shares if task.endswith("_training")]
     scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
     found = []
-    if any(s.tp > 1 for s in training):
-        found.append("training with tp above 1 is not executed yet")
+    if len({s.tp for s in training}) > 1:
+        found.append("training actor and critic with unlike tp is not executed yet")
     if any(s.fsdp != 2 and s.dp > 1 for s in training):
         found.append("FSDP stages other than ZeRO-2 are not executed yet")
     if len({s.micro_batch for s in training}) > 1:

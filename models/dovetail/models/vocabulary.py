@@ -1,0 +1,58 @@
+"""Embedding and vocabulary projection, whose rows tensor-parallel ranks may share (Megatron-LM, Shoeybi et al. 2019,
+section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class SplitEmbedding(nn.Embedding):
+    """An embedding whose weight is a DTensor of rows: each rank looks up the tokens that it has, and the sum over ranks
+    is what the whole one gives."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        weight: Any = self.weight
+        first, last = rows_of(weight)
+        outside = (input < first) | (input >= last)
+        own = self.padding_idx is not None and first <= self.padding_idx < last
+        padding = self.padding_idx - first if own and self.padding_idx is not None else None
+        found = F.embedding((input - first).masked_fill(outside, 0), weight.to_local(), padding)
+        found = found.masked_fill(outside.unsqueeze(-1), 0.0)
+        part: Any = DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
+        whole: Tensor = part.redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+
+def project(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of all of the vocabulary: (..., H) times the transpose of `weight` (V, H), a DTensor of rows or whole."""
+    if not hasattr(weight, "device_mesh"):
+        return F.linear(hidden, weight)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    here: Any = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    logits: Any = F.linear(here, weight)
+    whole: Tensor = logits.redistribute(placements=[Replicate()]).to_local()
+    return whole
+
+
+def rows_of(weight: Any) -> tuple[int, int]:
+    """First row of a DTensor's dimension 0 that this rank holds, and the first after them."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return offset[0], offset[0] + shape[0]
+
+
+def share_rows(module: nn.Module, mesh: Any) -> None:
+    """Share out the rows of the weight of an embedding or a projection (on the meta device) over `mesh`."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0)], src_data_rank=None)  # type: ignore[arg-type]
+    module.weight = nn.Parameter(weight)
+    if isinstance(module, nn.Embedding):
+        module.__class__ = SplitEmbedding
