@@ -5,14 +5,16 @@
 The job of examples/quickstart.yaml, its sizes and steps untouched, with its groups and `plan` changed: Separation in
 the manifest's fused pipeline and with data parallel ranks, Interleaving, Flattening, and actor and critic on ranks of
 their own. A placement changes the order of sums (1e-7), which sampled tokens magnify from iteration to iteration, so
-the curves part as those of other seeds do. Noise is what --seeds seeds of the manifest as it is differ by: another
-placement must end within three standard deviations of their mean, or within their range. With --runs, run directories
-are kept, and those that are there already are read instead of run."""
+the curves part as those of other seeds do. Noise is what --seeds seeds of the manifest as it is differ by, and the
+error of each figure itself (of 614 pairs, of 128 samples): another placement must end within three standard deviations
+of both together, or within the seeds' range. With --runs, run directories are kept, and those that are there already
+are read instead of run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -57,17 +59,23 @@ def result(name: str, seed: int, work: Path) -> dict[str, Any]:
         "placement": name,
         "seed": seed,
         "sft_loss": found["sft"]["loss_after"],
-        "reward_model_accuracy": found["reward_model"]["accuracy"],
+        "reward_model_accuracy": accuracy(**found["reward_model"]),
         **found["ppo"],
         "iterations_seconds": sum(found["phases"].values()),
         "samples_per_second": found["samples_per_second"],
     }
 
 
-def same(value: float, noise: Sequence[float]) -> bool:
+def accuracy(accuracy: float, pairs: float) -> dict[str, float]:
+    """With its binomial error."""
+    return {"mean": accuracy, "ci95": 1.96 * (accuracy * (1 - accuracy) / pairs) ** 0.5}
+
+
+def same(value: Mapping[str, float], noise: Sequence[Mapping[str, float]]) -> bool:
     """Whether a value could be one of `noise`."""
-    spread = DEVIATIONS * statistics.stdev(noise)
-    return abs(value - statistics.mean(noise)) <= spread or min(noise) <= value <= max(noise)
+    means = [each["mean"] for each in noise]
+    spread = DEVIATIONS * math.hypot(statistics.stdev(means), value["ci95"] / 1.96)
+    return abs(value["mean"] - statistics.mean(means)) <= spread or min(means) <= value["mean"] <= max(means)
 
 
 def judged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -75,9 +83,9 @@ def judged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     apart = []
     for name in PLACEMENTS:
         for key in ("sft_loss", "reward_model_accuracy", "reward_first", "reward_last"):
-            seeds = [_mean(line[key]) for line in lines if line["placement"] == AS_IT_IS]
-            values = [_mean(line[key]) for line in lines if line["placement"] == name and name != AS_IT_IS]
-            apart += [f"{name}: {key} {value:.3g}" for value in values if not same(value, seeds)]
+            seeds = [_figure(line[key]) for line in lines if line["placement"] == AS_IT_IS]
+            values = [_figure(line[key]) for line in lines if line["placement"] == name and name != AS_IT_IS]
+            apart += [f"{name}: {key} {value['mean']:.3g}" for value in values if not same(value, seeds)]
     rises = all(
         line["reward_last"]["mean"] - line["reward_last"]["ci95"]
         > line["reward_first"]["mean"] + line["reward_first"]["ci95"]
@@ -86,8 +94,8 @@ def judged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"measurement": "placements summary", "apart": apart, "reward_rises": rises}
 
 
-def _mean(value: Any) -> float:
-    return float(value["mean"] if isinstance(value, Mapping) else value)
+def _figure(value: Any) -> Mapping[str, float]:
+    return value if isinstance(value, Mapping) else {"mean": float(value), "ci95": 0.0}
 
 
 def show(lines: list[dict[str, Any]]) -> None:
@@ -103,7 +111,7 @@ def show(lines: list[dict[str, Any]]) -> None:
             line["placement"],
             str(line["seed"]),
             f"{line['sft_loss']:.4f}",
-            f"{line['reward_model_accuracy']:.1%}",
+            f"{line['reward_model_accuracy']['mean']:.1%}",
             *ranges,
             f"{line['iterations_seconds']:.1f}",
             f"{line['samples_per_second']:.0f}",

@@ -65,6 +65,31 @@ def test_a_job_is_looked_at_again_only_when_its_coordinator_has_news(monkeypatch
     asyncio.run(check())
 
 
+def test_of_many_jobs_each_is_asked_less_often(monkeypatch):
+    real = asyncio.sleep
+
+    async def answer(_):
+        return web.json_response({"step": 1})
+
+    async def pause():
+        slept = asyncio.get_running_loop().create_future()
+
+        async def sleep(seconds, *result):
+            if seconds >= 0.25 and not slept.done():  # else it is aiohttp's
+                slept.set_result(seconds)
+            return await real(seconds, *result)
+
+        async with serving(monkeypatch, answer, seconds=0.25) as (follower, _):
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "sleep", sleep)
+                follower.report(KEY, children("127.0.0.1"), "secret")
+                return await asyncio.wait_for(slept, 10)
+
+    assert asyncio.run(pause()) == 0.25
+    monkeypatch.setattr(coordinators, "ASKS_PER_SECOND", 0.5)
+    assert asyncio.run(pause()) == 2.0
+
+
 def test_what_cannot_be_read_is_no_answer(monkeypatch):
     replies = iter([web.Response(text="[1]", content_type="application/json"), web.Response(text="{"), None])
     done = asyncio.Event()

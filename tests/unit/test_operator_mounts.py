@@ -44,6 +44,7 @@ class Client:
     def __init__(self):
         self.asked = []
         self.away = False
+        self.uid = ""
 
     async def list(self, resource, namespace, selector="", fields=""):
         self.asked.append((resource.kind, namespace, fields))
@@ -54,7 +55,13 @@ class Client:
             ("2026-01-01T00:02:00Z", TOLD),
             ("2026-01-01T00:03:00Z", "failed to sync secret cache: timed out waiting for the condition"),
         )
-        return [{"lastTimestamp": at, "message": message} for at, message in times]
+        about = {"involvedObject": {"uid": self.uid}}
+        other = {
+            "involvedObject": {"uid": "another"},
+            "lastTimestamp": "2026-01-01T00:09:00Z",
+            "message": "a not found",
+        }
+        return [other, *({"lastTimestamp": at, "message": message, **about} for at, message in times)]
 
 
 def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
@@ -65,12 +72,12 @@ def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
         return asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
 
     assert problems() == {}, "no pod has a node"
-    uid = stuck(cluster)["metadata"]["uid"]
+    uid = client.uid = stuck(cluster)["metadata"]["uid"]
     assert problems() == {}
     assert client.asked == [], "most pods start within seconds"
     now[0] += 10
     assert problems() == {uid: TOLD}
-    assert client.asked == [("Event", "default", f"involvedObject.uid={uid},reason=FailedMount")]
+    assert client.asked == [("Event", "default", "reason=FailedMount")]
     now[0] += 9
     assert problems() == {uid: TOLD}
     assert len(client.asked) == 1
@@ -80,4 +87,31 @@ def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
     cluster.start(cluster.pod("trainer"))
     now[0] += 60
     assert problems() == {}
+    assert len(client.asked) == 2
+
+
+def test_one_question_answers_for_all_jobs_of_a_namespace_and_an_expensive_one_for_longer(cluster):
+    now, client = [100.0], Client()
+    mounts, children = Mounts(client, lambda: now[0]), Children(cluster.objects)
+    client.uid = stuck(cluster)["metadata"]["uid"]
+    keys = [("default", f"job-{number}") for number in range(50)]
+    real = client.list
+
+    async def slow(*arguments, **options):
+        now[0] += 2
+        return await real(*arguments, **options)
+
+    async def all_of_them():
+        return await asyncio.gather(*(mounts.problems(key, children) for key in keys))
+
+    client.list = slow
+    asyncio.run(all_of_them())
+    now[0] += 10
+    assert asyncio.run(all_of_them()) == [{client.uid: TOLD}] * len(keys)
+    assert len(client.asked) == 1
+    now[0] += 39
+    asyncio.run(all_of_them())
+    assert len(client.asked) == 1, "it took two seconds"
+    now[0] += 1
+    asyncio.run(all_of_them())
     assert len(client.asked) == 2

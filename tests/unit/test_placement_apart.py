@@ -1,6 +1,7 @@
 """Actor and critic trained on GPUs of their own, at once (PUZZLE's third plan): planned, predicted, and executed so."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from dovetail.coordinator.schedule_words import applies
 from dovetail.coordinator.scheduling import Scheduling
 from dovetail.operator.replan import Need, honoured, resized
 from dovetail.planner.hardware import gpu
-from dovetail.planner.placement import Inventory, Pool
+from dovetail.planner.iteration import estimate
+from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
 from dovetail.planner.placement.recommend import fragment, recommend
+from dovetail.planner.shape import ModelShape
 from dovetail.planner.simple import PlanError, make_plan
 
 # One GPU a pod: trainers' messages go over the network, where collectives of data-parallel ranks take long.
@@ -158,3 +161,37 @@ def test_an_inventorys_division_is_executed_and_found_again_on_its_groups() -> N
     assert {t: tasks(plan)[t].gpus for t in ("actor_training", "critic_training")} == {
         t.task: t.gpus for t in chosen.prediction.tasks if t.task.endswith("_training")
     }
+
+
+def test_memory_of_scorers_counts_on_every_gpu_of_a_server_that_trains_one_of_the_models() -> None:
+    """Copies of split models are numbered through, but each is on the first GPUs of its own server."""
+    trained = (Share("a", dp=4), Share("a", first=4, dp=12))
+    candidate = Candidate(
+        Placement.FLATTENING,
+        (Share("a", tp=8, dp=2),),
+        (trained[0],),
+        (trained[1],),
+        reference=(Share("a", pp=2, dp=2),),
+        schedule="Dedicated",
+        beside=True,
+    )
+    small = ModelShape("llama", 24, 2048, 5504, 16, 16, 128, 32000)
+    job = Workload(small, small, None, small, 64, 64, 1, Lengths.fixed(64), Lengths.fixed(64))
+    used = estimate(candidate, job, Inventory((Pool("a", gpu(A100), 2, 8),))).memory
+    for cell in used:
+        assert any(part.startswith("reference") for part in cell.device), "of either model's ranks"
+    apart = replace(candidate, generation=(Share("b", tp=8, dp=2),), reference=(Share("b", pp=2, dp=2),))
+    there = Inventory(tuple(Pool(name, gpu(A100), 2, 8) for name in "ab"))
+    holding = [m for m in estimate(apart, job, there).memory if any(p.startswith("reference") for p in m.device)]
+    assert [(m.pool, m.range) for m in holding] == [("b", range(4))]
+
+
+def test_an_inventorys_division_must_be_worth_it_too() -> None:
+    """On fast GPUs of one node a small model gains nothing that the models of time can tell."""
+    tiny = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    chosen, _ = recommend(spec(config=tiny), {}, Inventory((Pool("a100", gpu(A100), 1, 4),)))
+    assert chosen.prediction.note in ("", "training on GPUs of its own")
+    assert chosen.prediction.schedule != "Dedicated"
+    kinds = [(other.placement, other.note) for other in chosen.prediction.alternatives]
+    assert len(set(kinds)) == len(kinds)
+    assert (chosen.prediction.placement, chosen.prediction.note) not in kinds

@@ -51,6 +51,7 @@ def test_a_job_on_unlike_gpus_is_explained_and_written(tmp_path):
     parser.feed(page.read_text())
     for words in ("a100 0", "a100 1", "v100 0", "a10 0", "Decided against"):
         assert words in parser.words
+    assert "on a single machine" not in result.output, "it is planned for a cluster"
 
 
 def test_an_inventory_gets_the_best_groups_beside_the_manifests_own(tmp_path):

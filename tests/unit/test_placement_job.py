@@ -181,3 +181,20 @@ def test_an_inventory_that_is_too_small_or_a_job_without_ppo_is_refused():
         recommend(spec(config=LARGE), {}, Inventory((Pool("p", gpu("Tesla-T4"), 1, 1),)))
     with pytest.raises(Unknown, match="has no ppo"):
         recommend(spec(stages=["reward"]), {}, Inventory((Pool("p", gpu(A100), 1, 8),)))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", "rlhf-65b"])
+def test_an_examples_recommended_groups_are_a_valid_manifest(name):
+    """Of all its stages: SFT and the reward model share the layouts that are pinned."""
+    document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    there = "a100x128" if name == "rlhf-65b" else "a100-v100-a10"
+    there = read(yaml.safe_load((EXAMPLES / "inventories" / f"{there}.yaml").read_text()))
+    chosen, notes = recommend(resolve(parse(document).spec), {}, there)
+    assert notes == []
+    for field, value in fragment(chosen).items():
+        document["spec"][field] = document["spec"].get(field, {}) | value if isinstance(value, dict) else value
+    own = parse(document).spec
+    assert check(own) == []
+    found = make_plan(resolve(own)).prediction
+    assert found is not None
+    assert (found.placement, found.schedule) == (chosen.prediction.placement, chosen.prediction.schedule)

@@ -1,5 +1,6 @@
 """The search of a placement, against looking at everything."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -157,3 +158,13 @@ def test_limits_are_kept():
     assert best.candidate.schedule == "Fused"
     assert all(s.tp == 1 for task, s in best.candidate.placed if task != "generation")
     assert len({s.micro_batch for task in TRAINING for s in best.candidate.shares(task)}) == 1
+
+
+def test_of_divisions_that_do_not_fit_the_nearest_one_gives_the_reason():
+    there, job = pools((A100, 2, 8)), work("33", "33")
+    found = run(there, job, replace(Limits().executed(), recompute=(False,)))
+    apart = [r for r in found.rejected if "train apart" in r.note and r.problem is not None]
+    assert apart
+    for other in apart:
+        needed, there_is = (float(x) for x in re.findall(r"([\d.]+) GiB", other.problem)[:2])
+        assert 0.98 * needed / there_is <= other.need < 5, "not of a single GPU for all of a model's training"

@@ -84,9 +84,11 @@ def _load(
     hardware_path: Path | None = None,
     profile_path: Path | None = None,
     run_dir: Path | None = None,
+    planned: bool = False,
 ) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there. Times
-    are those of `profile_path`, or of a profile in the run directory."""
+    are those of `profile_path`, or of a profile in the run directory. `planned`: only, so that groups with GPUs may be
+    those of a cluster."""
     from dovetail.api.files import layer_counts
     from dovetail.api.validation import warnings
     from dovetail.cli.planning import configurations, hardware, local_profile
@@ -96,7 +98,8 @@ def _load(
     configs = configurations(job.spec, base)
     measured = local_profile(profile_path, run_dir or Path("runs") / job.metadata.name)
     made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured)
-    for warning in dict.fromkeys([*warnings(written.spec), *made.warnings]):
+    elsewhere = planned and not all(group.on_cpu for group in written.spec.groups)
+    for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)
     return job, made
 
@@ -325,7 +328,7 @@ def plan(
     there = planning.inventory(inventory_path, cluster, measured)
     groups: Plan | str
     try:
-        job, groups = _load(manifest, overrides, hardware_path=hardware_path, profile_path=profile_path)
+        job, groups = _load(manifest, overrides, hardware_path=hardware_path, profile_path=profile_path, planned=True)
     except PlanError as error:
         if there is None or as_json or output is not None:
             raise

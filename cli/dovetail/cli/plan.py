@@ -34,7 +34,8 @@ def plan_tables(plan: Plan) -> Group:
         names = _through([f"{each.name}-scorer" for each in rollouts])
         processes.add_row(names, rollouts[0].group, f"{', '.join(scored)} inference")
 
-    title = f"Parallelism (schedule: {plan.schedule})"
+    schedule = "chosen as the job runs" if plan.schedule == "Auto" else plan.schedule
+    title = f"Parallelism (schedule: {schedule})"
     layouts = Table(title=title, title_justify="left", show_edge=False)
     layouts.add_column("model")
     for heading in ("pipeline", "data", "tensor"):

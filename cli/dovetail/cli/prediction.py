@@ -48,11 +48,20 @@ def _tasks(found: Prediction, title: str) -> Table:
     places = "GPUs" if found.memory else "processes"
     table = _table(title, ("task", "group", places, "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
     for task in found.tasks:
-        micro = "" if task.task == "generation" else str(task.micro_batch)
-        layout = f"{task.pp},{task.tp},{task.dp}"
-        name = _WORDS.get(task.task, task.task)
-        table.add_row(name, task.group, gpu_range(task), layout, micro, f"{task.seconds:.3g}", ", ".join(task.details))
+        layout, seconds = f"{task.pp},{task.tp},{task.dp}", f"{task.seconds:.3g}"
+        where, details = (task.group, gpu_range(task), layout), ", ".join(task.details)
+        table.add_row(task_name(task), *where, micro_batch(task), seconds, details)
     return table
+
+
+def task_name(task: PredictedTask) -> str:
+    """In words."""
+    return _WORDS.get(task.task, task.task)
+
+
+def micro_batch(task: PredictedTask) -> str:
+    """Samples of a pass; a server has no such number."""
+    return "" if task.task == "generation" else str(task.micro_batch)
 
 
 def gpu_range(place: PredictedTask | PredictedMemory) -> str:
@@ -71,10 +80,15 @@ def _facts(found: Prediction) -> Iterator[str]:
     if found.memory:
         threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
         yield f"Migration of generation's tail: {threshold}"
-    speed = f"{found.samples_per_second:.3g} samples/s"
-    price = "" if found.samples_per_dollar is None else f", {found.samples_per_dollar:.3g} samples per unit of price"
+    speed = f"{_rate(found.samples_per_second)} samples/s"
+    price = "" if found.samples_per_dollar is None else f", {_rate(found.samples_per_dollar)} samples per unit of price"
     yield f"Iteration: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
     yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"
+
+
+def _rate(value: float) -> str:
+    """Three digits."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _memory(found: Prediction) -> Table:

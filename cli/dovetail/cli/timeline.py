@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from dovetail.api.prediction import Prediction
-from dovetail.cli.prediction import alternative_row, gpu_range, memory_row, placement_name
+from dovetail.cli.prediction import alternative_row, gpu_range, memory_row, micro_batch, placement_name, task_name
 from dovetail.local import charts
 from dovetail.local.report import STYLE
 from dovetail.planner.iteration.simulate import Simulated, simulate
@@ -85,11 +85,11 @@ def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
 def _tasks(found: Prediction) -> str:
     rows = [
         (
-            t.task,
+            task_name(t),
             t.group,
             gpu_range(t),
             f"{t.pp}, {t.tp}, {t.dp}",
-            t.micro_batch,
+            micro_batch(t),
             f"{t.seconds:.3g}",
             *_joined(t.details),
         )

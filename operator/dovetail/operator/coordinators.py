@@ -18,6 +18,8 @@ from dovetail.operator.store import Key
 TIMEOUT_SECONDS = 3.0
 AT_A_TIME = 64
 PAGES = 64  # of history in one go
+# Iterations take longer than the turns of a thousand jobs.
+ASKS_PER_SECOND = 50.0
 
 
 @dataclass
@@ -30,8 +32,9 @@ class _Followed:
 
 
 class Coordinators:
-    """By pod address, so that no name service is needed. Each is asked every `seconds`; `changed` is called with the
-    job whose status has something new to tell, once its finished steps have been asked for, too."""
+    """By pod address, so that no name service is needed. Each is asked every `seconds`, of many each less often;
+    `changed` is called with the job whose status has something new to tell, once its finished steps have been asked
+    for, too."""
 
     def __init__(
         self, session: aiohttp.ClientSession, seconds: float, changed: Callable[[Key], Awaitable[None]]
@@ -92,7 +95,7 @@ class Coordinators:
             if news:
                 known = told
                 await self._changed(key)
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(max(self._seconds, len(self._followed) / ASKS_PER_SECOND))
 
     async def _catch_up(self, key: Key, address: str, token: str) -> None:
         """Take the steps since the last time."""

@@ -2,51 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from dovetail.operator.children import Children, Object
+from dovetail.operator.children import Children
 from dovetail.operator.client import Client, KubeError
 from dovetail.operator.resources import EVENT
 from dovetail.operator.rootcause import LOOK_SECONDS, creating
 from dovetail.operator.store import Key
 
+# The API server reads all Events of a namespace for each answer: it is to spend a twentieth of its time on it at most.
+REST = 20.0
+
+
+@dataclass
+class _Told:
+    """In a namespace, by the pod's uid; when to ask again."""
+
+    complaints: dict[str, str] = field(default_factory=dict)
+    until: float = float("-inf")
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
 
 class Mounts:
-    """Asks about pods that have had a node and no container for LOOK_SECONDS, and as often. `clock`: monotonic."""
+    """Asks about pods that have had a node and no container for LOOK_SECONDS, and as often: about all of a namespace at
+    once, for it is much the same work. `clock`: monotonic."""
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
-        # By job and pod: when it was first seen or last asked about, and the answer.
-        self._known: dict[Key, dict[str, tuple[float, str]]] = {}
+        self._stuck: dict[Key, dict[str, float]] = {}  # since when, by job and pod
+        self._told: defaultdict[str, _Told] = defaultdict(_Told)
 
     async def problems(self, key: Key, children: Children) -> dict[str, str]:
         """What kubelets say of the mounts of this job's stuck pods, by the pod's uid."""
-        before = self._known.pop(key, {})
-        known: dict[str, tuple[float, str]] = {}
-        for pod in children.of("Pod"):
-            if not creating(pod):
-                continue
-            uid = str(pod["metadata"]["uid"])
-            at, told = before.get(uid, (self._clock(), ""))
-            if self._clock() - at >= LOOK_SECONDS:
-                at, told = self._clock(), await self._ask(pod)
-            known[uid] = at, told
-        if known:
-            self._known[key] = known
-        return {uid: told for uid, (_, told) in known.items() if told}
+        now, before = self._clock(), self._stuck.pop(key, {})
+        stuck = {str(pod["metadata"]["uid"]) for pod in children.of("Pod") if creating(pod)}
+        if not stuck:
+            return {}
+        self._stuck[key] = {uid: before.get(uid, now) for uid in stuck}
+        long = [uid for uid, since in self._stuck[key].items() if now - since >= LOOK_SECONDS]
+        told = await self._complaints(key[0]) if long else {}
+        return {uid: told[uid] for uid in long if told.get(uid)}
 
     def forget(self, key: Key) -> None:
-        self._known.pop(key, None)
+        self._stuck.pop(key, None)
 
-    async def _ask(self, pod: Object) -> str:
-        """The newest complaint, of something that is not there if there is one; none when it cannot be had."""
-        metadata = pod["metadata"]
-        fields = f"involvedObject.uid={metadata['uid']},reason=FailedMount"
-        try:
-            events = await self._client.list(EVENT, metadata["namespace"], fields=fields)
-        except KubeError:
-            return ""
-        said = [(str(e.get("lastTimestamp") or e.get("eventTime") or ""), str(e.get("message") or "")) for e in events]
-        # A busy kubelet complains of time-outs, too, which pass.
-        return max(said, key=lambda s: ("not found" in s[1], s[0]), default=("", ""))[1]
+    async def _complaints(self, namespace: str) -> dict[str, str]:
+        """By the pod's uid the newest, of something that is not there if there is one; none when they cannot be had."""
+        told = self._told[namespace]
+        async with told.lock:
+            if (began := self._clock()) < told.until:
+                return told.complaints
+            try:
+                events = await self._client.list(EVENT, namespace, fields="reason=FailedMount")
+            except KubeError:
+                events = []
+            said: defaultdict[str, list[tuple[bool, str, str]]] = defaultdict(list)
+            for e in events:
+                at, message = str(e.get("lastTimestamp") or e.get("eventTime") or ""), str(e.get("message") or "")
+                # A busy kubelet complains of time-outs, too, which pass.
+                said[str(e["involvedObject"].get("uid"))].append(("not found" in message, at, message))
+            told.complaints = {uid: max(each)[2] for uid, each in said.items()}
+            told.until = max(began + LOOK_SECONDS, self._clock() + REST * (self._clock() - began))
+            return told.complaints

@@ -172,12 +172,22 @@ def _cells(candidate: Candidate, inventory: Inventory) -> Iterator[tuple[Pool, r
     """Ranges of GPUs with the same tasks."""
     placed = list(candidate.placed)
     for pool in inventory.pools:
-        mine = [(task, share) for task, share in placed if share.pool == pool.name]
-        cuts = sorted({edge for _, share in mine for edge in (share.first, share.first + share.gpus)})
+        mine = [(task, share, _range(candidate, task, share)) for task, share in placed if share.pool == pool.name]
+        cuts = sorted({edge for _, _, there in mine for edge in (there.start, there.stop)})
         for start, stop in pairwise(cuts):
-            on = [(t, s) for t, s in mine if s.first <= start and stop <= s.first + s.gpus]
+            on = [(t, s) for t, s, there in mine if there.start <= start and stop <= there.stop]
             if on:
                 yield pool, range(start, stop), on
+
+
+def _range(candidate: Candidate, task: Task, share: Share) -> range:
+    """GPUs that may hold a part of it. Copies beside servers are counted through, though each is on the first GPUs of
+    its own server: where these train one of two models, all of a server's count."""
+    if task in INFERENCE and candidate.beside and candidate.schedule == "Dedicated":
+        server = next((s for s in candidate.generation if s.overlaps(share)), None)
+        if server is not None and any(server.overlaps(s) for s in candidate.actor_training):
+            return range(share.first, share.first + share.dp * server.pp * server.tp)
+    return share.range
 
 
 def _overhead(tasks: list[tuple[Task, Share, _Load]], system: System) -> float:

@@ -178,11 +178,16 @@ def _iteration(
     return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
 
 
+def worth(best: float, other: float, work: Workload) -> bool:
+    """Whether a placement of `best` seconds an iteration gains more over another one than the models of time miss."""
+    return other > WORTH * best + UNCOUNTED_SECONDS * work.steps
+
+
 def _worth(found: Result, plainer: Result, work: Workload) -> Result:
     """The plainer placement, unless the other one gains enough."""
     best, other = found.best, plainer.best
     assert best is not None
-    if other is None or other.seconds > WORTH * best.seconds + UNCOUNTED_SECONDS * work.steps:
+    if other is None or worth(best.seconds, other.seconds, work):
         return found
     kind = other.candidate.placement, other.note
     faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)

@@ -22,21 +22,23 @@ class Limits:
     """`trainers`, `rollouts`: pools that may train, and that may generate and infer; None: all. Pools in both are
     shared by all tasks or divided between them. `whole`: a task takes all of a pool (the groups of a manifest).
 
-    `micro_batch`: of training, None: open. `layouts`: those allowed of a training task; all if it is not named.
-    `servers`: GPUs of a vLLM server by pool, open if it is not named; `within`: a server is on one node; `asleep`:
-    pools whose servers leave the GPU to inference. `max_tp`, `inference_tp`: most tensor parallel ranks in training and
-    in inference; `serving_pp`, `inference_pp`: most pipeline stages of a vLLM server and in inference. `fsdp`,
-    `recompute`: values allowed in training; `offload`: by training task, open if it is not named; `swap`: of `offload`
-    in inference. `folded`: the rollouts' log-probabilities serve as the old ones. `shared_body`: the critic is a head
-    on the actor. `apart`: whether actor and critic may train on GPUs of their own (True) or on the same (False).
-    `together`: they have one micro-batch size and one tp, and inference runs beside generation, in a scorer for each
-    server."""
+    `micro_batch`: of training, None: open. `batches`: by training task, numbers of micro-batches of the model's other
+    stages, which its data-parallel ranks must share evenly. `layouts`: those allowed of a training task; all if it
+    is not named. `servers`: GPUs of a vLLM server by pool, open if it is not named; `within`: a server is on one
+    node; `asleep`: pools whose servers leave the GPU to inference. `max_tp`, `inference_tp`: most tensor parallel
+    ranks in training and in inference; `serving_pp`, `inference_pp`: most pipeline stages of a vLLM server and in
+    inference. `fsdp`, `recompute`: values allowed in training; `offload`: by training task, open if it is not
+    named; `swap`: of `offload` in inference. `folded`: the rollouts' log-probabilities serve as the old ones.
+    `shared_body`: the critic is a head on the actor. `apart`: whether actor and critic may train on GPUs of their
+    own (True) or on the same (False). `together`: they have one micro-batch size and one tp, and inference runs
+    beside generation, in a scorer for each server."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
     rollouts: tuple[str, ...] | None = None
     whole: bool = False
     micro_batch: int | None = None
+    batches: Mapping[Task, tuple[int, ...]] = field(default_factory=dict)
     layouts: Mapping[Task, tuple[Parallelism, ...]] = field(default_factory=dict)
     servers: Mapping[str, int] = field(default_factory=dict)
     asleep: tuple[str, ...] = ()

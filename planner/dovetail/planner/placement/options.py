@@ -109,6 +109,8 @@ def layouts(
             layout = Parallelism(pp=pp, tp=tp, dp=ranks // pp)
             if task in limits.layouts and layout not in limits.layouts[task]:
                 continue
+            if any(count % layout.dp for count in limits.batches.get(task, ())):
+                continue
             for micro in micros:
                 if workload.mini_batch % (layout.dp * micro) == 0:
                     yield layout, micro

@@ -24,6 +24,14 @@ Ranked = list[Option]
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """Why nothing fits, one sentence; and what the least of it needs of a GPU, as a part of its memory."""
+
+    problem: str
+    need: float
+
+
+@dataclass(frozen=True)
 class Ranking:
     """A structure with each task's layouts on each slot, fastest first, as if each slot began at GPU 0. `guess`:
     seconds of the fastest ones together, `bound`: seconds that no choice of them goes below."""
@@ -43,15 +51,15 @@ class Ranker:
     ) -> None:
         self._inventory, self._workload, self._limits = inventory, workload, limits
         self._costs, self._lean = costs, lean
-        self._options: dict[tuple[object, ...], Ranked | str] = {}
+        self._options: dict[tuple[object, ...], Ranked | Misfit] = {}
 
-    def rank(self, structure: Structure, width: int = WIDTH) -> Ranking | str:
-        """Layouts of each task; or the sentence that says which task does not fit."""
+    def rank(self, structure: Structure, width: int = WIDTH) -> Ranking | Misfit:
+        """Layouts of each task; or which one does not fit."""
         places = tuple((task, slot) for task in TASKS for slot in structure.slots(task))
         layouts = []
         for task, slot in places:
             ranked = self._task(structure, task, slot, width)
-            if isinstance(ranked, str):
+            if isinstance(ranked, Misfit):
                 return ranked
             layouts.append(ranked)
         seconds: dict[Task, float] = {}
@@ -61,13 +69,13 @@ class Ranker:
             _side_by_side(floors, task, min(option.floor for option in ranked))
         return Ranking(structure, places, tuple(layouts), _sum(structure, seconds), _sum(structure, floors))
 
-    def _task(self, structure: Structure, task: Task, slot: Slot, width: int) -> Ranked | str:
+    def _task(self, structure: Structure, task: Task, slot: Slot, width: int) -> Ranked | Misfit:
         """Layouts that fit alone, fastest first. The same for equal slots elsewhere: shares begin at GPU 0."""
         start, shared = slot.at(0), structure.shares_trainers(slot)
         front = (task, start, shared, width)
         if front not in self._options:
             ranked = self._layouts(task, start, shared)
-            self._options[front] = ranked if isinstance(ranked, str) else self._kept(task, ranked, width)
+            self._options[front] = ranked if isinstance(ranked, Misfit) else self._kept(task, ranked, width)
         return self._options[front]
 
     def _kept(self, task: Task, ranked: Ranked, width: int) -> Ranked:
@@ -78,16 +86,19 @@ class Ranker:
         kept = [o for tp in degrees for o in _front([o for o in ranked if o.share.tp == tp], width)]
         return sorted(kept, key=lambda option: (option.seconds, str(option.share)))
 
-    def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | str:
+    def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | Misfit:
         key = (task, slot, shared)
         if key not in self._options:
             alike = options(task, slot, shared, self._inventory, self._workload, self._limits)
             found = [option for shares in alike for option in self._ways(task, shares)]
             fitting = [option for option in found if option.problem is None]
             fitting.sort(key=lambda option: (option.seconds, str(option.share)))
-            nothing = f"no layout of {task} on {slot.count} GPUs of {slot.pool} divides its batches and layers evenly"
+            where = f"{slot.count} GPUs of {slot.pool}"
+            nothing = Misfit(f"no layout of {task} on {where} divides its batches and layers evenly", float("inf"))
             least = min(found, key=lambda option: option.need, default=None)
-            self._options[key] = fitting or (least.problem if least and least.problem else nothing)
+            if least and least.problem:
+                nothing = Misfit(least.problem, least.need / self._inventory[slot.pool].gpu.memory)
+            self._options[key] = fitting or nothing
         return self._options[key]
 
     def _ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:

@@ -6,20 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dovetail.api.batching import batch_rules
+from dovetail.api.critic import has_critic
 from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.planner.iteration.system import DOVETAIL
-from dovetail.planner.placement.candidate import Candidate, Placement, Share
+from dovetail.planner.placement.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.inventory import Inventory
-from dovetail.planner.placement.job import Chosen, Infeasible
+from dovetail.planner.placement.job import Chosen, Infeasible, worth
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
 from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Result
+from dovetail.planner.placement.search import Effort, Found, Rejected, Result
 from dovetail.planner.placement.strategies import Strategy, choose
-from dovetail.planner.placement.structures import HALVES
+from dovetail.planner.placement.structures import ALONE
+from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import ModelShape
 
 # Estimates of whole iterations; enough for 64 GPUs, and more for more.
@@ -64,7 +67,12 @@ def recommend(
 
 
 def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
-    return replace(pinned(spec, limits), layouts=pinned_shares(spec))
+    batches: dict[Task, tuple[int, ...]] = {"actor_training": (), "critic_training": ()}
+    for rule in batch_rules(spec):
+        if rule.stage is not Stage.PPO:  # the reward model is laid out like the critic, if there is one
+            task: Task = "critic_training" if rule.model == "reward" and has_critic(spec) else "actor_training"
+            batches[task] += (rule.batch // rule.micro,)
+    return replace(pinned(spec, limits), layouts=pinned_shares(spec), batches=batches)
 
 
 def _search(
@@ -85,7 +93,27 @@ def _search(
         result = choose(strategy, inventory, work, limits, costs, effort)
     if result.best is None:
         return _missing(result)
+    if limits.together and strategy == "search":
+        result = _plainest(result, work, costs)
+    assert result.best is not None
     return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
+
+
+def _plainest(result: Result, work: Workload, costs: Costs) -> Result:
+    """With the kind of placement that divides least of those that the models of time cannot tell from the best one."""
+    best = result.best
+    assert best is not None
+    near = [best]
+    for other in result.rejected:
+        if other.candidate is not None and other.seconds is not None and not worth(best.seconds, other.seconds, work):
+            near.append(Found(other.candidate, costs.estimate(other.candidate), other.note))
+    plainest = min(near, key=lambda found: (len({*found.note.split("; ")} - {"", ALONE}), found.seconds))
+    if plainest is best:
+        return result
+    kind = plainest.candidate.placement, plainest.note
+    faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
+    rejected = [r for r in (faster, *result.rejected) if (r.placement, r.note) != kind]
+    return replace(result, best=plainest, rejected=rejected)
 
 
 def _missing(result: Result) -> str:
@@ -145,13 +173,12 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
         )
     groups += [_group(chosen, s, ["rollout"], s.pp * s.tp) for s in candidate.generation if s not in shared]
     layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
-    interleaved = candidate.placement is Placement.INTERLEAVING or HALVES in chosen.prediction.note
     # Layouts of a manifest are on all trainer ranks; those on parts of them the planner finds again.
     own = {"intraStageFusion": "Dedicated"} if candidate.schedule == "Dedicated" else {"parallelism": layouts}
     return {
         "groups": groups,
         "ppo": {"microBatchSize": actor.micro_batch, **_optimizers(actor, critic)},
-        "plan": {"placement": "Interleaving" if interleaved else "Auto", **own},
+        "plan": {"placement": "Interleaving" if candidate.placement is Placement.INTERLEAVING else "Auto", **own},
     }
 
 

@@ -19,7 +19,7 @@ from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.filling import Filling
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
-from dovetail.planner.placement.ranking import Ranker, Ranking, combinations
+from dovetail.planner.placement.ranking import Misfit, Ranker, Ranking, combinations
 from dovetail.planner.placement.structures import Sizes, Slot, Structure, every_size, sizes, structures
 from dovetail.planner.placement.workload import Workload
 
@@ -63,13 +63,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The best of its kind of placement: slower than the plan (`seconds`), or it does not fit (`problem`)."""
+    """The best of its kind of placement: slower than the plan (`seconds`), or it does not fit (`problem`; `need`: what
+    it takes of a GPU, as a part of its memory)."""
 
     placement: Placement
     note: str
     seconds: float | None = None
     problem: str | None = None
     candidate: Candidate | None = None
+    need: float = float("inf")
 
 
 @dataclass
@@ -176,7 +178,7 @@ class Search:
             if isinstance(ranking, Ranking):
                 found.append(ranking)
             else:
-                self._kind(Rejected(structure.placement, structure.note, problem=ranking))
+                self._kind(Rejected(structure.placement, structure.note, problem=ranking.problem, need=ranking.need))
             if self.effort.expired():
                 break
         return found
@@ -253,16 +255,17 @@ class Search:
             self._known[candidate] = self.costs.estimate(candidate)
         found = Found(candidate, self._known[candidate], note)
         problem = found.estimate.problem
-        self._kind(Rejected(candidate.placement, note, None if problem else found.seconds, problem, candidate))
+        need = max(m.device_bytes / m.capacity for m in found.estimate.memory)
+        self._kind(Rejected(candidate.placement, note, None if problem else found.seconds, problem, candidate, need))
         if problem is None and (self.result.best is None or found.seconds < self.result.best.seconds):
             self.result.best = found
         return found
 
     def _kind(self, found: Rejected) -> None:
-        """Keep the best of a kind: the fastest that fits, or else the first reason why none does."""
+        """Keep the best of a kind: the fastest that fits, or else the one that comes nearest to it."""
         key = (found.placement, found.note)
         old = self._kinds.get(key)
-        if old is None or (found.seconds is not None and (old.seconds is None or found.seconds < old.seconds)):
+        if old is None or _better(found, old):
             self._kinds[key] = found
 
     # ------------------------------------------------------------ the descent
@@ -351,6 +354,13 @@ def _order(found: Found) -> tuple[bool, float]:
     return not found.estimate.fits, found.seconds
 
 
+def _better(one: Rejected, other: Rejected) -> bool:
+    """Of a kind of placement."""
+    if one.seconds is None or other.seconds is None:
+        return one.seconds is not None or (other.seconds is None and one.need < other.need)
+    return one.seconds < other.seconds
+
+
 def _near(cuts: frozenset[int], pool: Pool, count: int) -> list[int]:
     """Sizes within NEAR nodes of those in `cuts`."""
     unit = pool.per_node
@@ -364,7 +374,7 @@ def exhaustive(inventory: Inventory, workload: Workload, limits: Limits, costs: 
     for structure in structures(inventory, workload, limits, every_size):
         search.result.structures += 1
         ranking = search.ranker.rank(structure, width=10**9)
-        if isinstance(ranking, str):
+        if isinstance(ranking, Misfit):
             continue
         for options in combinations(ranking.layouts):
             chosen = tuple(option.share for option in options)

@@ -13,7 +13,7 @@ from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.ranking import Ranking
 from dovetail.planner.placement.search import Effort, Result, Search, exhaustive
-from dovetail.planner.placement.structures import Slots, Structure, structures
+from dovetail.planner.placement.structures import ALONE, Slots, Structure, structures
 from dovetail.planner.placement.workload import Workload
 from dovetail.planner.switching import Layout
 
@@ -51,7 +51,8 @@ def _prior(structure: Structure, inventory: Inventory) -> bool:
     training = set(structure.actor_training) | set(structure.critic_training)
     trains, generates = _count(tuple(training)), _count(structure.generation)
     low, high = (share * inventory.gpus for share in PRIOR)
-    return structure.placement is Placement.SEPARATION and low <= trains <= high and low <= generates <= high
+    separate = structure.placement is Placement.SEPARATION or ALONE in structure.note
+    return separate and low <= trains <= high and low <= generates <= high
 
 
 def _on_grid(structure: Structure, inventory: Inventory) -> bool:

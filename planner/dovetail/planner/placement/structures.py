@@ -18,6 +18,7 @@ from dovetail.planner.placement.workload import Workload
 EVERY_NODE = 16
 HALVES = "reference and reward on halves"
 APART = "actor and critic train apart"
+ALONE = "training on GPUs of its own"
 
 
 @hashed_once
@@ -217,12 +218,13 @@ def _separate(
             note = "; ".join(n for n in (apart, divided) if n)
             whole = Structure(Placement.SEPARATION, generation, actor, critic, inference, inference, inference, note)
             yield whole
-            # A manifest has a name for it: its groups are apart anyway.
-            kind = Placement.INTERLEAVING if limits.whole else Placement.SEPARATION
+            # A manifest calls it so: its groups are apart anyway.
+            kind = Placement.INTERLEAVING if limits.together else Placement.SEPARATION
+            divided = "" if limits.whole or not limits.together else ALONE
             own = inventory[inference[0].pool]
             first, second = _in_order(inference, limits) if limits.whole else _halves(inference, own)
             if first and second:
-                note = "; ".join(n for n in (note, HALVES) if n)
+                note = "; ".join(n for n in (divided, note, HALVES) if n)
                 yield replace(whole, placement=kind, reference=first, reward=second, critic=second, note=note)
 
 
