@@ -231,7 +231,7 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
         rank=0,
         world_size=1,
         device=torch.device("cpu"),
-        model={"actor": SimpleNamespace(pp_rank=0, dp_rank=0)},
+        model={"actor": SimpleNamespace(pp_rank=0, dp_rank=0, tp_rank=0)},
         broadcast_json=lambda value: value,
         gather_json=lambda value: [value],
     )

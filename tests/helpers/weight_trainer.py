@@ -26,7 +26,7 @@ class Alone:
     rank = 0
     world_size = 1
     device = torch.device("cpu")
-    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0)}  # noqa: RUF012
+    model = {"actor": SimpleNamespace(dp_rank=0, pp_rank=0, tp_rank=0)}  # noqa: RUF012
 
     def broadcast_json(self, value: Any) -> Any:
         return value
@@ -81,7 +81,12 @@ class Trainer:
         new, self.new = self.new, False
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(self.sender.publish, command, {"actor": lambda: model.state_dict().items()})
-            errors = push(self.servers, command, self.offers.get(timeout=30), new)
+            try:
+                offer = self.offers.get(timeout=30)
+            except queue.Empty:
+                sending.result(timeout=30)  # why it made no offer
+                raise
+            errors = push(self.servers, command, offer, new)
             if any(errors.values()):
                 self.epoch, self.new = next(EPOCHS), True
                 sending.exception()

@@ -109,7 +109,7 @@ class OneRank:
     rank, world_size, device = 0, 1, torch.device("cpu")
 
     def __init__(self) -> None:
-        self.model = {"critic": SimpleNamespace(dp_rank=0, pp_rank=0)}
+        self.model = {"critic": SimpleNamespace(dp_rank=0, pp_rank=0, tp_rank=0)}
 
     def broadcast_json(self, value: Any) -> Any:
         return value
