@@ -109,7 +109,8 @@ class Run:
         store = Store(self.run_dir / folder)
         prompts = [np.arange(3, 8 + i % 7) + i for i in range(SAMPLES)]
         store.samples.begin_iteration(1, [NewSample(i, 0, p, 77 + i) for i, p in enumerate(prompts)])
-        settings = Settings(stall=60, wait=60)
+        # Every token is seen at once: on a fast machine all are made in a second.
+        settings = Settings(stall=60, wait=60, flush=0.01, stream_interval=1)
         try:
             async with Generator(store, self.fleet, self.job.spec.generation, TOKEN, self.log, settings) as generator:
                 result = await generator.generate(1, progress=progress)

@@ -16,6 +16,8 @@ from helpers.jobs import events, history, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SECONDS = 1200.0
+# Enough for pods to come and go meanwhile: an iteration takes a second.
+ITERATIONS = 24
 UID = "0a1b2c3d-0000-4000-8000-000000000000"
 # GPU products, on a machine without GPUs: everything falls back to CPUs, as pretended devices make it do.
 GROUPS = [
@@ -37,7 +39,7 @@ def in_ppo(iteration: int) -> Any:
 
 def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
     """A pod of two ranks trains; one rollout is drained, a surplus one joins, and a trainer pod is killed."""
-    job = tiny_job(groups=GROUPS, checkpoint={"everySteps": 1}, ppo={"iterations": 6})
+    job = tiny_job(groups=GROUPS, checkpoint={"everySteps": 1}, ppo={"iterations": ITERATIONS})
     job = job.model_copy(update={"spec": resolve(job.spec)})
     context = Context(job, UID, make_plan(job.spec), Settings())
     with FakeKubelet(context, tmp_path) as kubelet:
@@ -54,7 +56,7 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
         assert kubelet.run(SECONDS) == 0, kubelet.pods["coordinator-0"].log.read_text()[-3000:]
         assert kubelet.restarts == ["a100-0"], "only what was killed"
     run_dir = kubelet.run_dir
-    assert sorted(history(run_dir, "ppo")) == list(range(1, 7))
+    assert sorted(history(run_dir, "ppo")) == list(range(1, ITERATIONS + 1))
     assert summary(run_dir)["samples_per_second"] > 0
     retired = {e["instance"] for e in events(run_dir, "instance.health") if e["health"] == "retired"}
     assert retired == {"v100-0", "v100-0-scorer"}, "the preStop hook told the coordinator"
