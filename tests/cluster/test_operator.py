@@ -170,9 +170,13 @@ def test_pods_that_cannot_start_are_explained(
     groups, kind, reason, words = CAUSES[name]
     cluster.apply(manifest(namespace, groups), namespace=namespace)
     wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 180)
-    # Another pod may be the first to be refused, for as long as the job's own volume is being made.
-    wait_for(words, lambda: words in condition(cluster, namespace, kind).get("message", ""), 180)
-    assert "a100" in condition(cluster, namespace, kind)["message"]
+
+    def explained() -> bool:
+        # Another pod may be the first to be refused, for as long as the job's own volume is being made.
+        message = condition(cluster, namespace, kind).get("message", "")
+        return words in message and "a100" in message
+
+    wait_for(f"{words!r} of a100's pod", explained, 180)
     described = cluster.kubectl("describe", "rlhfjob", "tiny", "-n", namespace)
     assert reason in described
 

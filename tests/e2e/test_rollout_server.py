@@ -238,17 +238,17 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
 ) -> None:
     model = actor_of(world.config, 13)
     command = publish_command(world.servers, 5, next(EPOCHS), 60.0)
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(
-        target=send_and_stall, args=(command, dict(model.state_dict()), there)
-    )
+    # A forked child would hang in its first parallel region: this process has used OpenMP's threads.
+    spawning = multiprocessing.get_context("spawn")
+    here, there = spawning.Pipe()
+    process = spawning.Process(target=send_and_stall, args=(command, dict(model.state_dict()), there))
     process.start()
     try:
-        assert here.poll(60)
+        assert here.poll(180), "no offer"
         offer = Offer.model_validate_json(here.recv())
         with ThreadPoolExecutor(1) as pool:
             pushing = pool.submit(push, world.servers, command, offer, True)
-            assert here.poll(60)
+            assert here.poll(60), "the sender did not come to its second iteration"
             assert here.recv() == "stalled"
             process.kill()
             start_time = time.monotonic()
