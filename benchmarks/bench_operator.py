@@ -1,7 +1,8 @@
 """The operator's own cost: many RLHFJobs at once on nodes that kwok plays, beside the JobSet controller alone.
 
 Clusters of hack/devcluster (root, Linux) are brought up and taken down again. In the first one as many JobSets are
-created by hand as there will be jobs, equal to those that the operator makes; in a new one the jobs. Both are timed
+created by hand as there will be jobs, equal to those that the operator makes; in a second one all objects that it
+makes, each once and by no operator: what the cluster itself needs for them; in a third one the jobs. All are timed
 from the first creation until all Jobs and pods exist. Then the jobs run, with coordinators that answer: what the
 operator asks of the API server when nothing happens, and how long an event takes to be acted on. Prints a table and one
 JSON line. JOBS (1000), QUIET: seconds of nothing (30), EVENTS (200), CLUSTER: its name (bench).
@@ -41,14 +42,15 @@ from dovetail.api.resolve import resolve
 from dovetail.api.types import KIND
 from dovetail.operator.client import Client, KubeError, connect
 from dovetail.operator.render.context import Context
-from dovetail.operator.render.objects import jobset
+from dovetail.operator.render.objects import furniture, jobset
+from dovetail.operator.render.secret import secret
 from dovetail.operator.resources import BY_KIND
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
 from helpers.cluster import KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
 
-ALONE, OPERATED = "alone", "operated"
+ALONE, BY_HAND, OPERATED = "alone", "by-hand", "operated"
 DEADLINE = 900.0
 POLL_SECONDS, LIST_SECONDS = 0.5, 5.0  # a look takes the API server time as well
 AT_A_TIME = 16
@@ -63,9 +65,10 @@ def main() -> int:
     name = os.environ.get("CLUSTER", "bench")
     facts: dict[str, Any] = {"jobs": jobs}
     # A cluster each: thousands of pods that are there already would slow the second one's.
-    with cluster_for(name, ALONE) as cluster, costs(facts, "jobset_alone", name, cluster, jobs):
-        facts["jobset_alone"] = asyncio.run(alone(jobs))
-    print(f"JobSet alone: {facts['jobset_alone']}", file=sys.stderr, flush=True)
+    for key, namespace in (("jobset_alone", ALONE), ("all_objects_by_hand", BY_HAND)):
+        with cluster_for(name, namespace) as cluster, costs(facts, key, name, cluster, jobs):
+            facts[key] = asyncio.run(unoperated(jobs, namespace))
+        print(f"{key}: {facts[key]}", file=sys.stderr, flush=True)
     with (
         cluster_for(name, OPERATED) as cluster,
         tempfile.TemporaryDirectory() as folder,
@@ -78,7 +81,8 @@ def main() -> int:
         facts["quiet"] = asyncio.run(at_rest(quiet, usage))
         facts["events"] = asyncio.run(reactions(events))
         facts["memory_mib"] = round(usage.peak / 2**20, 1)
-    facts["times_jobset_alone"] = round(facts["operator"]["all_pods_s"] / facts["jobset_alone"]["all_pods_s"], 3)
+    for key in ("jobset_alone", "all_objects_by_hand"):
+        facts[f"times_{key}"] = round(facts["operator"]["all_pods_s"] / facts[key]["all_pods_s"], 3)
     report(facts)
     return 0
 
@@ -155,15 +159,16 @@ class Usage:
         }
 
 
-async def submit(make: Callable[[int], dict[str, Any]], count: int) -> None:
-    """Create so many objects, some at a time."""
+async def submit(make: Callable[[int], list[dict[str, Any]]], count: int) -> None:
+    """Create what `make` gives for each number, some numbers at a time."""
     api = await connect()
     try:
         client, numbers = Client(api), iter(range(count))
 
         async def create() -> None:
             for number in numbers:
-                await client.create(make(number))
+                for thing in make(number):
+                    await client.create(thing)
 
         await asyncio.gather(*(create() for _ in range(AT_A_TIME)))
     finally:
@@ -179,29 +184,34 @@ async def counts(client: Client, namespace: str, *kinds: str) -> dict[str, int]:
     return found
 
 
-async def alone(jobs: int) -> dict[str, float]:
-    """JobSets created by hand."""
-    document = manifest("job-0", ALONE)
+async def unoperated(jobs: int, namespace: str) -> dict[str, float]:
+    """JobSets created by hand; in BY_HAND everything that the operator makes for a job, and the job."""
+    document = manifest("job-0", namespace)
     job = parse(document)
     job = job.model_copy(update={"spec": resolve(job.spec)})
     plan, settings = make_plan(job.spec), Settings(pod_template=pod_template())
 
-    def make(number: int) -> dict[str, Any]:
+    def make(number: int) -> list[dict[str, Any]]:
         named = job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": f"job-{number}"})})
-        thing = jobset(Context(named, "0" * 36, plan, settings))
-        del thing["metadata"]["ownerReferences"]
-        for replicated in thing["spec"]["replicatedJobs"]:
-            replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"] = "default"
-        return thing
+        context = Context(named, "0" * 36, plan, settings)
+        things = [jobset(context)]
+        if namespace == BY_HAND:
+            things = [*furniture(context), secret(context, "by hand"), *things]
+        else:
+            for replicated in things[0]["spec"]["replicatedJobs"]:
+                replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"] = "default"
+        for thing in things:
+            del thing["metadata"]["ownerReferences"]
+        return [manifest(f"job-{number}", namespace), *things] if namespace == BY_HAND else things
 
-    facts = await timed(jobs, ALONE, make, [])
-    await until("all pods are ready", lambda: ready(jobs), lambda: None)
+    facts = await timed(jobs, namespace, make, [])
+    await until("all pods are ready", lambda: ready(jobs, namespace), lambda: None)
     return facts
 
 
 async def operated(jobs: int, usage: Usage) -> dict[str, float]:
     """RLHFJobs, of which the operator makes everything."""
-    facts = await timed(jobs, OPERATED, lambda i: manifest(f"job-{i}", OPERATED), ["PodDisruptionBudget"], usage.look)
+    facts = await timed(jobs, OPERATED, lambda i: [manifest(f"job-{i}", OPERATED)], ["PodDisruptionBudget"], usage.look)
     facts["jobs_per_second"] = round(jobs / facts["all_children_s"], 2)
     await until("all jobs run", lambda: running(jobs), usage.look)
     # Until what was changed last has been acted on.
@@ -219,7 +229,7 @@ async def operated(jobs: int, usage: Usage) -> dict[str, float]:
 async def timed(
     jobs: int,
     namespace: str,
-    make: Callable[[int], dict[str, Any]],
+    make: Callable[[int], list[dict[str, Any]]],
     more: list[str],
     look: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
@@ -267,9 +277,9 @@ async def everything(kind: str, namespace: str) -> list[dict[str, Any]]:
     return list(page["items"])
 
 
-async def ready(jobs: int) -> bool:
+async def ready(jobs: int, namespace: str) -> bool:
     """Whether the JobSets made by hand say so of all their Jobs."""
-    found = await everything("JobSet", ALONE)
+    found = await everything("JobSet", namespace)
     parts = [part for jobset in found for part in jobset.get("status", {}).get("replicatedJobsStatus") or []]
     return sum(part["ready"] for part in parts) == jobs * JOBS_OF_A_JOB
 
@@ -339,16 +349,19 @@ def told(figures: Mapping[str, float]) -> str:
 
 
 def report(facts: dict[str, Any]) -> None:
-    made, quiet, event, alone = facts["operator"], facts["quiet"], facts["events"], facts["jobset_alone"]
+    made, quiet, event = facts["operator"], facts["quiet"], facts["events"]
+    alone, by_hand = facts["jobset_alone"], facts["all_objects_by_hand"]
     lines = [
         f"{facts['jobs']} jobs of {PODS} pods",
         f"all pods exist       {made['all_pods_s']:.1f} s; JobSet alone {alone['all_pods_s']:.1f} s: "
-        f"{facts['times_jobset_alone']:.2f} times",
+        f"{facts['times_jobset_alone']:.2f} times; the same objects by hand {by_hand['all_pods_s']:.1f} s: "
+        f"{facts['times_all_objects_by_hand']:.2f} times",
         f"all children exist   {made['all_children_s']:.1f} s: {made['jobs_per_second']} jobs/s",
         f"requests of a job    {made['requests_per_job']} of {made['all_api_requests_of_a_job']}; JobSet alone "
-        f"{alone['all_api_requests_of_a_job']}",
+        f"{alone['all_api_requests_of_a_job']}, by hand {by_hand['all_api_requests_of_a_job']}",
         f"CPU ms of a job      operator {made['own_cpu_ms_of_a_job']}, {told(made['cpu_ms_of_a_job'])}",
         f"JobSet alone         {told(alone['cpu_ms_of_a_job'])}",
+        f"by hand              {told(by_hand['cpu_ms_of_a_job'])}",
         f"event to applied     median {event['median_ms']} ms, 99th percentile {event['p99_ms']} ms",
         f"at rest              {quiet['requests']:.0f} requests in {quiet['seconds']:.0f} s, {quiet['cpu_cores']} CPUs",
         f"memory               {facts['memory_mib']} MiB; CPU until all run {made['cpu_s']} s",
