@@ -76,7 +76,7 @@ def drain_node(job: ClusterJob) -> set[str]:
     words = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
     job.cluster.kubectl("drain", group, *words, timeout=180)
     try:
-        assert group not in job.uids() or job.uids()[group] != pods[group]["metadata"]["uid"]
+        assert job.uids().get(group) != pods[group]["metadata"]["uid"]
         go_on(job, 2)
     finally:
         job.cluster.kubectl("uncordon", group)

@@ -80,6 +80,11 @@ def urgent(cluster: KubeCluster, namespace: str, product: str) -> None:
     wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"], 120)
 
 
+def suspended(cluster: KubeCluster, *job: str) -> bool | None:
+    found = cluster.get(*job)
+    return None if found is None else bool(found["spec"]["suspend"])
+
+
 def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
@@ -103,13 +108,14 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     cluster.apply(document, namespace=namespace)
     wait_for("an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration() > 1, SECONDS)
     surplus = ("job", "tiny-a10-s1", "-n", namespace)
-    assert cluster.get(*surplus)["spec"]["suspend"] is False, "there is room for a surplus rollout"
+    wait_for("room for a surplus rollout", lambda: suspended(cluster, *surplus) is False)
+    wait_for("a checkpoint", lambda: job.document()["status"].get("lastCheckpoint", {}).get("step"))
 
     before = job.uids()
     urgent(cluster, namespace, "a10")
-    assert cluster.get(*surplus)["spec"]["suspend"] is True, "the surplus goes first"
+    wait_for("the surplus goes first", lambda: suspended(cluster, *surplus))
     assert job.uids().items() >= {name: uid for name, uid in before.items() if name != "a10"}.items()
-    assert job.condition("Suspended")["status"] == "False"
+    assert job.condition("Suspended").get("status") == "False"
 
     urgent(cluster, namespace, "a100")
     wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), 180)

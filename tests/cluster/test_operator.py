@@ -185,7 +185,7 @@ def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
     groups = with_trainer(gpu={"product": "NVIDIA-H100-PCIe", "perPod": 1})
-    document = manifest(namespace, groups, failurePolicy={"startTimeoutSeconds": 15})
+    document = manifest(namespace, groups, failurePolicy={"startTimeoutSeconds": 30})
     cluster.apply(document, namespace=namespace)
     assert wait_end(cluster, namespace, 300).startswith("Unschedulable: pod tiny-a100-0-0-")
     wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"))
@@ -227,7 +227,7 @@ def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     wait_for("the second iteration", lambda: iteration() >= 2, JOB_SECONDS, 1.0)
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":true}}')
     wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"), 300)
-    assert condition(cluster, namespace, "Suspended")["status"] == "True"
+    wait_for("Suspended", lambda: condition(cluster, namespace, "Suspended").get("status") == "True")
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":false}}')
     assert wait_end(cluster, namespace) == "Completed"
     assert job(cluster, namespace)["status"]["iteration"] == 40

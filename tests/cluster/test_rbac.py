@@ -175,8 +175,8 @@ def test_rights_in_all_namespaces_are_exactly_these(server, everywhere, componen
     wait_for(
         f"the rights of {component}", lambda: rights(server, everywhere.account(component), OTHER) == wanted | asking
     )
-    found = rights(server, everywhere.account(component), everywhere.home)
-    assert found == wanted | asking | (LEADER if component == "operator" else set())
+    at_home = wanted | asking | (LEADER if component == "operator" else set())
+    wait_for("rights at home", lambda: rights(server, everywhere.account(component), everywhere.home) == at_home)
 
 
 @pytest.mark.parametrize(("component", "wanted"), [("operator", OPERATOR), ("api", API)])
@@ -184,9 +184,8 @@ def test_with_named_namespaces_there_are_no_rights_elsewhere(server, confined, c
     asking = ASKING if component == "api" else set()
     wait_for(f"the rights of {component}", lambda: rights(server, confined.account(component), JOBS) == wanted | asking)
     assert rights(server, confined.account(component), OTHER) == asking
-    assert rights(server, confined.account(component), confined.home) == asking | (
-        LEADER if component == "operator" else set()
-    )
+    at_home = asking | (LEADER if component == "operator" else set())
+    wait_for("rights at home", lambda: rights(server, confined.account(component), confined.home) == at_home)
 
 
 @pytest.mark.parametrize("component", ["operator", "api"])
@@ -264,7 +263,8 @@ def test_users_get_rlhfjobs_with_the_built_in_roles(server, everywhere, role):
     assert not any(ask(may_not))
     assert not any(ask(may, OTHER))
     status: list[Right] = [("dovetail.dev", "rlhfjobs/status", "", "patch")]
-    assert list(review(server, user, ["system:authenticated"], status, JOBS).values()) == [role == "admin"]
+    patch = lambda: list(review(server, user, ["system:authenticated"], status, JOBS).values())  # noqa: E731
+    wait_for("rights to the status", lambda: patch() == [role == "admin"])
 
 
 def test_a_user_of_one_namespace_cannot_touch_the_others_job_of_that_name(server):

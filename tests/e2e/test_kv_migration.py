@@ -169,9 +169,9 @@ def test_whatever_goes_wrong_ends_in_a_prefill(world: World, wrong: str) -> None
     one, two = world.servers
     seed = len(wrong)
     prompt = [seed, 60, 61, 62] + [seed] * 150
-    whole, whole_logprobs, _ = one.generate(prompt, **params_of("sampled", seed, 60))
+    whole, whole_logprobs, _ = one.generate(prompt, **params_of("sampled", seed, 200))
     key = next(IDS)
-    part, part_logprobs = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", seed, 60))
+    part, part_logprobs = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", seed, 200))
     pull = {
         "key": world.pull("no such key", one),
         "port": world.pull(key, one, ports=[free_port()]),
@@ -179,7 +179,7 @@ def test_whatever_goes_wrong_ends_in_a_prefill(world: World, wrong: str) -> None
         "nonsense": {PULL: {"key": 5, "host": None}},
     }[wrong]
     before = prompt_tokens(two)
-    rest, rest_logprobs, _ = two.generate(prompt + part, pull, **params_of("sampled", seed, 60 - len(part), len(part)))
+    rest, rest_logprobs, _ = two.generate(prompt + part, pull, **params_of("sampled", seed, 200 - len(part), len(part)))
     assert part + rest == whole
     assert part_logprobs + rest_logprobs == pytest.approx(whole_logprobs, abs=2e-6)
     assert gained(two, before)["local_compute"] >= len(prompt + part) - 1
@@ -191,10 +191,10 @@ def test_keys_and_values_of_older_weights_are_never_used(world: World) -> None:
     one, two = world.servers
     prompt = list(range(200, 350))
     key = next(IDS)
-    part, _ = one.stream(prompt, 30, key, world.hold(key), **params_of("sampled", 8, 100))
+    part, _ = one.stream(prompt, 30, key, world.hold(key), **params_of("sampled", 8, 200))
     old = world.pull(key, one)
     world.publish(4)
-    rest = params_of("sampled", 8, 100 - len(part), len(part))
+    rest = params_of("sampled", 8, 200 - len(part), len(part))
     expected, logprobs, _ = one.generate(prompt + part, **rest)
     for pull in (old, world.pull(key, one)):
         got, their, _ = two.generate(prompt + part, pull, **rest)
@@ -202,7 +202,7 @@ def test_keys_and_values_of_older_weights_are_never_used(world: World) -> None:
         assert their == pytest.approx(logprobs, abs=2e-6)
     # A request that says it runs on weights which the server no longer has leaves nothing behind.
     key = next(IDS)
-    one.stream(prompt, 30, key, {HOLD: {"key": key, "weights": world.version - 1}}, **params_of("sampled", 9, 100))
+    one.stream(prompt, 30, key, {HOLD: {"key": key, "weights": world.version - 1}}, **params_of("sampled", 9, 200))
     before = prompt_tokens(two)
     two.generate([7, *prompt], world.pull(key, one), **params_of("sampled", 9, 10))
     assert gained(two, before)["external_kv_transfer"] == 0
@@ -299,12 +299,12 @@ def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World,
 def test_a_source_that_was_killed_costs_a_prefill(world: World) -> None:
     one, two = world.servers
     prompt = [77] * 140
-    whole, _, _ = two.generate(prompt, **params_of("sampled", 3, 60))
+    whole, _, _ = two.generate(prompt, **params_of("sampled", 3, 200))
     key = next(IDS)
-    part, _ = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", 3, 60))
+    part, _ = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", 3, 200))
     pull = world.pull(key, one)
     one.process.send_signal(signal.SIGKILL)
     one.process.wait(30)
-    rest, _, _ = two.generate(prompt + part, pull, **params_of("sampled", 3, 60 - len(part), len(part)))
+    rest, _, _ = two.generate(prompt + part, pull, **params_of("sampled", 3, 200 - len(part), len(part)))
     assert part + rest == whole
     assert two.healthy()

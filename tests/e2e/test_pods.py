@@ -6,18 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from dovetail.api.manifest import parse
 from dovetail.api.resolve import resolve
 from dovetail.operator.render.context import Context
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
 from helpers.fake_kubelet import FakeKubelet
-from helpers.jobs import events, history, summary, tiny_job
+from helpers.jobs import MANIFEST, events, history, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SECONDS = 1200.0
-# Enough for pods to come and go meanwhile: an iteration takes a second.
 ITERATIONS = 24
+# An iteration takes a second, a server far longer to start: iterations last while the file is there.
+REWARD = """
+import asyncio, pathlib, time
+async def score(prompts, responses, **fields):
+    began = time.monotonic()
+    while pathlib.Path({slow!r}).exists() and time.monotonic() - began < 15:
+        await asyncio.sleep(0.1)
+    return [len(set(text)) / 40 for text in responses]
+"""
 UID = "0a1b2c3d-0000-4000-8000-000000000000"
 # GPU products, on a machine without GPUs: everything falls back to CPUs, as pretended devices make it do.
 GROUPS = [
@@ -37,12 +47,27 @@ def in_ppo(iteration: int) -> Any:
     return lambda status: status.get("stage") == "ppo" and status["iteration"] >= iteration
 
 
+def paced(folder: Path) -> Context:
+    """A job whose iterations last for as long as the folder has a file `slow`."""
+    (folder / "paced.py").write_text(REWARD.format(slow=str(folder / "slow")))
+    path = {"name": "PYTHONPATH", "value": str(folder)}
+    template = {"spec": {"containers": [{"name": "dovetail", "env": [path]}]}}
+    document = yaml.safe_load(MANIFEST)
+    spec = document["spec"]
+    spec |= {"groups": GROUPS, "checkpoint": {"everySteps": 1}}
+    spec["ppo"]["iterations"] = ITERATIONS
+    spec["models"]["reward"] = {"function": "paced:score"}
+    del spec["reward"], spec["data"]["preferences"]
+    job = parse(document)
+    job = job.model_copy(update={"spec": resolve(job.spec)})
+    return Context(job, UID, make_plan(job.spec), Settings(pod_template=template))
+
+
 def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
     """A pod of two ranks trains; one rollout is drained, a surplus one joins, and a trainer pod is killed."""
-    job = tiny_job(groups=GROUPS, checkpoint={"everySteps": 1}, ppo={"iterations": ITERATIONS})
-    job = job.model_copy(update={"spec": resolve(job.spec)})
-    context = Context(job, UID, make_plan(job.spec), Settings())
-    with FakeKubelet(context, tmp_path) as kubelet:
+    slow = tmp_path / "slow"
+    slow.touch()
+    with FakeKubelet(paced(tmp_path), tmp_path) as kubelet:
         assert sorted(kubelet.pods) == ["a10-0", "a100-0", "coordinator-0", "v100-0"]
         assert kubelet.run(SECONDS, in_ppo(1)) is None
         (surplus,) = kubelet.surplus()
@@ -51,8 +76,10 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
         assert drained.delete(grace=45) == 143
         kubelet.start("v100-0")
         kubelet.restarts.clear()
-        assert kubelet.run(SECONDS, in_ppo(2)) is None
+        new = {"a10-1", "a10-1-scorer"}
+        assert kubelet.run(SECONDS, lambda _: new <= registered(kubelet)) is None, "the surplus rollout joins"
         kubelet.pods["a100-0"].kill()
+        slow.unlink()
         assert kubelet.run(SECONDS) == 0, kubelet.pods["coordinator-0"].log.read_text()[-3000:]
         assert kubelet.restarts == ["a100-0"], "only what was killed"
     run_dir = kubelet.run_dir
@@ -60,5 +87,7 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
     assert summary(run_dir)["samples_per_second"] > 0
     retired = {e["instance"] for e in events(run_dir, "instance.health") if e["health"] == "retired"}
     assert retired == {"v100-0", "v100-0-scorer"}, "the preStop hook told the coordinator"
-    joined = {e["instance"] for e in events(run_dir, "instance.registered")}
-    assert {"a10-1", "a10-1-scorer"} <= joined, "the surplus rollout"
+
+
+def registered(kubelet: FakeKubelet) -> set[str]:
+    return {e["instance"] for e in events(kubelet.run_dir, "instance.registered")}
