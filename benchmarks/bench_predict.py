@@ -2,13 +2,14 @@
 
     python benchmarks/bench_predict.py [--iterations 3] [--rounds 3] [--runs FOLDER] [--json FILE]
 
-First the machine is measured as `dovetail profile --iterations` does it: four short jobs of one model. Then jobs of
-other sizes, placements and schedules are predicted with what these told, and run: one set of constants, nothing of a
-job that is predicted is used. Seconds are medians over its iterations after the first ones. At last, one job's possible
-plans, in rounds, since a machine that others use drifts by more than plans differ: whether the one that is predicted to
-be the fastest is, with the interval in which 90 % of the answers are when iterations are drawn again (bootstrap). The
-model ends a response with probability 1/32 a token (e2e/model.py). With --runs, run directories are kept, and those
-that are there already are read instead of run."""
+The machine is measured as `dovetail profile --iterations` does it, by four short jobs of one model: once before all
+others and once after them, since a machine that others use drifts by more than plans differ. Jobs of other sizes,
+placements and schedules are predicted with what these told, and run: one set of constants, nothing of a job that is
+predicted is used. Seconds are medians over its iterations after the first ones. One job's possible plans are run in
+rounds and compared within each: whether the one that is predicted to be the fastest is, with the interval in which 90 %
+of the answers are when rounds and their iterations are drawn again (bootstrap). The model ends a response with
+probability 1/32 a token (e2e/model.py). With --runs, run directories are kept, and those that are there already are
+read instead of run."""
 
 from __future__ import annotations
 
@@ -94,17 +95,27 @@ def predicted(job: RLHFJob, machine: Machine) -> dict[str, float]:
     return {**phases, "seconds": sum(phases.values())}
 
 
-def chosen_over_best(iterations: Sequence[Sequence[float]], chosen: int) -> float:
-    """Median seconds of the plan `chosen` over those of the fastest plan."""
-    found = [statistics.median(each) for each in iterations]
-    return found[chosen] / min(found)
+# Seconds of iterations, by plan and round.
+Rounds = Sequence[Sequence[Sequence[float]]]
 
 
-def interval(iterations: Sequence[Sequence[float]], chosen: int) -> list[float]:
-    """Between which 90 % of `chosen_over_best` are, each plan's iterations drawn from its own with replacement (too
-    narrow where there are few)."""
+def chosen_over_best(rounds: Rounds, chosen: int) -> float:
+    """Seconds of the plan `chosen` over those of the fastest plan: medians of each round, as their geometric mean over
+    rounds, so that a round in which the machine was slow counts as any other."""
+    found = [statistics.fmean(float(np.log(np.median(each))) for each in plan) for plan in rounds]
+    return float(np.exp(found[chosen] - min(found)))
+
+
+def interval(rounds: Rounds, chosen: int) -> list[float]:
+    """Between which 90 % of `chosen_over_best` are, rounds of all plans and then each one's iterations drawn with
+    replacement (too narrow where there are few)."""
     rng = np.random.default_rng(0)
-    found = [chosen_over_best([rng.choice(each, len(each)) for each in iterations], chosen) for _ in range(DRAWS)]
+
+    def drawn() -> Rounds:
+        picked = rng.integers(len(rounds[0]), size=len(rounds[0]))
+        return [[rng.choice(plan[i], len(plan[i])).tolist() for i in picked] for plan in rounds]
+
+    found = [chosen_over_best(drawn(), chosen) for _ in range(DRAWS)]
     return [float(value) for value in np.quantile(found, (0.05, 0.95))]
 
 
@@ -145,17 +156,16 @@ def main(argv: list[str] | None = None) -> int:
         if not folder.path.exists():
             make_models(folder, replace(BASE, batch=64))
         job = base_job(folder)
-        seen = []
-        for number, each in enumerate(calibration_jobs(job, LAYERS)):
-            seen += measured(each, work / f"calibration-{number}")
-        machine = fit(seen, cores(), end_rate(seen))
-        print(machine.model_dump_json())
         jobs = {name: variant(job, shape, options.iterations) for name, shape in {**JOBS, **PLANS}.items()}
         order = [(name, 0) for name in JOBS] + [(name, turn) for turn in range(options.rounds) for name in PLANS]
-        runs: dict[str, list[Observed]] = {name: [] for name in jobs}
+        runs: dict[str, list[list[Observed]]] = {name: [] for name in jobs}
+        seen = calibration(job, work, 0)
         for name, turn in order:
             folder_name = name.replace(", ", "-").replace(" ", "-") + (f"-{turn}" if turn else "")
-            runs[name] += measured(jobs[name], work / folder_name)
+            runs[name].append(measured(jobs[name], work / folder_name))
+        seen += calibration(job, work, 1)
+        machine = fit(seen, cores(), end_rate(seen))
+        print(machine.model_dump_json())
         lines = [line(name, predicted(made, machine), runs[name]) for name, made in jobs.items()]
     show(lines)
     lines.append(judged(lines))
@@ -168,14 +178,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if last["median_error"] < 0.1 and last["rank_correlation"] > 0.9 and last["chosen_over_best"] < 1.05 else 1
 
 
-def line(name: str, expected: dict[str, float], seen: Sequence[Observed]) -> dict[str, Any]:
-    found = medians(seen)
+def calibration(job: RLHFJob, work: Path, turn: int) -> list[Observed]:
+    made = calibration_jobs(job, LAYERS)
+    return [one for n, each in enumerate(made) for one in measured(each, work / f"calibration-{n}-{turn}")]
+
+
+def line(name: str, expected: dict[str, float], rounds: Sequence[Sequence[Observed]]) -> dict[str, Any]:
+    found = medians([each for seen in rounds for each in seen])
     return {
         "measurement": "predict",
         "job": name,
         "predicted": expected,
         "measured": found,
-        "iterations": [sum(o.phases.values()) for o in seen],
+        "iterations": [[sum(o.phases.values()) for o in seen] for seen in rounds],
         "error": expected["seconds"] / found["seconds"] - 1,
     }
 

@@ -20,7 +20,7 @@ from dovetail.planner.simple import make_plan
 
 def line(job: str, predicted: float, measured: float) -> dict[str, object]:
     seconds = {"predicted": {"seconds": predicted}, "measured": {"seconds": measured}}
-    return {"job": job, **seconds, "iterations": [measured] * 3, "error": predicted / measured - 1}
+    return {"job": job, **seconds, "iterations": [[measured] * 3] * 2, "error": predicted / measured - 1}
 
 
 def test_what_is_said_of_all_jobs() -> None:
@@ -34,17 +34,24 @@ def test_what_is_said_of_all_jobs() -> None:
 
 
 def test_how_sure_the_chosen_plans_time_is() -> None:
-    """Iterations vary more than the plans differ: the more there are, the surer. Without variance there is no doubt."""
+    """Iterations vary more than the plans differ: the more rounds, the surer. Without variance there is no doubt."""
     rng = np.random.default_rng(1)
-    few, many = ([list(rng.lognormal(np.log(s), 0.1, n)) for s in (1.1, 1.0)] for n in (3, 300))
-    for iterations in (few, many):
-        low, high = bench_predict.interval(iterations, 0)
-        assert low <= bench_predict.chosen_over_best(iterations, 0) <= high
-    wide, narrow = (np.ptp(bench_predict.interval(iterations, 0)) for iterations in (few, many))
+    few, many = ([rng.lognormal(np.log(s), 0.1, (n, 3)).tolist() for s in (1.1, 1.0)] for n in (2, 100))
+    for rounds in (few, many):
+        low, high = bench_predict.interval(rounds, 0)
+        assert low <= bench_predict.chosen_over_best(rounds, 0) <= high
+    wide, narrow = (np.ptp(bench_predict.interval(rounds, 0)) for rounds in (few, many))
     assert narrow < wide / 2
     low, high = bench_predict.interval(many, 0)
     assert 1.05 < low <= high < 1.15
-    assert bench_predict.interval([[2.1] * 3, [2.0] * 3], 0) == [pytest.approx(1.05)] * 2
+    assert bench_predict.interval([[[2.1] * 3], [[2.0] * 3]], 0) == [pytest.approx(1.05)] * 2
+
+
+def test_a_round_in_which_the_machine_is_slow_changes_no_comparison() -> None:
+    """A plan is a tenth slower in every round; the last round takes everybody twice as long."""
+    slow, fast = [[1.1], [1.1], [2.2]], [[1.0], [1.0], [2.0]]
+    assert bench_predict.chosen_over_best([slow, fast], 0) == pytest.approx(1.1)
+    assert bench_predict.interval([slow, fast], 0) == [pytest.approx(1.1)] * 2
 
 
 def test_its_jobs_differ_in_what_they_run(tmp_path: Path) -> None:
