@@ -196,13 +196,14 @@ async def unoperated(jobs: int, namespace: str) -> dict[str, float]:
         context = Context(named, "0" * 36, plan, settings)
         things = [jobset(context)]
         if namespace == BY_HAND:
-            things = [*furniture(context), secret(context, "by hand"), *things]
+            told = manifest(f"job-{number}", namespace)
+            things = [told, *furniture(context), secret(context, "by hand"), *things]
         else:
             for replicated in things[0]["spec"]["replicatedJobs"]:
                 replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"] = "default"
         for thing in things:
-            del thing["metadata"]["ownerReferences"]
-        return [manifest(f"job-{number}", namespace), *things] if namespace == BY_HAND else things
+            thing["metadata"].pop("ownerReferences", None)
+        return things
 
     facts = await timed(jobs, namespace, make, [])
     await until("all pods are ready", lambda: ready(jobs, namespace), lambda: None)

@@ -263,8 +263,10 @@ def test_users_get_rlhfjobs_with_the_built_in_roles(server, everywhere, role):
     assert not any(ask(may_not))
     assert not any(ask(may, OTHER))
     status: list[Right] = [("dovetail.dev", "rlhfjobs/status", "", "patch")]
-    patch = lambda: list(review(server, user, ["system:authenticated"], status, JOBS).values())  # noqa: E731
-    wait_for("rights to the status", lambda: patch() == [role == "admin"])
+    wait_for(
+        "rights to the status",
+        lambda: review(server, user, ["system:authenticated"], status, JOBS) == {status[0]: role == "admin"},
+    )
 
 
 def test_a_user_of_one_namespace_cannot_touch_the_others_job_of_that_name(server):

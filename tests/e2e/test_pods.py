@@ -14,20 +14,13 @@ from dovetail.operator.render.context import Context
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
 from helpers.fake_kubelet import FakeKubelet
-from helpers.jobs import MANIFEST, events, history, summary
+from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SECONDS = 1200.0
 ITERATIONS = 24
-# An iteration takes a second, a server far longer to start: iterations last while the file is there.
-REWARD = """
-import asyncio, pathlib, time
-async def score(prompts, responses, **fields):
-    began = time.monotonic()
-    while pathlib.Path({slow!r}).exists() and time.monotonic() - began < 15:
-        await asyncio.sleep(0.1)
-    return [len(set(text)) / 40 for text in responses]
-"""
+# An iteration takes a second, a server far longer to start.
+PACE_SECONDS = 15.0
 UID = "0a1b2c3d-0000-4000-8000-000000000000"
 # GPU products, on a machine without GPUs: everything falls back to CPUs, as pretended devices make it do.
 GROUPS = [
@@ -47,17 +40,15 @@ def in_ppo(iteration: int) -> Any:
     return lambda status: status.get("stage") == "ppo" and status["iteration"] >= iteration
 
 
-def paced(folder: Path) -> Context:
-    """A job whose iterations last for as long as the folder has a file `slow`."""
-    (folder / "paced.py").write_text(REWARD.format(slow=str(folder / "slow")))
+def paced(folder: Path, told: Path) -> Context:
+    """A job whose iterations last PACE_SECONDS longer, until `told` says otherwise. Its code is in `folder`."""
     path = {"name": "PYTHONPATH", "value": str(folder)}
     template = {"spec": {"containers": [{"name": "dovetail", "env": [path]}]}}
     document = yaml.safe_load(MANIFEST)
     spec = document["spec"]
     spec |= {"groups": GROUPS, "checkpoint": {"everySteps": 1}}
     spec["ppo"]["iterations"] = ITERATIONS
-    spec["models"]["reward"] = {"function": "paced:score"}
-    del spec["reward"], spec["data"]["preferences"]
+    (folder / "paced.py").write_text(paced_reward(spec, PACE_SECONDS, str(told)))
     job = parse(document)
     job = job.model_copy(update={"spec": resolve(job.spec)})
     return Context(job, UID, make_plan(job.spec), Settings(pod_template=template))
@@ -65,9 +56,8 @@ def paced(folder: Path) -> Context:
 
 def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
     """A pod of two ranks trains; one rollout is drained, a surplus one joins, and a trainer pod is killed."""
-    slow = tmp_path / "slow"
-    slow.touch()
-    with FakeKubelet(paced(tmp_path), tmp_path) as kubelet:
+    pace = tmp_path / "pace"
+    with FakeKubelet(paced(tmp_path, pace), tmp_path) as kubelet:
         assert sorted(kubelet.pods) == ["a10-0", "a100-0", "coordinator-0", "v100-0"]
         assert kubelet.run(SECONDS, in_ppo(1)) is None
         (surplus,) = kubelet.surplus()
@@ -78,8 +68,9 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
         kubelet.restarts.clear()
         new = {"a10-1", "a10-1-scorer"}
         assert kubelet.run(SECONDS, lambda _: new <= registered(kubelet)) is None, "the surplus rollout joins"
+        assert kubelet.run(SECONDS, in_ppo(2)) is None
         kubelet.pods["a100-0"].kill()
-        slow.unlink()
+        set_pace(pace, 0.0)
         assert kubelet.run(SECONDS) == 0, kubelet.pods["coordinator-0"].log.read_text()[-3000:]
         assert kubelet.restarts == ["a100-0"], "only what was killed"
     run_dir = kubelet.run_dir

@@ -11,19 +11,9 @@ import yaml
 from devcluster.settings import find
 
 from helpers.cluster import KubeCluster
-from helpers.jobs import MANIFEST, events
+from helpers.jobs import MANIFEST, events, paced_reward, set_pace
 
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
-# A job that is as fast as it can would be over before the last fault.
-_PACED = """
-import asyncio, pathlib, time
-TOLD = pathlib.Path("/var/dovetail/pace")
-async def score(prompts, responses, **fields):
-    began = time.monotonic()
-    while time.monotonic() - began < (float(TOLD.read_text()) if TOLD.exists() else PACE_SECONDS):
-        await asyncio.sleep(0.1)
-    return [len(set(text)) / 40 for text in responses]
-"""
 _MOUNT = {"name": "paced", "mountPath": "/etc/paced", "readOnly": True}
 PACED_TEMPLATE = {
     "spec": {
@@ -77,10 +67,7 @@ class ClusterJob:
 
     def pace(self, seconds: float) -> None:
         """How much longer a paced job makes each iteration from now on, the one under way too; 0: no longer."""
-        told = self.run_dir().parent / "pace"
-        partial = told.with_suffix(".partial")
-        partial.write_text(str(seconds))
-        partial.rename(told)
+        set_pace(self.run_dir().parent / "pace", seconds)
 
     def whole(self) -> bool:
         pods = self.pods()
@@ -125,10 +112,6 @@ def tiny_manifest(namespace: str, iterations: int, samples: int = 8, **groups: d
 def paced(document: dict[str, Any], seconds: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
     """A ConfigMap and the job, whose every iteration takes `seconds` more: faults and quotas need time to be felt. The
     operator must be given PACED_TEMPLATE."""
-    spec = document["spec"]
-    spec["models"]["reward"] = {"function": "paced:score"}
-    spec.pop("reward", None)
-    spec["data"].pop("preferences", None)
+    code = paced_reward(document["spec"], seconds, "/var/dovetail/pace")
     metadata = {"name": "paced", "namespace": document["metadata"]["namespace"]}
-    code = f"PACE_SECONDS = {seconds}\n{_PACED}"
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"paced.py": code}}, document

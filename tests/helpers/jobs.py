@@ -70,6 +70,34 @@ def tiny_job(**spec: Any) -> RLHFJob:
     return RLHFJob.model_validate(document)
 
 
+# A job that is as fast as it can would be over before the last fault.
+_PACED = """
+import asyncio, pathlib, time
+TOLD = pathlib.Path("{told}")
+async def score(prompts, responses, **fields):
+    began = time.monotonic()
+    while time.monotonic() - began < (float(TOLD.read_text()) if TOLD.exists() else PACE_SECONDS):
+        await asyncio.sleep(0.1)
+    return [len(set(text)) / 40 for text in responses]
+"""
+
+
+def paced_reward(spec: dict[str, Any], seconds: float, told: str) -> str:
+    """Gives the spec a reward function, of the module `paced` whose code this returns, in place of a reward model: each
+    iteration takes `seconds` more, or as many as the file `told` says."""
+    spec["models"]["reward"] = {"function": "paced:score"}
+    spec.pop("reward", None)
+    spec["data"].pop("preferences", None)
+    return f"PACE_SECONDS = {seconds}\n" + _PACED.format(told=told)
+
+
+def set_pace(told: Path, seconds: float) -> None:
+    """Never half a number."""
+    partial = told.with_suffix(".partial")
+    partial.write_text(str(seconds))
+    partial.rename(told)
+
+
 @dataclass
 class Fault:
     """SIGKILL `process` (or, with `child`, the process it started) once `when(status)` holds for the first time."""
