@@ -62,6 +62,8 @@ def restore(engine: Engine, path: Path) -> int:
     Raises `RankFailed` on every rank when the folder is missing, incomplete, or of another stage."""
     import torch.distributed.checkpoint as dcp
 
+    from dovetail.trainer.safe_metadata import SafeReader
+
     state, error = {}, None
     try:
         state = _read_state(engine, path)
@@ -72,14 +74,14 @@ def restore(engine: Engine, path: Path) -> int:
         with peer_errors("reading a checkpoint"):
             dcp.load(
                 _tensors(engine, saving=False),
-                storage_reader=dcp.FileSystemReader(path),
+                storage_reader=SafeReader(path),
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
     except PeerLost:
         raise
     except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
-        error = f"{path}: the checkpoint does not fit the job's models: {_first_line(problem)}"
+        error = f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(problem)}"
     engine.groups.all_succeed(error)
     for name, model in engine.models.items():
         model.optimizer.steps = int(state["optimizer_steps"][name])

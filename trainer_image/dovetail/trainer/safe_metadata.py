@@ -1,0 +1,73 @@
+"""Checkpoints are read without running what is in them.
+
+DCP keeps the list of a checkpoint's tensors as a pickle, `.metadata`, and unpickling runs whatever the file names. Here
+only DCP's own records may be named. Records of pickled objects (`BytesStorageMetadata`) are none of them: DCP would
+unpickle those, too, and our checkpoints hold tensors only. Tensors themselves are read with `weights_only=True`."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+}
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}  # where it was saved; 3.13 says pathlib._local
+
+
+class UnsafeCheckpoint(RuntimeError):
+    """The checkpoint names what DCP does not; the message is one sentence."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return PurePath
+        raise UnsafeCheckpoint(f".metadata names {module}.{name}, which is no part of a checkpoint; it was not run")
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader, but for `.metadata`. Raises `UnsafeCheckpoint`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(str(self._get_metadata_path(kwargs.get("rank"))))
+        with path.open("rb") as file:
+            try:
+                metadata = _Unpickler(file).load()
+            except UnsafeCheckpoint:
+                raise
+            except Exception as error:  # a damaged pickle fails in any way
+                raise UnsafeCheckpoint(f".metadata cannot be read: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise UnsafeCheckpoint(".metadata is no list of tensors")
+        for name in _files(metadata):
+            # DCP would follow a path to any file.
+            if not isinstance(name, str) or PurePath(name).name != name:
+                raise UnsafeCheckpoint(f".metadata says that tensors are in {name!r}, outside of the checkpoint")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _files(metadata: Metadata) -> Iterator[Any]:
+    for info in cast("dict[Any, Any]", metadata.storage_data or {}).values():
+        yield getattr(info, "relative_path", None)
