@@ -74,7 +74,9 @@ class SavedBytes:
             if place not in self._seen and place not in self._weights:
                 self._seen.add(place)
                 self.bytes += storage.nbytes()
-        return tensor
+        # Detached: an operation that saves its own output would keep itself, and with it the whole graph, if no
+        # backward pass visits it.
+        return tensor.detach()
 
 
 class Collected:

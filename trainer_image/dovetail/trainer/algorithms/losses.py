@@ -68,6 +68,7 @@ def policy_loss(
     if weights is not None:
         losses = losses * _inside(weights.detach(), mask)
     total = _sum(losses, mask)
+    log_r, ratio = log_r.detach(), ratio.detach()
     stats = {
         "tokens": _stat(keep.sum()),
         "policy_loss": _stat(total),
