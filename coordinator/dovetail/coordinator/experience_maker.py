@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 LOAD_SECONDS = 600.0
-INFERENCE_SECONDS = 3600.0
+# Without a single scored sample.
+INFERENCE_SECONDS = 900.0
 
 
 class ExperienceMaker:
@@ -126,7 +127,7 @@ class ExperienceMaker:
 
     def _scorers(self, lane: Lane) -> list[Scorer]:
         return [
-            Scorer(i.name, i.url)
+            Scorer(i.name, i.url, i.incarnation)
             for i in self._engines.fleet.eligible("scorer")
             if self._loaded.get(i.name) == i.incarnation and set(lane) <= set(self._holds(i.name))
         ]
@@ -227,6 +228,7 @@ class ExperienceMaker:
                 lambda scorer: engines.fleet.succeeded(scorer.name),
                 lambda span: engines.timeline.add([span]),
                 everyone=lambda: sum(set(lane) <= set(self._holds(i.name)) for i in engines.fleet.instances("scorer")),
+                gone=lambda scorer: engines.fleet.gone(scorer.name, scorer.incarnation),
             )
 
         return Lanes(self._lanes, lane_inference, keep)

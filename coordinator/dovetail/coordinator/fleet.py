@@ -240,6 +240,11 @@ class Fleet:
         self.tick()
         return name in self._instances and self._may_work(self._instances[name])
 
+    def gone(self, name: str, incarnation: str) -> bool:
+        """Whether this process will never answer: it is dead or silent for too long, or another has its place."""
+        instance = self.get(name)
+        return instance is None or instance.incarnation != incarnation or instance.health is Health.DEAD
+
     def get(self, name: str) -> Instance | None:
         self.tick()
         return self._instances.get(name)

@@ -29,8 +29,11 @@ RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Scorer:
+    """A scorer's process: one that was started again has another `incarnation`."""
+
     name: str
     url: str
+    incarnation: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,9 @@ class Inference:
     """Scores samples as they are added; an async context manager, outside of which nothing runs.
 
     `want`: of "reference", "reward", "critic". `scorers` gives those that may take a chunk now; `poke` says that it may
-    answer otherwise; `everyone`: how many there are in all, by which chunks are cut. `on_scores` gets each chunk's
-    scores; what these raise, `check` and `finish` raise."""
+    answer otherwise; `everyone`: how many there are in all, by which chunks are cut. `gone` says that a process will
+    never answer: its chunk goes to another. `on_scores` gets each chunk's scores; what these raise, `check` and `finish`
+    raise."""
 
     def __init__(
         self,
@@ -148,8 +152,10 @@ class Inference:
         on_failure: Callable[[Scorer, str], None],
         on_success: Callable[[Scorer], None] = lambda _: None,
         on_span: Callable[[Span], None] = lambda _: None,
-        chunk_seconds: float = 3600.0,
+        chunk_seconds: float = 900.0,
         everyone: Callable[[], int] = lambda: 1,
+        gone: Callable[[Scorer], bool] = lambda _: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
         self._want = list(want)
@@ -157,15 +163,18 @@ class Inference:
         self._on_scores, self._on_failure, self._on_success, self._on_span = on_scores, on_failure, on_success, on_span
         self._chunk_seconds = chunk_seconds
         self._everyone = everyone
+        self._gone = gone
+        self._clock = clock
         self._waiting = Waiting()
         self._left = 0
         self._wake = asyncio.Event()
         self._done = asyncio.Event()
         self._done.set()
-        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._busy: dict[str, _Chunk] = {}
         self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._last_failure = "no scorer is ready"
+        self._progress = clock()
 
     async def __aenter__(self) -> Inference:
         self._task = asyncio.create_task(self._run())
@@ -174,7 +183,7 @@ class Inference:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [*self._busy.values(), *([self._task] if self._task is not None else [])]
+        tasks = [*(chunk.task for chunk in self._busy.values()), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,16 +207,17 @@ class Inference:
             raise self._error
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Returns when all that was added is scored. Raises TimeoutError with the last failure after
-        `deadline_seconds`."""
+        """Returns when all that was added is scored. Raises TimeoutError with the last failure once nothing was scored
+        for `deadline_seconds`."""
         self.poke()
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await self._done.wait()
-        except TimeoutError:
-            raise TimeoutError(
-                f"inference did not finish within {deadline_seconds:.0f} s; last failure: {self._last_failure}"
-            ) from None
+        self._progress = self._clock()
+        while not self._done.is_set():
+            if self._clock() - self._progress > deadline_seconds:
+                raise TimeoutError(
+                    f"inference scored nothing for {deadline_seconds:.0f} s, {self._left} samples are left; "
+                    f"last failure: {self._last_failure}"
+                )
+            await _wait(self._done, min(RETRY_SECONDS, deadline_seconds))
         self.check()
 
     async def _run(self) -> None:
@@ -220,28 +230,39 @@ class Inference:
     async def _hand_out(self) -> None:
         while True:
             self._wake.clear()
+            for name, chunk in list(self._busy.items()):
+                if chunk.task.done():
+                    del self._busy[name]
+                elif self._gone(chunk.scorer):
+                    self._take_back(chunk)
             if self._waiting:
                 allowed = self._scorers()
                 for scorer in allowed:
-                    task = self._busy.get(scorer.name)
-                    if self._waiting and (task is None or task.done()):
-                        chunk = self._waiting.take(max(len(allowed), self._everyone()))
-                        self._busy[scorer.name] = asyncio.create_task(self._score(scorer, chunk))
-            # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_SECONDS if self._waiting else None):
-                    await self._wake.wait()
+                    if self._waiting and scorer.name not in self._busy:
+                        samples = self._waiting.take(max(len(allowed), self._everyone()))
+                        task = asyncio.create_task(self._score(scorer, samples))
+                        self._busy[scorer.name] = _Chunk(scorer, samples, task)
+            # While samples are left it looks again without being woken, also when all of them are being scored: a
+            # failed chunk comes back without a word, as a scorer that always fails must not be asked in a tight loop.
+            await _wait(self._wake, RETRY_SECONDS if self._left else None)
 
-    async def _score(self, scorer: Scorer, chunk: list[Finished]) -> None:
+    def _take_back(self, chunk: _Chunk) -> None:
+        """Of a scorer that will never answer. Its connection may stay open: nobody closes that of a lost node."""
+        chunk.task.cancel()
+        del self._busy[chunk.scorer.name]
+        self._last_failure = f"{chunk.scorer.name}: it went away with {len(chunk.samples)} samples"
+        self._waiting.add(chunk.samples)
+
+    async def _score(self, scorer: Scorer, samples: list[Finished]) -> None:
         try:
-            if not await self._try(scorer, chunk):
-                # `_run` asks again after a while: a scorer that always fails must not be asked in a tight loop.
-                self._waiting.add(chunk)
+            if not await self._try(scorer, samples):
+                self._waiting.add(samples)
                 return
         except Exception as error:
             self._error = error
             self._done.set()
-        self._left -= len(chunk)
+        self._progress = self._clock()
+        self._left -= len(samples)
         if not self._left:
             self._done.set()
         # This task is done when `_run` gets to look.
@@ -261,6 +282,22 @@ class Inference:
         self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))
         self._on_scores(answer)
         return True
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a scorer works on."""
+
+    scorer: Scorer
+    samples: list[Finished]
+    task: asyncio.Task[None]
+
+
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    """For the event, at most so long. Not wait_for: on Python 3.11 it swallows a cancellation that comes with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 async def _score_chunk(
