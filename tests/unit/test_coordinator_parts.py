@@ -229,8 +229,10 @@ def test_the_chunk_of_a_scorer_that_went_silent_goes_to_another() -> None:
                     session,
                     ["reward"],
                     # The other one has come only when the first one fell silent.
-                    lambda: [s for s in servers if (s.name in silent) != (s.name == "scorer-0")]
-                    or [s for s in servers if s.name not in silent],
+                    lambda: (
+                        [s for s in servers if (s.name in silent) != (s.name == "scorer-0")]
+                        or [s for s in servers if s.name not in silent]
+                    ),
                     lambda scores: found.update((s.key, s) for s in scores),
                     lambda scorer, reason: None,
                     gone=lambda scorer: scorer.name in silent,

@@ -276,6 +276,20 @@ def test_absent_receivers_are_named_on_every_rank_and_all_iterate_to_the_end() -
     assert isinstance(sent[1], dict)
 
 
+def test_a_publish_that_nobody_waits_for_is_called_off_although_all_ranks_had_met_before() -> None:
+    """A coordinator dies as a publish begins: no receiver hears of it. The deadline is far away."""
+    world = World([{"actor": (0, 0)}])
+    who, actor = RECEIVERS[:1], stage(1, range(3))
+    weights = [{"actor": lambda: iter(actor.items())}]
+    sent, got = run(world, weights, {"rollout-0": taker(WeightReceiver(), who)}, epoch=5, who=who)
+    assert same(got["rollout-0"], actor)
+    world.senders[0]._cancelled = lambda: True
+    sent, _ = run(world, weights, {}, epoch=5, version=2, seconds=100_000.0, who=who)
+    assert isinstance(sent[0], TransferError)
+    assert "called off" in str(sent[0])
+    assert "rollout-0" in str(sent[0])
+
+
 def test_a_receiver_that_leaves_midway_fails_the_others_and_a_new_epoch_works() -> None:
     world = World([{"actor": (0, 0)}])
     who = RECEIVERS[:2]

@@ -197,10 +197,11 @@ class Beats:
 
     def __init__(self) -> None:
         self.generation: int | None = None
+        self.running: str | None = None
         self.away = False
 
     def heartbeat(self, beat: object) -> HeartbeatReply | None:
-        return None if self.away else HeartbeatReply(generation=self.generation)
+        return None if self.away else HeartbeatReply(generation=self.generation, running=self.running)
 
 
 def make_heartbeat() -> tuple[HeartbeatThread, Beats, Clock, list[int]]:
@@ -257,3 +258,24 @@ def test_an_absent_coordinator_supersedes_nothing() -> None:
     thread.beat()
     assert not thread.superseded
     assert exits == []
+
+
+def test_a_publish_that_the_coordinator_does_not_wait_for_is_given_up() -> None:
+    """It died and came back: what its predecessor began, nobody will finish."""
+    thread, beats, clock, _ = make_heartbeat()
+    thread.enter(3, grace=20)
+    beats.running = "publish/1"
+    thread.beat()
+    clock.now = 2
+    assert not thread.cancelled("publish/2"), "the answer is older than the command"
+    thread.beat()
+    assert thread.cancelled("publish/2")
+    beats.running = "publish/2"
+    thread.beat()
+    assert not thread.cancelled("publish/2")
+    beats.away = True
+    thread.beat()
+    assert not thread.cancelled("publish/2"), "nobody answers: the coordinator may come back in time"
+    beats.away, beats.running = False, ""
+    thread.beat()
+    assert thread.cancelled("publish/2")

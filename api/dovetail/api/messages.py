@@ -219,6 +219,11 @@ class HeartbeatReply(Message):
     cancelled: str | None = Field(
         default=None, description="Id of a publish to give up: a receiver that it waits for has failed."
     )
+    running: str | None = Field(
+        default=None,
+        description="Id of the command that the coordinator waits for, empty: of none. A publish with another id comes "
+        "from a coordinator that died, and is given up. null: not said.",
+    )
 
 
 # ---------------------------------------------------------------- weight transfer

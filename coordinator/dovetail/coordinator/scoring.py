@@ -140,8 +140,8 @@ class Inference:
 
     `want`: of "reference", "reward", "critic". `scorers` gives those that may take a chunk now; `poke` says that it may
     answer otherwise; `everyone`: how many there are in all, by which chunks are cut. `gone` says that a process will
-    never answer: its chunk goes to another. `on_scores` gets each chunk's scores; what these raise, `check` and `finish`
-    raise."""
+    never answer: its chunk goes to another. `on_scores` gets each chunk's scores; what these raise, `check` and
+    `finish` raise."""
 
     def __init__(
         self,

@@ -102,9 +102,11 @@ class TrainerGroup:
         return self._replies.pop(request.incarnation)
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        """Tells a rank the current generation, so that it leaves the collectives of an older one."""
+        """Tells a rank the current generation, so that it leaves the collectives of an older one, and the command that
+        is waited for, so that it gives up a publish of a coordinator that died."""
         self._seen[beat.rank] = self.clock()
-        return HeartbeatReply(generation=self.generation, cancelled=self._cancelled)
+        running = self._running.command.id if self._running is not None else ""
+        return HeartbeatReply(generation=self.generation, cancelled=self._cancelled, running=running)
 
     async def next(self, request: NextRequest) -> NextReply:
         """Long poll of rank 0. Raises StaleGeneration."""

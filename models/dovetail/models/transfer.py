@@ -78,6 +78,7 @@ class Channel:
         `cancelled` is asked while waiting: once true, this and all waiting ranks give up."""
         self.rank, self.world = rank, world
         self._store = store
+        self._version = 0
         self._meet(deadline, cancelled)
         try:
             if backend == "gloo":
@@ -93,7 +94,7 @@ class Channel:
             raise TransferError(f"the ranks met but could not connect: {_first_line(error)}") from error
 
     def _meet(self, deadline: Deadline, cancelled: Callable[[], bool]) -> None:
-        try:
+        with _rendezvous():
             self._store.set(f"joined/{self.rank}", "1")
             pause = 0.001
             while not self._store.check([f"joined/{rank}" for rank in range(self.world)]):
@@ -110,10 +111,40 @@ class Channel:
                     ) from error
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-        except RuntimeError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"the rendezvous broke: {_first_line(error)}") from error
+
+    def ready(self) -> None:
+        """A receiver is about to take the next version's messages. Raises TransferError."""
+        self._version += 1
+        with _rendezvous():
+            self._store.set(f"ready/{self._version}/{self.rank}", "1")
+
+    def wait_ready(self, deadline: Deadline, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """The sender, before the next version's first message: returns when all receivers are `ready`.
+
+        A message cannot be called off, and one that nobody takes holds its sender until the deadline. So it is not
+        begun before everybody is there. Raises TransferError naming the ranks that did not come, or once
+        `cancelled()`."""
+        self._version += 1
+        pause = 0.0005
+        with _rendezvous():
+            while not self._store.check([f"ready/{self._version}/{rank}" for rank in range(1, self.world)]):
+                if cancelled():
+                    raise TransferError("the transfer was called off before its receivers were ready")
+                try:
+                    deadline.left()
+                except TransferError as error:
+                    raise TransferError(
+                        f"ranks {', '.join(map(str, self.late()))} were not ready within {deadline.seconds:g} s"
+                    ) from error
+                time.sleep(pause)
+                pause = min(2 * pause, 0.01)
+
+    def late(self) -> list[int]:
+        """Receivers that are not ready for the version that the sender waits with; none if the store is gone."""
+        try:
+            return [r for r in range(1, self.world) if not self._store.check([f"ready/{self._version}/{r}"])]
+        except RuntimeError:
+            return []
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """Start sending (rank 0) or receiving `buffer`, a contiguous uint8 tensor. Messages arrive in order."""
@@ -134,6 +165,17 @@ class Channel:
             with contextlib.suppress(Exception):
                 group.abort()
         self._store = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _rendezvous() -> Iterator[None]:
+    """What the store raises is a TransferError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, TransferError):
+            raise
+        raise TransferError(f"the rendezvous broke: {_first_line(error)}") from error
 
 
 def absent_ranks(store: dist.Store, world: int) -> list[int]:

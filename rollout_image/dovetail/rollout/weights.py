@@ -95,6 +95,8 @@ class WeightReceiver:
         largest = max((sum(message_bytes(b) for _, b in parcel) for parcel in coming), default=0)
         complete = False
         try:
+            for channel in self._channels.values():
+                channel.ready()
             started = self._start(coming[0], 0, largest, deadline)
             for k, parcel in enumerate(coming):
                 arriving = started

@@ -39,6 +39,10 @@ class HeartbeatThread:
         self._grace = 0.0
         self._superseded_at: float | None = None
         self._cancelled: str | None = None
+        # The command that the coordinator waits for, and when it was asked.
+        self._live: tuple[str, float] | None = None
+        # The command that `cancelled` was asked about last, and since when.
+        self._watched: tuple[str, float] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -64,14 +68,20 @@ class HeartbeatThread:
             return self._superseded_at is not None
 
     def cancelled(self, command_id: str) -> bool:
-        """Whether the coordinator gave the command up, or the whole generation is over."""
+        """Whether the coordinator gave the command up, does not know it (another coordinator gave it), or the whole
+        generation is over. To be asked again and again while the command runs."""
         with self._lock:
-            return self._superseded_at is not None or self._cancelled == command_id
+            if self._watched is None or self._watched[0] != command_id:
+                self._watched = command_id, self._clock()
+            # What was asked before this rank had the command may be older than the command.
+            known = self._live is None or self._live[1] < self._watched[1] or self._live[0] == command_id
+            return self._superseded_at is not None or self._cancelled == command_id or not known
 
     def beat(self) -> None:
         """One heartbeat and what follows from its answer."""
         with self._lock:
             generation = self._generation
+        asked = self._clock()
         reply = self._client.heartbeat(
             Heartbeat(name=self._name, rank=self._rank, incarnation=self._incarnation, generation=generation)
         )
@@ -79,6 +89,7 @@ class HeartbeatThread:
         with self._lock:
             if reply is not None:
                 self._cancelled = reply.cancelled
+                self._live = None if reply.running is None else (reply.running, asked)
             if generation is None or self._generation != generation:
                 return
             newer = reply is not None and reply.generation is not None and reply.generation > generation

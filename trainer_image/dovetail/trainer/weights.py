@@ -87,7 +87,8 @@ class WeightSender:
     """`publish` is collective: every rank calls it with the same command. Not thread-safe.
 
     `post_offer` is called on rank 0 once all senders listen. `host` is the address that receivers connect to (default:
-    DOVETAIL_HOST). `cancelled` is asked while receivers are still missing; true ends the publish with an error."""
+    DOVETAIL_HOST). `cancelled` is asked until all receivers are ready to take the version; true ends the publish with
+    an error."""
 
     def __init__(
         self,
@@ -254,6 +255,10 @@ class WeightSender:
                         )
                     except TransferError as error:
                         raise TransferError(f"{error}{_names(receivers, absent_ranks(line.store, world))}") from error
+                try:
+                    line.channel.wait_ready(deadline, self._cancelled)
+                except TransferError as error:
+                    raise TransferError(f"{error}{_names(receivers, line.channel.late())}") from error
                 return self._stream(model, parts, line.channel, deadline)
             except BaseException:
                 self._hang_up(model)
