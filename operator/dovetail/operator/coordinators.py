@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import aiohttp
 
 from dovetail.api.env import COORDINATOR_PORT
-from dovetail.operator import progress
+from dovetail.operator import asking, progress
+from dovetail.operator.asking import NoAnswer
 from dovetail.operator.children import Children, is_over
 from dovetail.operator.history import History
 from dovetail.operator.store import Key
 
 TIMEOUT_SECONDS = 3.0
+CATCH_UP_SECONDS = 10.0
 AT_A_TIME = 64
 PAGES = 64  # of history in one go
 # Iterations take longer than the turns of a thousand jobs.
@@ -24,7 +27,7 @@ ASKS_PER_SECOND = 50.0
 
 @dataclass
 class _Followed:
-    """`answer`: the last one, None while there is none."""
+    """`answer`: what counts of the last one, None while there is none."""
 
     address: str
     task: asyncio.Task[None]
@@ -102,33 +105,26 @@ class Coordinators:
         history = self._histories.get(key)
         if history is None or history.token != token:  # of an earlier job with this name
             history = self._histories[key] = History(token)
-        for _ in range(PAGES):
-            page = await self._get(address, token, f"/v1/history?offset={history.offset}") or {}
-            rows, offset = page.get("rows"), page.get("offset")
-            if not isinstance(rows, list) or not isinstance(offset, int) or offset <= history.offset:
-                return
-            history.take(rows)
-            history.offset = offset
+        with contextlib.suppress(NoAnswer, TimeoutError):  # the rest comes with the next news
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                for _ in range(PAGES):
+                    page = await self._get(address, token, f"/v1/history?offset={history.offset}")
+                    rows, offset = page.get("rows"), page.get("offset")
+                    if not isinstance(rows, list) or not isinstance(offset, int) or offset <= history.offset:
+                        return
+                    history.take(rows)
+                    history.offset = offset
 
     async def _ask(self, address: str, token: str) -> dict[str, Any] | None:
-        document = await self._get(address, token, "/v1/status")
         try:  # what cannot be read counts as no answer
-            progress.fields(document or {})
-            progress.plan_problem(document or {})
-        except (TypeError, ValueError, AttributeError):
+            return progress.judged(await self._get(address, token, "/v1/status"))
+        except (NoAnswer, ValueError):
             return None
-        return document
 
-    async def _get(self, address: str, token: str, path: str) -> dict[str, Any] | None:
-        """The JSON object there; None without a good answer."""
+    async def _get(self, address: str, token: str, path: str) -> dict[str, Any]:
+        """The JSON object there. Raises NoAnswer."""
         host = f"[{address}]" if ":" in address else address
-        try:
-            async with self._session.get(
-                f"http://{host}:{COORDINATOR_PORT}{path}",
-                headers={"Authorization": f"Bearer {token}"},
-                timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
-            ) as reply:
-                document = await reply.json() if reply.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return None
-        return document if isinstance(document, dict) else None
+        url = f"http://{host}:{COORDINATOR_PORT}{path}"
+        return asking.document(
+            await asking.fetch(self._session, url, token, seconds=TIMEOUT_SECONDS, most=asking.DOCUMENT_BYTES)
+        )

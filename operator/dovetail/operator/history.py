@@ -14,6 +14,7 @@ from dovetail.operator.render.context import Context, Object
 # At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
 MOST_ROWS = 100
 MOST_METRICS = 20
+MOST_CHARACTERS = 64  # of a metric's name
 ITERATIONS_KEY = "iterations.json"
 # What the curves and the timeline show. `seconds_*`: where an iteration's time went.
 KEPT = {"loss", "accuracy", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
@@ -57,11 +58,13 @@ def _row(item: Any) -> dict[str, Any] | None:
         metrics = {
             name: float(f"{value:.6g}")
             for name, value in item["metrics"].items()
-            if (name in KEPT or name.startswith("seconds_")) and isinstance(value, int | float) and math.isfinite(value)
+            if (name in KEPT or (name.startswith("seconds_") and len(name) <= MOST_CHARACTERS))
+            and isinstance(value, int | float)
+            and math.isfinite(value)
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    if stage not in _STAGES or not math.isfinite(time):
+    if stage not in _STAGES or not math.isfinite(time) or not 0 <= step < 2**53:
         return None
     return {"stage": stage, "step": step, "time": time, "metrics": dict(list(metrics.items())[:MOST_METRICS])}
 

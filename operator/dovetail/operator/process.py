@@ -9,10 +9,10 @@ import threading
 import time
 from dataclasses import dataclass
 
-import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from dovetail.operator import asking
 from dovetail.operator.client import Client, connect
 from dovetail.operator.controller import Controller
 from dovetail.operator.coordinators import Coordinators
@@ -110,7 +110,7 @@ async def _guard(lock: Lock, work: object) -> None:
 async def _operate(settings: Settings, client: Client, metrics: Metrics, health: Health) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner, stop = Planner(settings.planner_seconds), threading.Event()
-    async with aiohttp.ClientSession() as session:
+    async with asking.session() as session:
         coordinators = Coordinators(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)
         health.controller = controller

@@ -7,9 +7,50 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from dovetail.api.status import RLHFJobStatus
 from dovetail.api.types import Stage
 from dovetail.operator import names
 from dovetail.operator.children import Children, Object, label
+
+# Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
+_MOST = 2**53
+_PROBLEM_CHARACTERS = 1000
+_PARTS: dict[str, tuple[str, ...]] = {
+    "metrics": ("reward", "kl", "samples_per_second", "iteration_seconds"),
+    "plan": ("expected_iteration_seconds", "problem"),
+    "checkpoint": ("stage", "step", "path"),
+}
+_COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
+
+
+def judged(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a coordinator's status counts, copied: the rest of it need not be kept. Raises ValueError for what no
+    coordinator of ours says."""
+    if document.get("stage") not in {None, *(stage.value for stage in Stage)}:
+        raise ValueError("there is no such stage")
+    found = {key: document[key] for key in ("stage", *_COUNTS) if key in document}
+    for key in _COUNTS:
+        value = found.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < _MOST):
+            raise ValueError(f"{key} is no count")
+    for key, parts in _PARTS.items():
+        part = document.get(key)
+        if part is not None:
+            if not isinstance(part, dict):
+                raise ValueError(f"{key} is no object")
+            found[key] = {name: part[name] for name in parts if name in part}
+    for value in (*found.get("metrics", {}).values(), found.get("plan", {}).get("expected_iteration_seconds")):
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError("a figure is no number")
+    if isinstance(problem := found.get("plan", {}).get("problem"), str):
+        found["plan"]["problem"] = problem[:_PROBLEM_CHARACTERS]
+    try:
+        RLHFJobStatus.model_validate(fields(found))
+    except (ValidationError, OverflowError) as error:
+        raise ValueError("it makes no status") from error
+    return found
 
 
 def fields(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +106,12 @@ def last_status(children: Children) -> tuple[dict[str, Any], str]:
         if ended.get("exitCode") == 0:
             try:
                 document = json.loads(ended.get("message") or "")
-            except ValueError:
+                if not isinstance(document, dict):
+                    return {}, ""
+                judged(document)
+            except (ValueError, RecursionError):
                 return {}, ""
-            return (document, str(ended.get("finishedAt") or "")) if isinstance(document, dict) else ({}, "")
+            return document, str(ended.get("finishedAt") or "")
     return {}, ""
 
 

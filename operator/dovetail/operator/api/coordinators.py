@@ -14,7 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from dovetail.operator import names
+from dovetail.api.types import Stage
+from dovetail.operator import asking, names
 from dovetail.operator.api import view
 from dovetail.operator.api.kube import Kube, Object, core_path, get
 from dovetail.operator.api.models import Iteration, Live
@@ -23,19 +24,22 @@ from dovetail.operator.history import ITERATIONS_KEY
 
 # A coordinator that is gone is answered for from memory, of which a row takes up to 3 KB.
 REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
-ANSWER_BYTES = 8 << 20
+# Of all jobs, and of one; rows as they came, which take some five times as much in memory.
+REMEMBERED_BYTES, JOB_BYTES = 64 << 20, 32 << 20
+STATUS_BYTES, STATUS_VALUES = 1 << 20, 20_000
 PAGES = 64  # of history, in one go
+ROW_METRICS, METRIC_CHARACTERS = 200, 100
 
-
-class Unreachable(Exception):
-    """The coordinator cannot be asked; the message says why."""
+Unreachable = asking.NoAnswer
 
 
 class Progress:
-    """One job's: `rows` in the order in which they came, replayed steps again; `offset` is the coordinator's."""
+    """One job's: `rows` in the order in which they came, replayed steps again; `offset` is the coordinator's. `size`:
+    bytes of the answers that it was read from."""
 
     def __init__(self) -> None:
         self.rows: list[Iteration] = []
+        self.size = self.status_size = 0
         self.live = Live(reachable=False, message="not asked yet")
         self.offset = 0
         self.asked = float("-inf")
@@ -52,7 +56,7 @@ class Progress:
 
 
 class Coordinators:
-    """`seconds`: how old an answer may be; requests in between share it."""
+    """`seconds`: how old an answer may be; requests in between share it. `answer_seconds`: what an answer may take."""
 
     def __init__(
         self,
@@ -61,9 +65,10 @@ class Coordinators:
         url: Callable[[str, str], str],
         seconds: float,
         clock: Callable[[], float],
+        answer_seconds: float = 10.0,
     ) -> None:
         self._kube, self._session, self._url = kube, session, url
-        self._seconds, self._clock = seconds, clock
+        self._seconds, self._clock, self._answer_seconds = seconds, clock, answer_seconds
         self._jobs: OrderedDict[str, Progress] = OrderedDict()
 
     async def progress(self, job: Object, *, now: bool = False) -> Progress:
@@ -87,25 +92,42 @@ class Coordinators:
     def _forget(self) -> None:
         """The jobs that nobody asked about for longest, where there are too many, or too many rows in all."""
         rows = sum(len(progress.rows) for progress in self._jobs.values())
-        while len(self._jobs) > 1 and (len(self._jobs) > REMEMBERED_JOBS or rows > REMEMBERED_ROWS):
-            rows -= len(self._jobs.popitem(last=False)[1].rows)
+        size = sum(progress.size for progress in self._jobs.values())
+        while len(self._jobs) > 1 and (
+            len(self._jobs) > REMEMBERED_JOBS or rows > REMEMBERED_ROWS or size > REMEMBERED_BYTES
+        ):
+            _, gone = self._jobs.popitem(last=False)
+            rows, size = rows - len(gone.rows), size - gone.size
 
     async def trace(self, job: Object, iteration: int) -> bytes:
         """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
-        return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}")
+        return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", asking.TRACE_BYTES)
 
     async def _ask(self, job: Object, found: Progress) -> None:
         token = await self._token(job)
-        status = _document(await self._fetch(job, token, "/v1/status"))
-        for _ in range(PAGES):
-            page = _document(await self._fetch(job, token, f"/v1/history?offset={found.offset}"))
-            rows = [row for item in page.get("rows", ()) if (row := _row(item)) is not None]
-            offset = page.get("offset")
-            if not isinstance(offset, int) or offset <= found.offset:
-                break
-            found.rows += rows
-            found.offset = offset
+        content = await self._fetch(job, token, "/v1/status", STATUS_BYTES)
+        status = asking.document(content, STATUS_VALUES)
+        found.size += len(content) - found.status_size
+        found.status_size = len(content)
         found.live = Live(reachable=True, status=status)
+        try:
+            async with asyncio.timeout(self._answer_seconds):
+                await self._rows(job, token, found)
+        except TimeoutError as error:
+            raise Unreachable(f"the coordinator's history did not come within {self._answer_seconds:g} s") from error
+
+    async def _rows(self, job: Object, token: str, found: Progress) -> None:
+        for _ in range(PAGES):
+            content = await self._fetch(job, token, f"/v1/history?offset={found.offset}", asking.DOCUMENT_BYTES)
+            page = asking.document(content)
+            items, offset = page.get("rows"), page.get("offset")
+            if not isinstance(items, list) or not isinstance(offset, int) or offset <= found.offset:
+                return
+            if found.size + len(content) > JOB_BYTES or len(found.rows) + len(items) > REMEMBERED_ROWS:
+                raise Unreachable("the coordinator's history is too long; the volume's history.jsonl has all of it")
+            found.rows += [row for item in items if (row := _row(item)) is not None]
+            found.size += len(content)
+            found.offset = offset
 
     async def _kept(self, job: Object) -> list[Iteration]:
         """What the operator kept of a job that is over."""
@@ -132,39 +154,23 @@ class Coordinators:
         except (KeyError, TypeError, binascii.Error, UnicodeDecodeError) as error:
             raise Unreachable(f"the Secret {name} holds no token") from error
 
-    async def _fetch(self, job: Object, token: str, path: str) -> bytes:
+    async def _fetch(self, job: Object, token: str, path: str, most: int) -> bytes:
         url = self._url(job["metadata"]["name"], job["metadata"]["namespace"]) + path
-        headers = {"Authorization": f"Bearer {token}"}
-        try:
-            async with self._session.get(url, headers=headers, allow_redirects=False) as reply:
-                content = bytearray()
-                async for chunk in reply.content.iter_chunked(1 << 16):
-                    content += chunk
-                    if len(content) > ANSWER_BYTES:
-                        raise Unreachable("the coordinator's answer is too long")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(f"the coordinator does not answer: {error or type(error).__name__}") from error
-        if reply.status != 200:
-            said = bytes(content[:200]).decode(errors="replace").strip()
-            raise Unreachable(f"the coordinator answers {reply.status}: {said}")
-        return bytes(content)
-
-
-def _document(content: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(content)
-    except ValueError as error:
-        raise Unreachable("the coordinator's answer is no JSON") from error
-    if not isinstance(document, dict):
-        raise Unreachable("the coordinator's answer is no JSON object")
-    return document
+        return await asking.fetch(self._session, url, token, seconds=self._answer_seconds, most=most)
 
 
 def _row(item: Any) -> Iteration | None:
     """A row of history.jsonl; None for what is none."""
     try:
-        metrics = {sys.intern(key): float(value) for key, value in item["metrics"].items()}
+        metrics = {
+            sys.intern(key): float(value)
+            for key, value in item["metrics"].items()
+            if len(key) <= METRIC_CHARACTERS and value is not None
+        }
         time = datetime.fromtimestamp(item["time"], UTC)
-        return Iteration(stage=str(item["stage"]), step=int(item["step"]), time=time, metrics=metrics)
+        stage, step = Stage(item["stage"]), int(item["step"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
         return None
+    if len(metrics) > ROW_METRICS or not 0 <= step < 2**53:
+        return None
+    return Iteration(stage=stage.value, step=step, time=time, metrics=metrics)

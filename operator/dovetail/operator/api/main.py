@@ -8,10 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
 import uvicorn
 
-from dovetail.operator import names
+from dovetail.operator import asking, names
 from dovetail.operator.api.app import create_app
 from dovetail.operator.api.auth import Auth
 from dovetail.operator.api.coordinators import Coordinators
@@ -30,9 +29,10 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
             return settings.coordinator_url.format(job=job, namespace=namespace)
         return names.coordinator_url(job, namespace)
 
-    limit = aiohttp.ClientTimeout(total=settings.request_seconds)
-    async with KubeClient(settings.request_seconds) as kube, aiohttp.ClientSession(timeout=limit) as session:
-        coordinators = Coordinators(kube, session, url, settings.poll_seconds, time.monotonic)
+    async with KubeClient(settings.request_seconds) as kube, asking.session() as session:
+        coordinators = Coordinators(
+            kube, session, url, settings.poll_seconds, time.monotonic, answer_seconds=settings.request_seconds
+        )
         watching = None
         if settings.watch_seconds > 0:
             watching = asyncio.create_task(watch(kube, coordinators, settings.namespaces, settings.watch_seconds))

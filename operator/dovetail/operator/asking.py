@@ -1,0 +1,72 @@
+"""Ask a job's coordinator, and believe nothing of its answer: a coordinator runs its tenant's code.
+
+However it answers, it costs the asker a bounded time and memory, and the job's token goes nowhere else."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import aiohttp
+
+# A page of history has up to 1 MiB, the status of 500 instances some 200 KB, a trace of a large job a few MiB.
+DOCUMENT_BYTES, DOCUMENT_VALUES = 2 << 20, 200_000
+TRACE_BYTES = 8 << 20
+
+
+class NoAnswer(Exception):
+    """The coordinator did not answer as it should; the message says how."""
+
+
+def session() -> aiohttp.ClientSession:
+    """For coordinators alone: cookies of theirs are not kept."""
+    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+
+
+async def fetch(session: aiohttp.ClientSession, url: str, token: str, *, seconds: float, most: int) -> bytes:
+    """The body of a GET, at most `most` bytes and `seconds` from first to last byte. Raises NoAnswer."""
+    try:
+        async with session.get(
+            url,
+            headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
+            allow_redirects=False,  # the token is for this address alone
+            auto_decompress=False,  # a kilobyte can become a gigabyte
+            timeout=aiohttp.ClientTimeout(total=seconds),
+        ) as reply:
+            encoding = reply.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise NoAnswer(f"the coordinator's answer is compressed ({encoding[:32]!r}), which nobody asked for")
+            content = bytearray()
+            async for chunk in reply.content.iter_chunked(1 << 16):
+                content += chunk
+                if len(content) > most:
+                    raise NoAnswer(f"the coordinator's answer has more than {most} bytes")
+    except TimeoutError as error:
+        raise NoAnswer(f"the coordinator did not finish its answer within {seconds:g} s") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise NoAnswer(f"the coordinator does not answer: {str(error)[:200] or type(error).__name__}") from error
+    if reply.status != 200:
+        said = bytes(content[:200]).decode(errors="replace").strip()
+        raise NoAnswer(f"the coordinator answers {reply.status}: {said}")
+    return bytes(content)
+
+
+def document(content: bytes, values: int = DOCUMENT_VALUES) -> dict[str, Any]:
+    """The JSON object in an answer, with null for what is no finite number. Raises NoAnswer, also for one that would
+    take much more memory than its bytes: with more than about `values` values."""
+    # Each value but the first follows one of these.
+    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > values:
+        raise NoAnswer(f"the coordinator's answer has more than {values} values")
+    try:
+        found = json.loads(content, parse_float=_finite, parse_constant=lambda _: None)
+    except (ValueError, RecursionError) as error:
+        raise NoAnswer("the coordinator's answer is no JSON") from error
+    if not isinstance(found, dict):
+        raise NoAnswer("the coordinator's answer is no JSON object")
+    return found
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
