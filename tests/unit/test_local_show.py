@@ -256,3 +256,29 @@ def test_a_reply_ends_where_the_next_turn_begins_however_it_is_cut(words, turn, 
         at += cuts[k % len(cuts)]
         k += 1
     assert "".join(until_stop(pieces)) == expected
+
+
+VERDICT = {"reason": "RewardsEqual", "message": "all rewards are 1, so no response is better than another"}
+
+
+def test_a_warning_is_told_once_and_when_it_is_over():
+    console = Console(file=StringIO(), width=200)
+    with Lines(console) as lines:
+        for iteration, verdicts in ((1, []), (2, [VERDICT]), (2, [VERDICT]), (3, [VERDICT]), (4, []), (5, [])):
+            health = {"iteration": iteration, "verdicts": verdicts}
+            lines.update({"stage": "ppo", "iteration": iteration, "total_iterations": 9, "health": health})
+    told = [line for line in console.file.getvalue().splitlines() if "RewardsEqual" in line]
+    assert told == [
+        f"Warning: iteration 2 is unhealthy (RewardsEqual): {VERDICT['message']}",
+        "iteration 4: no longer RewardsEqual",
+    ]
+
+
+def test_the_table_and_the_report_say_which_iterations_were_unhealthy():
+    known = {"first": 2, "last": 5, "count": 3, "message": VERDICT["message"]}
+    health = {"iterations": 9, "unhealthy": 3, "verdicts": [], "reasons": {"RewardsEqual": known}}
+    text = as_text(summary_table(SUMMARY | {"health": health}))
+    assert re.search(r"Unhealthy iterations\W+3 of 9", text)
+    assert re.search(r"RewardsEqual\W+iteration 2\W+iteration 5, 3 in all", text)
+    page = render_report("x", SUMMARY | {"health": health}, {}, None)
+    assert f"RewardsEqual (iteration 5): {VERDICT['message']}" in page

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.operator import names
+from dovetail.operator import names, progress
 from helpers.fake_cluster import a_cluster, restarting, running
 
 
@@ -293,3 +293,33 @@ def test_the_children_of_an_earlier_job_are_waited_for():
     assert cluster.condition("Running")["status"] == "True"
     env = cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert {"name": "DOVETAIL_RUN_DIR", "value": "/var/dovetail/demo-11111111"} in env["containers"][0]["env"]
+
+
+def test_an_unhealthy_iteration_is_told_until_one_is_healthy():
+    cluster = running()
+    assert cluster.condition("Healthy") == {}
+    verdicts = [{"reason": "KLRunaway", "message": "KL is 30 nats"}, {"reason": "RewardsEqual", "message": "all are 1"}]
+    cluster.reported = {"stage": "ppo", "health": {"iteration": 3, "verdicts": verdicts}}
+    result = cluster.reconcile()
+    healthy = cluster.condition("Healthy")
+    assert (healthy["status"], healthy["reason"]) == ("False", "KLRunaway")
+    assert healthy["message"] == "iteration 3: KL is 30 nats; all are 1"
+    assert [(e.type, e.reason) for e in result.events] == [("Warning", "KLRunaway")]
+    cluster.reported, away = None, cluster.reported
+    assert cluster.reconcile().events == []
+    assert cluster.condition("Healthy")["status"] == "False"
+    cluster.reported = {**away, "health": {"iteration": 4, "verdicts": []}}
+    assert cluster.reconcile().events == []
+    assert cluster.condition("Healthy")["status"] == "True"
+
+
+@pytest.mark.parametrize(
+    "health",
+    [3, {"iteration": "1", "verdicts": []}, {"iteration": 1}, {"iteration": 1, "verdicts": [{"reason": "no reason"}]}],
+)
+def test_a_verdict_that_no_condition_can_hold_is_no_answer(health):
+    with pytest.raises(ValueError, match="verdict"):
+        progress.judged({"stage": "ppo", "health": health})
+    long = {"iteration": 1, "verdicts": [{"reason": "X", "message": "y" * 10_000}] * 100}
+    kept = progress.judged({"stage": "ppo", "health": long})["health"]["verdicts"]
+    assert len(kept) * len(kept[0]["message"]) <= 16_000

@@ -10,7 +10,7 @@ from pydantic.alias_generators import to_camel
 
 from dovetail.api.base import Model
 
-ConditionType = Literal["Planned", "Suspended", "Scheduled", "Running", "Degraded", "Completed", "Failed"]
+ConditionType = Literal["Planned", "Suspended", "Scheduled", "Running", "Degraded", "Healthy", "Completed", "Failed"]
 
 
 class Observed(Model):

@@ -344,6 +344,11 @@ class FailurePolicy(Model):
         default=10, ge=0, description="Process restarts before the job fails, all processes together."
     )
     peer_timeout_seconds: PositiveInt = Field(default=120, description="Silence after which a worker counts as dead.")
+    on_unhealthy: Literal["Warn", "Stop"] = Field(
+        default="Warn",
+        description="What an unhealthy PPO iteration does (docs/health.md): a warning, or the end of the run. Where "
+        "rollouts and trainers disagree about log-probabilities, the run always ends.",
+    )
     start_timeout_seconds: PositiveInt | None = Field(
         default=None,
         description="On a cluster: fail the job when a pod it cannot start without still waits after this time, for a "

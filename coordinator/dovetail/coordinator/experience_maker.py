@@ -87,6 +87,10 @@ class ExperienceMaker:
         """The step is done."""
         self._samples.advance(iteration, State.TRAINED)
 
+    def discard(self, iteration: int) -> None:
+        """Nothing is learnt from the iteration's samples: others are generated when the run goes on."""
+        self._samples.discard(iteration)
+
     # ------------------------------------------------------------ scorers
 
     def _holds(self, scorer: str) -> list[str]:

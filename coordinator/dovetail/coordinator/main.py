@@ -21,6 +21,7 @@ from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
+from dovetail.coordinator.health import UnhealthyError
 from dovetail.coordinator.in_flight import GenerationError
 from dovetail.coordinator.store import StoreError
 from dovetail.coordinator.summary import write_json
@@ -28,7 +29,7 @@ from dovetail.coordinator.trainer_group import TrainerError
 
 # Errors whose message is a sentence for the user, and those whose traceback helps too: starting again would only
 # repeat either.
-EXPLAINED = (DataError, StoreError, TrainerError, GenerationError)
+EXPLAINED = (DataError, StoreError, TrainerError, GenerationError, UnhealthyError)
 EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
 # In a pod: where its status gets the reason of a failure, or the last figures, from.
 TERMINATION_LOG = Path("/dev/termination-log")

@@ -82,8 +82,13 @@ def iteration_metrics(
     lengths = arrays["response_lengths"].astype(np.float64)
     metrics = {
         **trained,
+        "samples": float(len(scores)),
         "reward": reward["mean"],
         "reward_ci95": reward["ci95"],
+        "reward_min": min(scores),
+        "reward_max": max(scores),
+        "equal_reward_groups": equal_groups(arrays),
+        "distinct_responses": float(distinct_responses(arrays)),
         "kl": kl["mean"],
         "kl_ci95": kl["ci95"],
         "response_length": float(lengths.mean()),
@@ -94,6 +99,23 @@ def iteration_metrics(
         metrics |= {"samples_per_second": len(scores) / wall_seconds, "iteration_seconds": wall_seconds}
         metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
     return metrics
+
+
+def distinct_responses(arrays: Arrays) -> int:
+    """How many different responses there are, by their tokens."""
+    begin, length = arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
+    rows = zip(arrays["tokens"], begin, length, strict=True)
+    return len({np.ascontiguousarray(row[first : first + count]).tobytes() for row, first, count in rows})
+
+
+def equal_groups(arrays: Arrays) -> float:
+    """Share of the prompts with several samples whose samples all have the same score; 0 where there is none."""
+    _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
+    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    np.minimum.at(low, group, arrays["scores"])
+    np.maximum.at(high, group, arrays["scores"])
+    several = sizes > 1
+    return float((low == high)[several].mean()) if several.any() else 0.0
 
 
 def other_seconds(wall: float, phases: Mapping[str, float]) -> float:

@@ -13,6 +13,8 @@ from dovetail.api.types import Stage
 from dovetail.api.wire import Arrays, unpack
 from dovetail.coordinator.experience import Experience, kl_per_sample
 from dovetail.coordinator.experience_maker import ExperienceMaker
+from dovetail.coordinator.health import UnhealthyError, Verdict
+from dovetail.coordinator.health_watch import HealthWatch
 from dovetail.coordinator.kl import KLController
 from dovetail.coordinator.ppo import StepFacts, iteration_metrics, optimizer_steps, other_seconds, ppo_step
 from dovetail.coordinator.prepare import PromptRecord
@@ -38,6 +40,7 @@ class PPOStage:
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
+        self._verdicts: list[Verdict] = []
         self._check: PlanCheck | None = None
         if (predicted := engines.plan.prediction) is not None:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
@@ -60,6 +63,7 @@ class PPOStage:
     async def begin(self) -> None:
         """Load actor and critic and bring their weights to the rollouts and scorers."""
         progress = self._engines.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
+        self._health = HealthWatch(self._spec, self._engines.store, self._engines.log, self._engines.metrics.unhealthy)
         self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
         models = {"actor": self._engines.sources.policy()}
         if has_critic(self._spec):
@@ -78,6 +82,7 @@ class PPOStage:
             total_iterations=self._spec.ppo.iterations,
             phase="weights",
             message="waiting for rollouts to take the first weights",
+            health=self._health.status(),
         )
         self._record_interrupted(self._engines.iteration)
         await self._engines.sync.publish(self._engines.iteration)
@@ -116,6 +121,7 @@ class PPOStage:
             self._engines.timeline.add(result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result)
+            self._refuse_untrue(iteration, experience.arrays, result)
             self._kl.update(float(experience.kl.mean()), len(experience.responses))
             self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             self._maker.trained(iteration)
@@ -125,7 +131,26 @@ class PPOStage:
         if iteration % self._spec.checkpoint.every_steps == 0:
             # The trainers have nothing to do while the next iteration's samples are generated.
             self._saving = asyncio.create_task(self._checkpoint(iteration))
-        return self._close(iteration, experience.arrays, result)
+        metrics = self._close(iteration, experience.arrays, result)
+        try:
+            self._health.check(iteration, self._verdicts)
+        except UnhealthyError:
+            await self._saved()  # for --resume
+            raise
+        return metrics
+
+    def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
+        """Raise UnhealthyError if nothing learnt from the iteration is true; it has not happened then, for a run that
+        is taken up again."""
+        metrics = iteration_metrics(arrays, result.metrics, {}, None)
+        untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
+        if not untrue:
+            return
+        self._engines.history.add(Stage.PPO, iteration, metrics)
+        self._engines.progress.update(metrics=metrics, health=self._health.note(iteration, metrics, untrue))
+        self._engines.store.put(f"ppo/{iteration}/facts", None)
+        self._maker.discard(iteration)
+        self._health.check(iteration, untrue)
 
     async def _checkpoint(self, iteration: int) -> None:
         started = time.time()
@@ -184,14 +209,18 @@ class PPOStage:
         for when in ["first"] * (iteration == 1) + ["last"]:
             engines.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
             engines.results.fact(f"ppo.kl_{when}", mean_ci95(kl_per_sample(arrays).tolist()))
+        # The KL that trainers measure is at the sampling temperature.
+        self._verdicts = self._health.judge(iteration, metrics | {"kl": result.metrics.get("kl", metrics["kl"])})
+        health = self._health.note(iteration, metrics, self._verdicts)
         gauges = engines.metrics
         gauges.reward.set(metrics["reward"])
         gauges.kl.set(metrics["kl"])
         gauges.weight_version.set(iteration)
         gauges.stage_step.labels("ppo").set(iteration)
         gauges.steps.labels("ppo").inc()
-        engines.progress.update(iteration=iteration, metrics=metrics, phase=None)
-        engines.log("iteration.finished", iteration=iteration, **{k: round(v, 5) for k, v in metrics.items()})
+        engines.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)
+        told = {"health": ", ".join(v.reason for v in self._verdicts) or "healthy"}
+        engines.log("iteration.finished", iteration=iteration, **told, **{k: round(v, 5) for k, v in metrics.items()})
         engines.store.put("ppo/recorded", iteration)
         return metrics
 

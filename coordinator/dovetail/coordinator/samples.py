@@ -126,6 +126,12 @@ class SampleTable:
             db.execute("DELETE FROM chunks WHERE iteration<?", (iteration,))
             db.execute("DELETE FROM samples WHERE iteration<?", (iteration,))
 
+    def discard(self, iteration: int) -> None:
+        """Delete an iteration, so that its prompts are answered anew."""
+        with self._db.transaction() as db:
+            db.execute("DELETE FROM chunks WHERE iteration=?", (iteration,))
+            db.execute("DELETE FROM samples WHERE iteration=?", (iteration,))
+
     # ------------------------------------------------------------ generation
 
     def assign(self, assignments: Sequence[Assignment]) -> list[int]:

@@ -78,6 +78,12 @@ class Metrics:
         self.samples_left = Gauge(
             "dovetail_samples_left", "Samples of the iteration still to be generated.", registry=registry
         )
+        self.unhealthy = Gauge(
+            "dovetail_unhealthy",
+            "1 if the last iteration has this verdict (docs/health.md).",
+            ["reason"],
+            registry=registry,
+        )
         self.weight_version = Gauge("dovetail_weight_version", "Version of the published weights.", registry=registry)
 
 
@@ -132,6 +138,7 @@ class Status:
             "metrics": {},
             "message": "",
             "plan": {},
+            "health": {},
         }
 
     def update(self, **fields: Any) -> None:

@@ -49,6 +49,30 @@ def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
     return stage, done, total
 
 
+class HealthNews:
+    """Verdicts on iterations, each told when it begins and when it ends."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._iteration = 0
+
+    def lines(self, status: Mapping[str, Any]) -> list[str]:
+        """What is new in a status document."""
+        health = status.get("health") or {}
+        if not health or health.get("iteration", 0) <= self._iteration:
+            return []
+        self._iteration = health["iteration"]
+        verdicts = {v["reason"]: v["message"] for v in health.get("verdicts") or []}
+        new = [
+            f"Warning: iteration {self._iteration} is unhealthy ({reason}): {message}"
+            for reason, message in verdicts.items()
+            if reason not in self._told
+        ]
+        over = [f"iteration {self._iteration}: no longer {reason}" for reason in sorted(self._told - set(verdicts))]
+        self._told = set(verdicts)
+        return new + over
+
+
 class Display(Protocol):
     """Shows a run. `update` takes status documents, `tell` one-line events; from any thread."""
 
@@ -87,6 +111,7 @@ class Bars:
         self._message = self._progress.add_task("starting", total=None, metrics="", start=False, visible=False)
         self._current: Stage | None = None
         self._last_line = ""
+        self._health = HealthNews()
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -108,6 +133,8 @@ class Bars:
         if message and message != self._last_line:
             self._last_line = message
             self.tell(message)
+        for line in self._health.lines(status):
+            self.tell(line)
         place = position(status)
         if place is None or place[0] not in self._bars:
             return
@@ -166,6 +193,7 @@ class Lines:
         self._shown: tuple[Stage, int, int] | None = None
         self._shown_at = 0.0
         self._message = ""
+        self._health = HealthNews()
 
     def __enter__(self) -> Lines:
         self.tell("starting the coordinator, trainers, vLLM servers and scorers")
@@ -184,6 +212,8 @@ class Lines:
         if message and message != self._message:
             self.tell(message)
         self._message = message
+        for line in self._health.lines(status):
+            self.tell(line)
         place = position(status)
         if place is None or place == self._shown:
             return

@@ -15,7 +15,17 @@ from dovetail.local import charts
 from dovetail.local.charts import Bar, Series
 from dovetail.local.errors import RunError
 from dovetail.local.report_schedule import read_schedule, schedule_section
-from dovetail.local.summary import PHASES, duration, fusion_rows, get, read_summary, rows, stage_seconds
+from dovetail.local.summary import (
+    PHASES,
+    duration,
+    fusion_rows,
+    get,
+    health_rows,
+    health_sentences,
+    read_summary,
+    rows,
+    stage_seconds,
+)
 
 STYLE = """
 :root{color-scheme:light dark;--fg:#1b1f24;--mute:#667;--line:#8884;--card:#fff;--bg:#f4f5f7}
@@ -23,7 +33,7 @@ STYLE = """
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.45 system-ui,sans-serif}
 main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:28px 0 8px}
-.sub{color:var(--mute);margin:2px 0 18px}.bad{color:#c0392b}
+.sub{color:var(--mute);margin:2px 0 18px}.bad{color:#c0392b}.warn{color:#b9770e}
 table{border-collapse:collapse;background:var(--card);border-radius:8px;width:100%}
 th,td{padding:6px 12px;text-align:right;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
 th:first-child,td:first-child{text-align:left}th{color:var(--mute);font-weight:500}tr:last-child td{border-bottom:0}
@@ -146,7 +156,7 @@ def _table(summary: Mapping[str, Any]) -> str:
     body = [(what, first, last) for what, first, last in rows(summary)]
     if isinstance(get(summary, "samples_per_second"), int | float):
         body.append(("Samples per second", "", f"{summary['samples_per_second']:.2f}"))
-    body += fusion_rows(summary)
+    body += health_rows(summary) + fusion_rows(summary)
     body += [(f"Time of stage {name}", "", duration(s)) for name, s in stage_seconds(summary)]
     lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in body)
     head = "<tr><th></th><th>before / first</th><th>after / last</th></tr>"
@@ -176,6 +186,7 @@ def render_report(
     subtitle = escape(", ".join(([state] if state else []) + facts))
     if failed and summary.get("reason"):
         subtitle += f'<br><span class="bad">{escape(str(summary["reason"]))}</span>'
+    subtitle += "".join(f'<br><span class="warn">{escape(line)}</span>' for line in health_sentences(summary))
     sections = []
     for stage, heading in _STAGES.items():
         steps = history.get(stage, {})

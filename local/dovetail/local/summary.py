@@ -86,6 +86,26 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, first iteration, last or how many) of the iterations' health; nothing of a run without PPO."""
+    iterations, unhealthy = get(summary, "health.iterations"), get(summary, "health.unhealthy")
+    if not iterations:
+        return []
+    found = [("Unhealthy iterations", "", f"{unhealthy or 0} of {iterations}")]
+    for reason, known in sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"]):
+        first, last, count = known["first"], known["last"], known["count"]
+        found.append((f"  {reason}", f"iteration {first}", f"iteration {last}" if last > first else ""))
+        if count > 1:
+            found[-1] = (*found[-1][:2], f"iteration {last}, {count} in all")
+    return found
+
+
+def health_sentences(summary: Mapping[str, Any]) -> list[str]:
+    """The last sentence of each verdict that there was, in the order of their first iterations."""
+    reasons = sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"])
+    return [f"{reason} (iteration {known['last']}): {known['message']}" for reason, known in reasons]
+
+
 def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What inter-stage fusion did, (what, "", value); nothing where it was off."""
     fusion = get(summary, "fusion")
@@ -123,7 +143,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row("Samples per second", "", f"{rate:.2f}")
     if wall is not None:
         table.add_row("Wall time", "", duration(wall))
-    for row in fusion_rows(summary):
+    for row in [*health_rows(summary), *fusion_rows(summary)]:
         table.add_row(*row)
     for name, seconds in stage_seconds(summary):
         table.add_row(f"  stage {name}", "", duration(seconds))

@@ -10,11 +10,20 @@ from typing import Literal
 from dovetail.api.status import Condition, ConditionType
 from dovetail.operator import reasons
 
-ORDER: tuple[ConditionType, ...] = ("Planned", "Suspended", "Scheduled", "Running", "Degraded", "Completed", "Failed")
+ORDER: tuple[ConditionType, ...] = (
+    "Planned",
+    "Suspended",
+    "Scheduled",
+    "Running",
+    "Degraded",
+    "Healthy",
+    "Completed",
+    "Failed",
+)
 # Reasons whose appearance is worth an event, as opposed to what every job goes through every few seconds.
 QUIET = {reasons.IN_PROGRESS, reasons.CREATING, reasons.STARTING, reasons.NOT_PLANNED, reasons.STOPPED}
 # Events of new plans are told apart (`plans.publish`).
-QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED, reasons.REPLANNED}
+QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED, reasons.REPLANNED, reasons.HEALTHY}
 GOOD = {reasons.PLANNED, reasons.SUSPENDED, reasons.QUEUED, reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.COMPLETED}
 LONGEST_MESSAGE = 2000
 

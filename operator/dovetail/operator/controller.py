@@ -329,7 +329,7 @@ def _rejected(document: Object, result: Result, problem: str, now: datetime) -> 
     """The status of a job one of whose objects the API server does not accept."""
     generation = int(document["metadata"].get("generation", 0))
     conditions = Conditions(old_status(document).conditions, generation, now)
-    for kind in ("Planned", "Suspended", "Degraded", "Completed"):
+    for kind in ("Planned", "Suspended", "Degraded", "Healthy", "Completed"):
         found = next((c for c in result.status.conditions if c.type == kind), None)
         if found is not None:
             conditions.set(kind, found.status == "True", found.reason, found.message)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ AT_A_TIME = 64
 PAGES = 64  # of history in one go
 # Iterations take longer than the turns of a thousand jobs.
 ASKS_PER_SECOND = 50.0
+
+
+def _told(document: Mapping[str, Any]) -> object:
+    """All that a job's status takes from an answer."""
+    return progress.fields(document), progress.plan_problem(document), progress.health(document)
 
 
 @dataclass
@@ -90,7 +95,7 @@ class Coordinators:
         while True:
             async with self._slots:
                 answer = await self._ask(address, token)
-                told = progress.fields(answer or {}), progress.plan_problem(answer or {})
+                told = _told(answer or {})
                 news = answer is not None and told != known
                 if news:
                     await self._catch_up(key, address, token)

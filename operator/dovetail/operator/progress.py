@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from dovetail.api.status import RLHFJobStatus
 from dovetail.api.types import Stage
-from dovetail.operator import names
+from dovetail.operator import names, reasons
 from dovetail.operator.children import Children, Object, label
 
 # Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
@@ -22,6 +24,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "plan": ("expected_iteration_seconds", "problem"),
     "checkpoint": ("stage", "step", "path"),
 }
+_REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
+_VERDICTS = 16
 _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
 
 
@@ -46,11 +50,26 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("a figure is no number")
     if isinstance(problem := found.get("plan", {}).get("problem"), str):
         found["plan"]["problem"] = problem[:_PROBLEM_CHARACTERS]
+    if document.get("health"):
+        found["health"] = _judged_health(document["health"])
     try:
         RLHFJobStatus.model_validate(fields(found))
     except (ValidationError, OverflowError) as error:
         raise ValueError("it makes no status") from error
     return found
+
+
+def _judged_health(told: object) -> dict[str, Any]:
+    verdicts = told.get("verdicts") if isinstance(told, dict) else None
+    if not isinstance(told, dict) or type(told.get("iteration")) is not int or not isinstance(verdicts, list):
+        raise ValueError("health is no verdict on an iteration")
+    kept = []
+    for verdict in verdicts[:_VERDICTS]:
+        reason, message = (verdict.get("reason"), verdict.get("message")) if isinstance(verdict, dict) else (None, None)
+        if not isinstance(reason, str) or not _REASON.fullmatch(reason) or not isinstance(message, str):
+            raise ValueError("a verdict has no reason or no message")
+        kept.append({"reason": reason, "message": message[:_PROBLEM_CHARACTERS]})
+    return {"iteration": told["iteration"], "verdicts": kept}
 
 
 def fields(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +111,26 @@ def plan_problem(document: Mapping[str, Any]) -> str | None:
     return told if isinstance(told, str) and told else None
 
 
+@dataclass(frozen=True)
+class Health:
+    """What the coordinator found of the last PPO iteration: `reason` for programs, a sentence for people."""
+
+    healthy: bool
+    reason: str
+    message: str
+
+
+def health(document: Mapping[str, Any]) -> Health | None:
+    """None before the first iteration. Of documents that are `judged`."""
+    told = document.get("health")
+    if not told:
+        return None
+    if not told["verdicts"]:
+        return Health(True, reasons.HEALTHY, "")
+    sentences = "; ".join(verdict["message"] for verdict in told["verdicts"])
+    return Health(False, told["verdicts"][0]["reason"], f"iteration {told['iteration']}: {sentences}")
+
+
 def coordinator_pod(children: Children) -> Object | None:
     """The coordinator's newest pod."""
     pods = [p for p in children.pods(surplus=False) if label(p, names.ROLE_LABEL) == names.COORDINATOR]
@@ -108,13 +147,8 @@ def last_status(children: Children) -> tuple[dict[str, Any], str]:
                 document = json.loads(ended.get("message") or "")
                 if not isinstance(document, dict):
                     return {}, ""
-                judged(document)
+                document |= judged(document)
             except (ValueError, RecursionError):
                 return {}, ""
             return document, str(ended.get("finishedAt") or "")
     return {}, ""
-
-
-def last_word(children: Children) -> dict[str, Any]:
-    """The figures that a coordinator left when it ended well."""
-    return fields(last_status(children)[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# Healthy: the coordinator's verdicts (docs/health.md) beside this one
+HEALTHY = "IterationHealthy"
+
 # Planned
 PLANNED = "Planned"
 REPLANNED = "Replanned"

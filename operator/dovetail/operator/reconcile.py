@@ -157,7 +157,9 @@ class _Reconciler:
     # ------------------------------------------------------------ states
 
     def _completed(self) -> Result:
-        final = progress.last_word(self._children)
+        document = progress.last_status(self._children)[0]
+        final = progress.fields(document)
+        self._say_health(document or self._seen.reported or {})
         self._take(final or progress.fields(self._seen.reported or {}))
         status = self._status
         if status.iterations is not None and final:
@@ -342,6 +344,13 @@ class _Reconciler:
     def _progress(self) -> None:
         if self._seen.reported is not None:
             self._take(progress.fields(self._seen.reported))
+            self._say_health(self._seen.reported)
+
+    def _say_health(self, document: Mapping[str, Any]) -> None:
+        """What was said of the last iteration stays while the coordinator is away."""
+        health = progress.health(document)
+        if health is not None:
+            self._conditions.set("Healthy", health.healthy, health.reason, health.message)
 
     def _take(self, fields: dict[str, Any]) -> None:
         """Over what is known; figures of PPO mean nothing in another stage."""

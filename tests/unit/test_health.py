@@ -1,0 +1,272 @@
+"""Verdicts on iterations: each case, none for a healthy run, and what a run does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.messages import CommandResult
+from dovetail.coordinator.engines import Engines, Settings
+from dovetail.coordinator.experience import Experience
+from dovetail.coordinator.health import REASONS, Rules, UnhealthyError, judge
+from dovetail.coordinator.ppo import distinct_responses, equal_groups
+from dovetail.coordinator.ppo_stage import PPOStage
+from dovetail.coordinator.samples import NewSample
+from dovetail.planner.simple import make_plan
+from helpers.jobs import tiny_job
+
+# The quickstart with seed 0: KL per sample, mean length, entropy per token.
+QUICKSTART = [
+    (0.0, 24.2, 0.678),
+    (0.16, 22.5, 0.644),
+    (1.09, 21.8, 0.593),
+    (1.43, 21.8, 0.543),
+    (2.36, 21.3, 0.527),
+    (3.36, 20.9, 0.531),
+    (5.08, 18.6, 0.516),
+    (6.62, 19.0, 0.510),
+    (6.99, 17.8, 0.496),
+    (7.10, 17.1, 0.450),
+    (5.14, 17.0, 0.405),
+    (5.91, 17.5, 0.406),
+]
+RULES = Rules(max_tokens=96)
+GROUPED = Rules(max_tokens=96, grouped=True)
+
+
+def row(kl: float = 1.0, length: float = 20.0, entropy: float = 0.5, **changes: float) -> dict[str, float]:
+    healthy = {
+        "kl": kl,
+        "response_length": length,
+        "entropy": entropy,
+        "mismatch_abs": 1e-6,
+        "finished_fraction": 1.0,
+        "samples": 128.0,
+        "distinct_responses": 80.0,
+        "reward_min": -1.0,
+        "reward_max": 2.0,
+        "equal_reward_groups": 0.1,
+    }
+    return healthy | changes
+
+
+FIRST = row(0.0, 24.0, 0.68)
+
+
+def test_the_quickstart_is_healthy() -> None:
+    rows = [row(*values) for values in QUICKSTART]
+    for previous, now in zip([{}, *rows], rows, strict=False):
+        assert judge(now, rows[0], previous, RULES) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "rules", "reason", "told"),
+    [
+        (row(mismatch_abs=8.1), RULES, "LogProbMismatch", "by 8.1 nats per token before the first update"),
+        (row(mismatch_abs=math.nan), RULES, "LogProbMismatch", "nan"),
+        (row(policy_loss=math.nan, value_loss=math.inf), RULES, "NotFinite", "policy_loss, value_loss;"),
+        (row(kl=30.0), RULES, "KLRunaway", "30 nats per sample, 1.5 per token"),
+        (row(kl=-30.0), RULES, "KLRunaway", "-30 nats per sample"),
+        (row(kl=8.0), RULES, "KLRunaway", "0.4 per token, over 3 times the 0.05"),
+        (row(entropy=0.05), RULES, "EntropyCollapsed", "0.05 nats per token, 0.68 in the first"),
+        (row(entropy=1.9), RULES, "EntropyExploded", "1.9 nats per token, 0.68 in the first"),
+        (row(finished_fraction=0.0), RULES, "ResponsesTruncated", "no response ended before generation.maxTokens (96)"),
+        (row(finished_fraction=0.03), RULES, "ResponsesTruncated", "only 3.0% of the responses"),
+        (row(distinct_responses=1.0), RULES, "ResponsesEqual", "all 128 responses are the same"),
+        (row(reward_min=0.0, reward_max=0.0), RULES, "RewardsEqual", "all rewards are 0,"),
+        (row(equal_reward_groups=1.0), GROUPED, "GroupRewardsEqual", "in 100% of the prompts"),
+    ],
+)
+def test_each_verdict_says_the_figure_and_what_to_look_at(
+    now: dict[str, float], rules: Rules, reason: str, told: str
+) -> None:
+    assert judge(row(), FIRST, row(kl=1.0), rules) == []
+    verdict = judge(now, FIRST, row(kl=1.0), rules)[0]
+    assert verdict.reason == reason
+    assert told in verdict.message
+    assert verdict.stops == (reason == "LogProbMismatch")
+    assert REASONS.index(reason) >= 0
+
+
+def test_what_does_not_fit_the_job_is_not_judged() -> None:
+    assert judge(row(equal_reward_groups=1.0), FIRST, {}, RULES) == []
+    assert judge(row(reward_min=1.0, reward_max=1.0), FIRST, {}, GROUPED) == []
+    assert judge(row(mismatch_abs=0.4), FIRST, {}, Rules(comparable=False)) == []
+    (verdict,) = judge(row(mismatch_abs=0.4), FIRST, {}, Rules(exact=False))
+    assert not verdict.stops, "the adapters' dropout makes a difference, too"
+    assert judge({}, {}, {}, GROUPED) == []
+    assert judge(row(samples=1.0, distinct_responses=1.0, reward_min=1.0, reward_max=1.0), FIRST, {}, RULES) == []
+
+
+def test_rules_follow_the_job() -> None:
+    assert Rules.of(tiny_job().spec) == Rules(comparable=True, exact=True, grouped=False, max_tokens=48)
+    assert not Rules.of(tiny_job(generation={"temperature": 0.7}).spec).comparable
+    assert Rules.of(tiny_job(ppo={"advantage": "rloo", "samplesPerPrompt": 2}).spec).grouped
+
+
+def arrays(scores: list[float], responses: list[list[int]], groups: list[int]) -> dict[str, Any]:
+    count, longest = len(scores), max(map(len, responses))
+    tokens = np.full((count, 2 + longest), 9, np.int32)
+    for target, response in zip(tokens, responses, strict=True):
+        target[2 : 2 + len(response)] = response
+    return {
+        "tokens": tokens,
+        "prompt_lengths": np.full(count, 2, np.int32),
+        "response_lengths": np.array([len(r) for r in responses], np.int32),
+        "rollout_logprobs": np.zeros((count, longest), np.float32),
+        "scores": np.array(scores, np.float32),
+        "groups": np.array(groups, np.int32),
+        "finished": np.ones(count, np.uint8),
+    }
+
+
+def test_equal_samples_are_counted_by_their_tokens_alone() -> None:
+    found = arrays([1.0, 1.0, 0.0, 1.0, 5.0], [[1, 2], [1, 2], [1], [1, 2, 9], [3]], [0, 0, 1, 1, 2])
+    assert distinct_responses(found) == 4
+    assert equal_groups(found) == 0.5, "a prompt of one sample is no group"
+
+
+class Run:
+    """The PPO stage on a real store and history; trainers return what `metrics` says."""
+
+    def __init__(self, folder: Path, **policy: Any) -> None:
+        spec = tiny_job(failurePolicy=policy).spec
+        self.logged: list[tuple[str, dict[str, Any]]] = []
+        self.engines = Engines(
+            spec,
+            make_plan(spec),
+            Settings(folder, "secret", "127.0.0.1", 1, folder),
+            lambda event, **told: self.logged.append((event, told)),
+        )
+        self.published: list[int] = []
+        self.metrics: dict[str, float] = {}
+        engines = self.engines
+        engines.sources = SimpleNamespace(policy=lambda: None, critic=lambda: None)  # type: ignore[assignment]
+        engines.sync = SimpleNamespace(publish=self._publish)  # type: ignore[assignment]
+        engines.session.run_step = self._run_step  # type: ignore[method-assign]
+        engines.session.save = self._save  # type: ignore[method-assign]
+        samples = engines.store.samples
+        maker = SimpleNamespace(
+            facts={}, in_batch=lambda i: None, trained=lambda i: None, rest=self._save, discard=samples.discard
+        )
+        self.stage = PPOStage(engines, maker)  # type: ignore[arg-type]
+
+    async def _publish(self, version: int) -> None:
+        self.published.append(version)
+
+    async def _save(self) -> None:
+        pass
+
+    async def _run_step(self) -> CommandResult:
+        self.engines.session._step += 1
+        return CommandResult(id="x", ok=True, metrics={"entropy": 0.5, "mismatch_abs": 0.0, **self.metrics})
+
+    def iterate(self, *scores: float, **metrics: float) -> None:
+        """One iteration with these rewards."""
+        self.metrics = metrics
+        number = self.engines.session.step + 1
+        new = [NewSample(p, 0, np.zeros(2, np.int32), 1, {}) for p in range(len(scores))]
+        self.engines.store.samples.begin_iteration(number, new)
+        made = arrays(list(scores), [[p] for p in range(len(scores))], list(range(len(scores))))
+        asyncio.run(self._train(Experience(number, [], [""] * len(scores), made)))
+
+    async def _train(self, experience: Experience) -> None:
+        await self.stage.train(experience)
+        await self.stage._saved()
+
+    def close(self) -> None:
+        self.engines.history.close()
+        self.engines.store.close()
+
+    @property
+    def health(self) -> dict[str, Any]:
+        return dict(self.engines.progress.document({})["health"])
+
+    def told(self) -> list[tuple[str, int, str]]:
+        return [(e, t["iteration"], t["reason"]) for e, t in self.logged if e.startswith("health.")]
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    made: list[Run] = []
+
+    def make(**policy: Any) -> Run:
+        if made:
+            made[-1].close()
+        made.append(Run(tmp_path, **policy))
+        asyncio.run(made[-1].stage.begin())
+        return made[-1]
+
+    yield make
+    made[-1].close()
+
+
+def test_a_warning_is_logged_when_it_begins_and_ends_and_stays_in_the_summary(start: Start) -> None:
+    run = start()
+    run.iterate(1.0, 2.0)
+    assert run.health == {"iteration": 1, "verdicts": []}
+    for _ in range(3):
+        run.iterate(1.0, 1.0)
+    assert [v["reason"] for v in run.health["verdicts"]] == ["RewardsEqual"]
+    assert run.engines.registry.get_sample_value("dovetail_unhealthy", {"reason": "RewardsEqual"}) == 1
+    run = start()  # a coordinator that came back
+    assert [v["reason"] for v in run.health["verdicts"]] == ["RewardsEqual"]
+    assert run.told() == []
+    run.iterate(1.0, 1.0)
+    run.iterate(1.0, 2.0)
+    assert run.told() == [("health.recovered", 6, "RewardsEqual")]
+    assert run.engines.registry.get_sample_value("dovetail_unhealthy", {"reason": "RewardsEqual"}) == 0
+    assert run.engines.registry.get_sample_value("dovetail_unhealthy", {"reason": "EntropyCollapsed"}) == 0
+    health = run.engines.results.write("succeeded")["health"]
+    assert (health["iterations"], health["unhealthy"], health["verdicts"]) == (6, 4, [])
+    assert {k: v for k, v in health["reasons"]["RewardsEqual"].items() if k != "message"} == {
+        "first": 2,
+        "last": 5,
+        "count": 4,
+    }
+    assert run.published == [4, 5, 6]
+
+
+def test_trends_are_kept_over_restarts(start: Start) -> None:
+    start().iterate(1.0, 2.0, entropy=2.0)
+    run = start()
+    run.iterate(1.0, 2.0, entropy=0.1)
+    assert run.told() == [("health.unhealthy", 2, "EntropyCollapsed")]
+
+
+def test_on_unhealthy_stop_ends_the_run_after_the_iteration(start: Start) -> None:
+    run = start(onUnhealthy="Stop")
+    run.iterate(1.0, 2.0)
+    sentence = r"iteration 2 is unhealthy and failurePolicy.onUnhealthy is Stop \(RewardsEqual\): all rewards are 1,"
+    with pytest.raises(UnhealthyError, match=sentence):
+        run.iterate(1.0, 1.0)
+    assert start(onUnhealthy="Stop").engines.iteration == 2
+
+
+def test_a_mismatch_stops_every_run_and_its_iteration_does_not_count(start: Start, tmp_path: Path) -> None:
+    run = start()
+    run.iterate(1.0, 2.0)
+    sentence = (
+        r"iteration 2 is stopped and does not count \(LogProbMismatch\): rollouts and trainers disagree .* 8.1 nats"
+    )
+    with pytest.raises(UnhealthyError, match=sentence):
+        run.iterate(1.0, 2.0, mismatch_abs=8.1)
+    assert run.published == [0, 1], "nobody gets the weights"
+    assert run.health["verdicts"][0]["reason"] == "LogProbMismatch"
+    assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1])["metrics"]["mismatch_abs"] == 8.1
+    run = start()
+    assert run.engines.iteration == 1
+    assert run.engines.store.samples.samples(2) == [], "the prompts are answered anew"
+    run.iterate(1.0, 2.0)
+    assert (run.engines.iteration, run.health) == (2, {"iteration": 2, "verdicts": []})
