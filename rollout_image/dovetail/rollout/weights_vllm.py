@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from dovetail.api.messages import Receive
 from dovetail.models.transfer import TransferError
+from dovetail.rollout.tied import Tied, renew, tied_modules
 from dovetail.rollout.weights import WeightReceiver
 
 BACKEND = "dovetail"
@@ -59,6 +60,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._receiver = WeightReceiver(device, rank)
         self._arrived: int | None = None
         self._parameters = {name for name, _ in model.named_parameters()}
+        # Now, as a session that breaks off leaves modules without what they share.
+        self._tied: list[Tied] = tied_modules(model)
 
     def init_transfer_engine(self, init_info: DovetailInitInfo) -> None:
         self._receiver.connect(Receive.model_validate(init_info.receive))
@@ -91,7 +94,9 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._arrived = receive.offer.version
 
     def finish_weight_update(self) -> None:
+        """Raises TransferError where a tied head does not serve what arrived."""
         finalize_layerwise_reload(self.model, self.model_config)
+        renew(self._tied)
         LOADED.version = self._arrived
 
     def shutdown(self) -> None:

@@ -1,0 +1,50 @@
+"""Tied embeddings in a vLLM server: the head serves what the embedding got.
+
+Trainers send a tied weight once, under the embedding's name. vLLM 0.32's layerwise reload loads it into the embedding,
+whose parameter the head shares, and passes the head over ("ParallelLMHead: Failed to load weights"). On GPUs the head
+multiplies by that parameter, so this is all. On CPUs it multiplies by a packed copy, which vLLM makes as the head is
+loaded and which would stay the old one for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+from dovetail.models.transfer import TransferError
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A module, by its name in the model, that shares the weight of `source`."""
+
+    name: str
+    module: Any
+    source: Any
+
+
+def tied_modules(model: torch.nn.Module) -> list[Tied]:
+    """Of a loaded model: heads that share an embedding's weight (on each pipeline stage that has both)."""
+    first: dict[int, Any] = {}
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            source = first.setdefault(id(module.weight), module)
+            if source is not module:
+                found.append(Tied(name, module, source))
+    return found
+
+
+def renew(tied: list[Tied]) -> None:
+    """Make anew what each module keeps beside the weight that it shares; after vLLM has finished a reload. Raises
+    TransferError where a module does not share it any more: it would serve older weights."""
+    for one in tied:
+        if one.module.weight is not one.source.weight:
+            raise TransferError(f"{one.name} is tied to the embedding and did not get its new weights")
+        method = one.module.quant_method
+        # The hook by which vLLM packs weights that it has just loaded; nothing to do on GPUs. A quantised head is
+        # left as vLLM makes it: to quantise a weight twice would spoil it.
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(one.module)

@@ -1,0 +1,109 @@
+"""What real vLLM servers say with the weights that they were sent, of every family, with tied and untied heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.api.messages import ModelRef
+from dovetail.models.build import build_stage
+from helpers.forked_servers import Forks
+from helpers.vllm_servers import GREEDY, Server, make_run
+from helpers.weight_trainer import Trainer
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# A vocabulary that vLLM pads.
+COMMON = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "dtype": "float32",
+}
+GATED = {**COMMON, "intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": GATED,
+    "qwen2": GATED,
+    "qwen3": {**GATED, "head_dim": 32},
+    "opt": {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    made = Forks(tmp_path_factory.mktemp("forks"))
+    yield made
+    made.close()
+
+
+def folders(family: str, version: int, path: Path) -> tuple[Any, dict[bool, Path]]:
+    """A tied model of `transformers` in a folder, and the same one with its head written out: model, folder by whether
+    it is tied."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {}
+    torch.manual_seed(version)
+    config = AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for tied in (True, False):
+        found[tied] = path / f"{family}-{version}-{'tied' if tied else 'untied'}"
+        if tied:
+            model.save_pretrained(found[tied])
+        else:
+            twin = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=False)
+            )
+            twin.load_state_dict(model.state_dict())
+            twin.save_pretrained(found[tied])
+    return model, found
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    tokens, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            row = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            tokens.append(int(row.argmax()))
+            logprobs.append(float(row[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_servers_of_tied_and_untied_models_say_what_the_model_says(family: str, forks: Forks, tmp_path: Path) -> None:
+    servers: dict[bool, Server] = {}
+    model, found = folders(family, 1, tmp_path)
+    for tied in (True, False):
+        run = tmp_path / f"run-{tied}"
+        stage = build_stage(ModelRef(head="lm", path=str(found[tied])))
+        assert hasattr(stage, "lm_head") is not tied
+        make_run(run, stage.config, prompt_tokens=64, tokens=64)
+        servers[tied] = forks.start(f"{family}-{tied}", run)
+    forks.wait(list(servers.values()))
+    trainers = {tied: Trainer([server]) for tied, server in servers.items()}
+    for version in (1, 2):
+        if version > 1:
+            model, found = folders(family, version, tmp_path)
+        prompt = [5, 9, 33, 7, 299]
+        tokens, logprobs = greedy(model, prompt, GREEDY["max_tokens"])
+        for tied, server in servers.items():
+            stage = build_stage(ModelRef(head="lm", path=str(found[tied])))
+            assert trainers[tied].publish(stage, version) == {server.name: None}
+            got, theirs, _ = server.generate(prompt, **GREEDY)
+            assert theirs == pytest.approx(logprobs, abs=1e-4), f"tied: {tied}"
+            assert got == tokens
+    for trainer in trainers.values():
+        trainer.sender.close()
+    forks.stop(list(servers.values()))
