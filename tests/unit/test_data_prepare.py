@@ -76,6 +76,8 @@ def test_batches(prepared: tuple[Prepared, Path]) -> None:
     assert [job.steps_per_epoch(s) for s in Stage] == [8, 8, 8]  # 58 of 64 records, 6 held out
     assert sum(len(b["lengths"]) for b in job.sft_eval_batches()) == 6
     assert sum(len(b["chosen_lengths"]) for b in job.reward_eval_batches()) == 6
+    held_out = sum(len(b["lengths"]) for b in job.sft_eval_batches())
+    assert sum(len(b["lengths"]) for b in job.scored_demonstrations()) == held_out > 0
 
 
 def test_transformers_reads_the_folders(prepared: tuple[Prepared, Path]) -> None:

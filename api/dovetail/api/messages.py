@@ -113,12 +113,14 @@ class Step(Message):
 
 
 class Evaluate(Message):
-    """SFT: {'loss', 'tokens'}. Reward: {'accuracy', 'pairs', 'correct', 'loss'}. Whole batches, no gradients."""
+    """SFT: {'loss', 'tokens'}. Reward: {'accuracy', 'pairs', 'correct', 'loss', 'chosen', 'rejected'} of `batches`, and
+    {'demonstrations', 'demonstration_score'} of `demonstrations`. Whole batches, no gradients."""
 
     kind: Literal["evaluate"] = "evaluate"
     id: str
     stage: Stage
     batches: list[str]
+    demonstrations: list[str] = Field(default_factory=list, description="Reward: batches laid out as SFT's.")
 
 
 class Save(Message):
@@ -136,6 +138,9 @@ class Export(Message):
     id: str
     model: Literal["actor", "critic", "reward", "ema"]
     path: str
+    subtract: float = Field(
+        default=0.0, allow_inf_nan=False, description="From every value of a model with a value head, from now on."
+    )
 
 
 class Receiver(Message):

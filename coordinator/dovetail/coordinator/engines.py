@@ -40,7 +40,7 @@ from dovetail.coordinator.publishing import Publisher
 from dovetail.coordinator.results import Results
 from dovetail.coordinator.server import make_app
 from dovetail.coordinator.store import Store
-from dovetail.coordinator.supervised import Hooks, SupervisedStage, run_supervised
+from dovetail.coordinator.supervised import Hooks, SupervisedStage, centre, run_supervised
 from dovetail.coordinator.telemetry import History, Metrics, Status
 from dovetail.coordinator.timeline import Timeline
 from dovetail.coordinator.trainer_group import TrainerGroup
@@ -86,6 +86,7 @@ class Engines:
         self._session: aiohttp.ClientSession | None = None
         self._prepared: Prepared | None = None
         self._held_out: dict[Stage, list[Arrays]] = {}
+        self._scored: list[Arrays] | None = None
         self.results = Results(self.store, settings.run_dir, spec.seed, time.time)
         self.trainers = TrainerGroup(
             world_size=plan.world_size,
@@ -224,6 +225,7 @@ class Engines:
             "reward": self.prepared.reward_batch,
             "sft-eval": lambda i: self._eval_batches(Stage.SFT)[i],
             "reward-eval": lambda i: self._eval_batches(Stage.REWARD)[i],
+            "demonstrations": lambda i: self._demonstrations()[i],
         }
         if stage == "ppo":
             return self.files.read(int(number))
@@ -237,6 +239,11 @@ class Engines:
             made = prepared.sft_eval_batches() if stage is Stage.SFT else prepared.reward_eval_batches()
             self._held_out = {stage: made}
         return self._held_out[stage]
+
+    def _demonstrations(self) -> list[Arrays]:
+        if self._scored is None:
+            self._scored = self.prepared.scored_demonstrations()
+        return self._scored
 
     # ------------------------------------------------------------ parts that others use
 
@@ -274,7 +281,7 @@ class Engines:
                 self.results.fact(f"sft.loss_{when}", metrics["loss"])
 
     async def run_reward(self) -> None:
-        """Training of the reward model, to models/reward. Facts: reward_model.accuracy, .pairs."""
+        """Training of the reward model, to models/reward, centred. Facts: reward_model.accuracy, .pairs, .centre."""
         stage = SupervisedStage(
             stage=Stage.REWARD,
             model="reward",
@@ -285,12 +292,16 @@ class Engines:
             export_to=self.settings.run_dir / "models" / "reward",
             checkpoint_every=self.spec.checkpoint.every_steps,
             recompute=self.plan.recomputed(Stage.REWARD),
+            centred=True,
+            demonstrations=[f"demonstrations/{i}" for i in range(len(self._demonstrations()))],
         )
         await self._supervised(stage)
+        self._scored = None
         after = self.store.get("reward/after")
         if after:
             self.results.fact("reward_model.accuracy", after["accuracy"])
             self.results.fact("reward_model.pairs", after["pairs"])
+            self.results.fact("reward_model.centre", centre(after))
 
     async def _supervised(self, stage: SupervisedStage) -> None:
         if self.store.get(f"{stage.stage.value}/done"):

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dovetail.coordinator.data.models import resolve, scratch_config
 from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
 from dovetail.coordinator.seeds import derived_seed
 
+CENTRING_LIMIT = 512
 MODELS = ("actor", "critic", "reward", "reference")
 
 
@@ -109,6 +111,17 @@ class Prepared:
         held = [self.encoder.demonstration(r) for r in _have(self.data.demonstrations, "demonstrations").held_out()]
         groups = by_length([len(s.tokens) for s in held], self.spec.sft.batch_size)
         return [sft_batch([held[i] for i in group], self.encoder.pad) for group in groups]
+
+    def scored_demonstrations(self) -> list[Arrays]:
+        """Demonstrations by which the reward model's scores are centred, at most 512, in batches of `reward.batchSize`:
+        held-out ones, else the first to train on; none where the job reads none."""
+        data = self.data.demonstrations
+        if data is None:
+            return []
+        records = data.held_out()[:CENTRING_LIMIT] or list(islice(data.training_records(), CENTRING_LIMIT))
+        encoded = [self.encoder.demonstration(record) for record in records]
+        groups = by_length([len(s.tokens) for s in encoded], self.spec.reward.batch_size)
+        return [sft_batch([encoded[i] for i in group], self.encoder.pad) for group in groups]
 
     def reward_eval_batches(self) -> list[Arrays]:
         """Held-out pairs in batches of `reward.batchSize`, like lengths together; the last may be smaller."""

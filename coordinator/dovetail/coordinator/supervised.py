@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,8 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """`recompute`: models that make their activations again in the backward pass."""
+    """`recompute`: models that make their activations again in the backward pass. `centred`: a reward model, whose mean
+    score over `demonstrations` becomes 0 when it is exported; without any, that over the preferred responses."""
 
     stage: Stage
     model: str
@@ -28,6 +29,8 @@ class SupervisedStage:
     export_to: Path
     checkpoint_every: int
     recompute: list[str] = field(default_factory=list)
+    centred: bool = False
+    demonstrations: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -57,8 +60,17 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
         hooks.on_step(stage.stage, session.step, stage.steps, result)
         if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
             await session.save()
-    records.put(f"{name}/after", await session.evaluate(stage.eval_batches))
-    await session.export(stage.model, stage.export_to)
+    after = await session.evaluate(stage.eval_batches, stage.demonstrations)
+    records.put(f"{name}/after", after)
+    await session.export(stage.model, stage.export_to, centre(after) if stage.centred else 0.0)
     records.put(f"{name}/done", True)
     session.forget(stage.stage)
     hooks.on_fact(f"stages.{name}", time.time() - started)
+
+
+def centre(evaluation: Mapping[str, float]) -> float:
+    """The score that becomes 0 (Ouyang et al. 2022, section 3.5): the mean over demonstrations, else over the preferred
+    responses of the held-out pairs; 0 without either."""
+    if evaluation.get("demonstrations"):
+        return evaluation["demonstration_score"]
+    return evaluation.get("chosen", 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -122,15 +122,19 @@ class TrainerSession:
                 self._step = step
                 return result
 
-    async def evaluate(self, batches: list[str]) -> dict[str, float]:
-        """Metrics of the current weights on whole batches."""
+    async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
+        """Metrics of the current weights on whole batches; `demonstrations`: for a reward model."""
         plan = self._need_plan()
-        command = Evaluate(id=self._id("evaluate"), stage=plan.stage, batches=batches)
+        command = Evaluate(
+            id=self._id("evaluate"), stage=plan.stage, batches=batches, demonstrations=list(demonstrations)
+        )
         return (await self.at_target(lambda: self._command(command))).metrics
 
-    async def export(self, model: str, path: Path) -> None:
-        """Write a Hugging Face folder of the current weights."""
-        command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, "path": str(path)})
+    async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
+        """Write a Hugging Face folder of the current weights; `subtract` from every value of a value head."""
+        command = Export.model_validate(
+            {"id": self._id(f"export-{model}"), "model": model, "path": str(path), "subtract": subtract}
+        )
         await self.at_target(lambda: self._command(command))
 
     async def hold(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.models.stage import VALUE_HEAD_FILE, Head
+from dovetail.models.stage import SCORE_BIAS, VALUE_HEAD_FILE, Head
 
 _ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
 _TOKENIZER_FILES = (
@@ -88,8 +88,10 @@ class HuggingFaceWriter:
         head: Head,
         dtype: torch.dtype,
         tokenizer: Path | None,
+        subtract: float = 0.0,
     ) -> None:
-        """Give the shards their standard names and write index, config.json and the tokenizer's files."""
+        """Give the shards their standard names and write index, config.json and the tokenizer's files. `subtract`: from
+        every value of a model with head `value`, from now on."""
         files = [file for manifest in manifests for file in manifest["files"]]
         weight_map: dict[str, str] = {}
         for number, file in enumerate(files, start=1):
@@ -102,7 +104,7 @@ class HuggingFaceWriter:
                 "weight_map": dict(sorted(weight_map.items())),
             }
             write_text(self.folder / "model.safetensors.index.json", json.dumps(index, indent=1))
-        write_text(self.folder / "config.json", json.dumps(exported_config(config, head, dtype), indent=1))
+        write_text(self.folder / "config.json", json.dumps(exported_config(config, head, dtype, subtract), indent=1))
         for name in _TOKENIZER_FILES if tokenizer is not None else ():
             assert tokenizer is not None
             if (tokenizer / name).is_file():
@@ -111,7 +113,7 @@ class HuggingFaceWriter:
         sync(self.folder)
 
 
-def exported_config(config: Any, head: Head, dtype: torch.dtype) -> dict[str, Any]:
+def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float = 0.0) -> dict[str, Any]:
     """config.json of the trained model: the source's, with architecture, dtype and head as they are now."""
     fields: dict[str, Any] = config.to_dict()
     kind = "SequenceClassification" if head == "value" else "CausalLM"
@@ -121,8 +123,10 @@ def exported_config(config: Any, head: Head, dtype: torch.dtype) -> dict[str, An
         fields.pop(stale, None)
     if head == "value":
         fields |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        if subtract:
+            fields[SCORE_BIAS] = float(fields.get(SCORE_BIAS, 0.0)) - subtract
     else:
-        for name in ("num_labels", "id2label", "label2id"):
+        for name in ("num_labels", "id2label", "label2id", SCORE_BIAS):
             fields.pop(name, None)
     return fields
 

@@ -18,6 +18,9 @@ from dovetail.models.vocabulary import project
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
+# In config.json of a model with a value head: added to every value. transformers' `score` has no bias, so it cannot be
+# a weight; transformers ignores it, which shifts all scores alike.
+SCORE_BIAS = "score_bias"
 # In the folder of a language model; below it, so that vLLM, which reads all weights in the folder, does not see it.
 VALUE_HEAD_FILE = "value_head/model.safetensors"
 
@@ -47,7 +50,8 @@ class Stage(nn.Module):
     `model.embed_tokens.weight` because the trainer sums the two gradients and gives the sum to both (`tied_copy`).
 
     Head `value`: `score`, a bias-free linear map from the final hidden state to one number, under the name and shape
-    of transformers' `...ForSequenceClassification` with `num_labels=1`. Head `lm+value`: both, on one body.
+    of transformers' `...ForSequenceClassification` with `num_labels=1`, plus the configuration's `score_bias`, if there
+    is one. Head `lm+value`: both, on one body.
 
     Dropout is off. `mode` train/eval only matters to LoRA dropout."""
 
@@ -65,6 +69,7 @@ class Stage(nn.Module):
         self.opt = config.model_type == "opt"
         self.layer_ids = layer_range(config.num_hidden_layers, pp_rank, pp_size)
         self.hidden_size = int(config.hidden_size)
+        self.score_bias = float(getattr(config, SCORE_BIAS, 0.0)) if head == "value" else 0.0
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation=NAME)
         source = whole.model.decoder if self.opt else whole.model
@@ -189,6 +194,8 @@ class Stage(nn.Module):
             return self._logits(hidden)
         # A matrix-vector product rather than `score(hidden).squeeze(-1)`: FSDP2 wants no view as a module's output.
         values: Tensor = (hidden @ getattr(self, VALUE_HEAD).weight[0]).float()
+        if self.score_bias:
+            values = values + self.score_bias
         return values if self.head == "value" else Outputs(self._logits(hidden), values)
 
     def _logits(self, hidden: Tensor) -> Tensor:

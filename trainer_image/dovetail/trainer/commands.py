@@ -161,7 +161,8 @@ class CommandRunner:
         if isinstance(command, Export):
             self._require_loaded()
             self._require_model(command.model)
-            return lambda: self._timed("export", lambda: self.engine.export(command.model, Path(command.path)))
+            path, subtract = Path(command.path), command.subtract
+            return lambda: self._timed("export", lambda: self.engine.export(command.model, path, subtract))
         if isinstance(command, Publish):
             self._require_loaded()
             return lambda: self._publish(command)

@@ -108,11 +108,11 @@ class Engine:
         self.settle()
         checkpoint.save(self, path)
 
-    def export(self, model: str, path: Path) -> None:
-        """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged. Raises
-        `RankFailed` on every rank when that fails."""
+    def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
+        """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged; `subtract` is
+        taken from every value of a model with a value head. Raises `RankFailed` on every rank when that fails."""
         self.settle()
-        export_model(self, model, path)
+        export_model(self, model, path, subtract)
 
     # ------------------------------------------------------------ work
 

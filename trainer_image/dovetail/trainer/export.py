@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from dovetail.trainer.engine import Engine
 
 
-def export_model(engine: Engine, model: str, path: Path) -> None:
+def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0) -> None:
     """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype. A value head
-    beside a language model's gets a file of its own."""
+    beside a language model's gets a file of its own. `subtract`: see `HuggingFaceWriter.finish`."""
     name = "actor" if model == "ema" else model
     ref, held = engine.loaded[name], engine.models.get(name)
     compute = compute_dtype(getattr(engine.spec.models, name).dtype, engine.groups.device)
@@ -37,6 +37,8 @@ def export_model(engine: Engine, model: str, path: Path) -> None:
             deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here
 
     def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
-        HuggingFaceWriter(folder).finish(manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref))
+        HuggingFaceWriter(folder).finish(
+            manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref), subtract
+        )
 
     write_together(engine.groups, path, write, finish)

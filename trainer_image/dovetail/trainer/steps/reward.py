@@ -69,29 +69,46 @@ def prepare_step(context: Context, step: Step) -> Run:
     return run
 
 
+def _load_demonstrations(context: Context, key: str) -> Sequences:
+    sequences = Sequences.read(context.fetch(key))
+    if "reward" in context.engine.models:
+        context.check_vocabulary(context.model("reward"), sequences)
+    return sequences
+
+
 def _rewards(values: Tensor, _: Packed, __: list[int]) -> Tensor:
     return values.unsqueeze(1)
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """Accuracy (a tie is wrong) and loss over all pairs of the batches."""
+    """Accuracy (a tie is wrong) and loss over all pairs of the batches; mean score of the demonstrations, if any."""
     context.require("reward")
     batches = [load_pairs(context, key) for key in command.batches]
+    demonstrations = [_load_demonstrations(context, key) for key in command.demonstrations]
+    micro = 2 * context.spec.reward.micro_batch_size
+
+    def scores(sequences: Sequences) -> Tensor:
+        return context.per_sequence("reward", sequences, last_tokens(sequences), micro, 1, _rewards).squeeze(1)
 
     def run() -> Metrics:
         totals = {"pairs": 0.0, "correct": 0.0, "loss": 0.0, "chosen": 0.0, "rejected": 0.0}
         for pairs in batches:
             n = len(pairs) // 2
             with context.timeline.phase("reward evaluation"):
-                micro = 2 * context.spec.reward.micro_batch_size
-                found = context.per_sequence("reward", pairs, last_tokens(pairs), micro, 1, _rewards).squeeze(1)
+                found = scores(pairs)
             _, stats = reward_loss(found[:n], found[n:], normaliser=1.0)
             totals["pairs"] += n
             totals["correct"] += float(stats["correct"])
             totals["loss"] += float(stats["reward_loss"])
             totals["chosen"] += float(stats["chosen"])
             totals["rejected"] += float(stats["rejected"])
+        written: Metrics = {}
+        if demonstrations:
+            with context.timeline.phase("reward of demonstrations"):
+                found = torch.cat([scores(sequences) for sequences in demonstrations]).double()
+            written = {"demonstrations": float(len(found)), "demonstration_score": float(found.mean())}
         return {
+            **written,
             "accuracy": mean(totals, "correct", "pairs"),
             "pairs": totals["pairs"],
             "correct": totals["correct"],
