@@ -1,4 +1,4 @@
-"""Whole jobs: one left in peace, one whose every process is killed, one interrupted and resumed."""
+"""Whole jobs: one left in peace, one whose every process is killed, one extended, interrupted, moved and resumed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 
+from dovetail.api.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, sample_rows, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def job(iterations: int = 4, **spec: Any) -> RLHFJob:
+    """Its learning rates are constant, so that a step does not depend on how many there are."""
+    constant = {"learningRate": 1e-4, "schedule": "Constant", "warmupFraction": 0.0}
+    ppo = {"iterations": iterations, "actorOptimizer": constant, "criticOptimizer": constant}
+    return tiny_job(ppo=ppo, **spec)
 
 
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job that nobody disturbs, which keeps all its samples."""
     run_dir = tmp_path_factory.mktemp("peaceful")
-    outcome, told = run_job(tiny_job(checkpoint={"everySteps": 100}), run_dir)
+    outcome, told = run_job(job(checkpoint={"everySteps": 100}), run_dir)
     assert outcome.succeeded, outcome.reason
     assert told == []
     return run_dir
@@ -87,7 +95,7 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         Fault("rollouts-1", in_phase("generation", 3), child=True),
     ]
     injector = Injector(faults)
-    outcome, told = run_job(tiny_job(checkpoint={"everySteps": 100}), tmp_path, injector)
+    outcome, told = run_job(job(checkpoint={"everySteps": 100}), tmp_path, injector)
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []
 
@@ -101,14 +109,30 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
     )
 
 
-def test_interrupt_then_resume(tmp_path: Path) -> None:
-    job = tiny_job()
+def test_a_finished_run_is_extended_interrupted_moved_and_resumed(tmp_path: Path, peaceful: Path) -> None:
+    """In the end it has the bits of a run that had the larger number of iterations from the start."""
+    begun, folder = job(2, checkpoint={"everySteps": 2}), tmp_path / "begun"
+    outcome, _ = run_job(begun, folder)
+    assert outcome.succeeded, outcome.reason
+    assert sorted(history(folder, "ppo")) == [1, 2]
+
+    more = job(4, checkpoint={"everySteps": 1, "keep": 3})
     outcome, _ = run_job(
-        job, tmp_path, Injector([], interrupt_when=lambda s: s["stage"] == "ppo" and s["iteration"] >= 2)
+        more, folder, Injector([], interrupt_when=lambda s: s["stage"] == "ppo" and s["iteration"] >= 4), resume=True
     )
     assert outcome.interrupted
-    outcome, _ = run_job(job, tmp_path, resume=True)
+    moved = tmp_path / "moved"
+    folder.rename(moved)
+    outcome, _ = run_job(more, moved, resume=True)
     assert outcome.succeeded, outcome.reason
-    assert sorted(history(tmp_path, "ppo")) == [1, 2, 3, 4]
-    finished = [e["stage"] for e in events(tmp_path, "stage.finished")]
+    assert not folder.exists()
+    assert sorted(history(moved, "ppo")) == [1, 2, 3, 4]
+    finished = [e["stage"] for e in events(moved, "stage.finished")]
     assert finished.count("sft") == 1, "SFT was run again"
+    changed = {e["field"]: (e["old"], e["new"], e["stage"], e["step"]) for e in events(moved, "run.changed")}
+    assert changed["spec.ppo.iterations"] == (2, 4, "ppo", 2)
+    assert changed.keys() == {"spec.ppo.iterations", "spec.checkpoint.everySteps", "spec.checkpoint.keep"}
+    assert [c["field"] for c in summary(moved)["changes"]] == [e["field"] for e in events(moved, "run.changed")]
+    for model in ("actor", "critic"):
+        file = Path("models") / model / "model.safetensors"
+        assert (moved / file).read_bytes() == (peaceful / file).read_bytes(), model

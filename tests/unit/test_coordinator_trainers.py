@@ -168,6 +168,9 @@ class Records:
     def put(self, key: str, value: object) -> None:
         self.values[key] = value
 
+    def sync(self) -> None:
+        pass
+
 
 class Ranks:
     """A one-rank world whose state is the list of applied steps; `die_before` kills it once before that step."""

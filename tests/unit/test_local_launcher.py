@@ -10,6 +10,8 @@ import pytest
 from dovetail.api.env import ProcessEnv
 from dovetail.api.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.api.types import Parallelism, RLHFJob
+from dovetail.coordinator.changes import adopt
+from dovetail.coordinator.store import Store
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError, UsageError
 from dovetail.local.launcher import spawn_kind
@@ -200,6 +202,89 @@ def test_overwrite_leaves_a_folder_alone_that_holds_no_run(tmp_path):
     assert (tmp_path / "precious.txt").read_text() == "x"
 
 
+def test_an_interrupted_overwrite_is_completed_by_whoever_comes_next(tmp_path, monkeypatch):
+    """Killed after any number of deletions: nothing of the old run is left in the next one, nor is it resumed."""
+    import shutil
+
+    names = ("job.json", "plan.json", "run.json", "store.sqlite", "models", "checkpoints", "experience")
+    for deletions in range(len(names)):
+        run = started(tmp_path / f"r{deletions}")
+        (run.path / "store.sqlite").touch()
+        for folder in ("models", "checkpoints", "experience"):
+            (run.path / folder).mkdir()
+            (run.path / folder / "weights").write_text("old")
+        run.close()
+        left = [deletions]
+
+        def stopped(action, left=left, folder=run.path):
+            def perform(path, *args, **kwargs):
+                if Path(path).parent == folder and Path(path).name in names:
+                    left[0] -= 1
+                    if left[0] < 0:
+                        raise KeyboardInterrupt
+                return action(path, *args, **kwargs)
+
+            return perform
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", stopped(shutil.rmtree))
+            patched.setattr(Path, "unlink", stopped(Path.unlink))
+            with pytest.raises(KeyboardInterrupt):
+                run.open(overwrite=True)
+        run.close()
+        with pytest.raises(UsageError, match=r"no run to resume in .*--overwrite"):
+            run.open(resume=True)
+        run.open()
+        assert not [name for name in names if (run.path / name).exists()]
+        run.close()
+
+
+def test_a_plain_run_does_not_mix_with_what_an_older_overwrite_left(tmp_path):
+    """What a deletion without a mark left over: job.json is gone, the store and the models are there."""
+    run = RunDir(tmp_path / "r")
+    (run.path / "models" / "actor").mkdir(parents=True)
+    (run.path / "store.sqlite").touch()
+    with pytest.raises(UsageError, match="holds an earlier run; continue it with --resume, replace it with --over"):
+        run.open()
+    run.open(overwrite=True)
+    assert not (run.path / "models").exists()
+    run.close()
+
+
+def test_a_lost_plan_or_manifest_is_made_again_on_resume(tmp_path):
+    for name in ("plan.json", "job.json"):
+        run = started(tmp_path / name)
+        (run.path / "store.sqlite").touch()
+        run.close()
+        (run.path / name).unlink()
+        with pytest.raises(UsageError, match="continue it with --resume"):
+            run.open()
+        run.open(resume=True)
+        run.write_job(a_job(CPU), CPU_PLAN, resume=True)
+        assert RLHFJob.model_validate_json((run.path / "job.json").read_text()) == a_job(CPU)
+        assert (run.path / "plan.json").exists()
+        run.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"resume": True}])
+def test_results_without_their_store_are_refused(tmp_path, options):
+    run = started(tmp_path / "r")
+    (run.path / "checkpoints" / "ppo-000004").mkdir(parents=True)
+    run.close()
+    with pytest.raises(UsageError, match=r"has checkpoints/ of an earlier run, but its store\.sqlite is missing"):
+        run.open(**options)
+    run.open(overwrite=True)
+    assert not (run.path / "checkpoints").exists()
+    run.close()
+
+
+def test_someones_own_models_are_never_overwritten(tmp_path):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    with pytest.raises(UsageError, match="move them away, or choose another --run-dir"):
+        RunDir(tmp_path).open(overwrite=True)
+    assert (tmp_path / "models" / "mine").exists()
+
+
 def test_resuming_nothing(tmp_path):
     with pytest.raises(UsageError, match="no run to resume"):
         RunDir(tmp_path / "r").open(resume=True)
@@ -208,10 +293,27 @@ def test_resuming_nothing(tmp_path):
 
 def test_resuming_with_another_manifest_names_the_field(tmp_path):
     run = started(tmp_path / "r")
-    with pytest.raises(UsageError, match=r"spec\.ppo\.iterations differs"):
-        run.write_job(a_job(CPU, ppo={"iterations": 77}), CPU_PLAN, resume=True)
-    assert json.loads((run.path / "job.json").read_text())["spec"]["ppo"]["iterations"] != 77
-    run.write_job(a_job(CPU, failurePolicy={"maxRestarts": 1}), CPU_PLAN, resume=True)
+    with pytest.raises(UsageError, match=r"spec\.ppo\.globalBatchSize may not change from .* stored batches have this"):
+        run.write_job(a_job(CPU, ppo={"globalBatchSize": 128}), CPU_PLAN, resume=True)
+    assert json.loads((run.path / "job.json").read_text())["spec"]["ppo"]["globalBatchSize"] != 128
+    run.write_job(a_job(CPU, failurePolicy={"maxRestarts": 1}, ppo={"iterations": 77}), CPU_PLAN, resume=True)
+    assert json.loads((run.path / "job.json").read_text())["spec"]["ppo"]["iterations"] == 77
+    run.close()
+
+
+def test_resuming_asks_the_store_too(tmp_path):
+    """job.json is lost: what the run was begun with, and how far it is, is in the store."""
+    run = started(tmp_path / "r")
+    (run.path / "job.json").unlink()
+    store = Store(run.path)
+    adopt(a_job(CPU).spec, store, lambda *_, **__: None)
+    store.put("ppo/progress", {"step": 5, "kl_coef": 0.1})
+    store.close()
+    with pytest.raises(UsageError, match=r"cannot resume .*: spec\.seed may not change from 0 to 9"):
+        run.write_job(a_job(CPU, seed=9), CPU_PLAN, resume=True)
+    with pytest.raises(UsageError, match=r"spec\.ppo\.iterations is 3, but the run has done 5"):
+        run.write_job(a_job(CPU, ppo={"iterations": 3}), CPU_PLAN, resume=True)
+    run.write_job(a_job(CPU, ppo={"iterations": 6}), CPU_PLAN, resume=True)
     run.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -49,6 +50,14 @@ def rewrite(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     path.write_bytes(pickle.dumps(change(metadata)))
+    forge(folder)
+
+
+def forge(folder: Path) -> None:
+    """Who writes a list of tensors can write its checksum, too."""
+    state = json.loads((folder / "state.json").read_text())
+    del state["files"], state["checksum"]
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def test_a_checkpoint_of_ours_is_read(trainer: LocalTrainer, saved: Path) -> None:

@@ -88,6 +88,7 @@ class Load(Message):
     )
     total_steps: int = Field(description="Optimizer steps of the stage, for the learning-rate schedule.")
     checkpoint: str | None = None
+    run: str = Field(default="", description="Id of the run that the checkpoint must be of; empty: any.")
     layouts: dict[str, Layout] = Field(
         default_factory=dict, description="Where a model's stages are, if not where the plan's layout puts them."
     )
@@ -110,6 +111,11 @@ class Step(Message):
     )
     kl_coef: float = 0.0
     train_actor: bool = True
+    learning_rates: dict[str, float] = Field(
+        default_factory=dict, description="By model, in place of the manifest's, where a run has changed them."
+    )
+    total_steps: int | None = Field(default=None, description="In place of `load`'s, where a run has been extended.")
+    warmup_total: int | None = Field(default=None, description="The total that warm-up is a share of, likewise.")
 
 
 class Evaluate(Message):
@@ -129,6 +135,7 @@ class Save(Message):
     kind: Literal["save"] = "save"
     id: str
     path: str
+    run: str = Field(default="", description="Id of the run, to be written into the checkpoint.")
 
 
 class Export(Message):
@@ -141,6 +148,7 @@ class Export(Message):
     subtract: float = Field(
         default=0.0, allow_inf_nan=False, description="From every value of a model with a value head, from now on."
     )
+    run: str = Field(default="", description="Id of the run, to be written into the folder.")
 
 
 class Receiver(Message):
@@ -190,6 +198,7 @@ class CommandResult(Message):
     id: str
     ok: bool
     error: str | None = Field(default=None, description="One sentence; the traceback is in the rank's log.")
+    damaged: bool = Field(default=False, description="Load: the checkpoint's files are not what was saved.")
     metrics: dict[str, float] = Field(default_factory=dict)
     spans: list[Span] = Field(default_factory=list)
     times: list[StageTimes] = Field(default_factory=list, description="PPO step: of every rank and model.")

@@ -49,6 +49,15 @@ CREATE TABLE kv (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 
+def sync_folder(folder: Path) -> None:
+    """What was made, renamed or deleted in the folder survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class StoreError(Exception):
     """The store cannot be used as asked; the message is one sentence for the user."""
 
@@ -73,6 +82,7 @@ class Database:
                 self._connection.execute("PRAGMA journal_mode=WAL")
                 self._connection.execute("PRAGMA synchronous=NORMAL")
                 self._create_or_check()
+            sync_folder(path.parent)
         except sqlite3.Error as error:
             os.close(self._lock_file)
             raise StoreError(f"the store {path} cannot be opened: {error}") from error
@@ -155,6 +165,20 @@ class Database:
         if code.startswith("SQLITE_BUSY"):
             return f"the store {self.path} is locked by another program; close it, then resume the run"
         return f"the store {self.path} failed: {error}"
+
+    def sync(self) -> None:
+        """Everything committed so far is on the disk on return."""
+        with self._explained():
+            # A commit with synchronous=FULL ends with an fsync of the log, which holds the earlier commits, too.
+            self._connection.execute("PRAGMA synchronous=FULL")
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("INSERT OR REPLACE INTO kv VALUES ('store/synced', '1')")
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._connection.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
         """Idempotent. Everything committed stays; the log is merged into the main file."""

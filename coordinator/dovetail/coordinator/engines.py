@@ -30,10 +30,12 @@ from dovetail.api.messages import CommandResult, Offer, Register
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.api.wire import Arrays, pack
+from dovetail.coordinator.changes import Settled, adopt
 from dovetail.coordinator.commands import ModelSources, supervised_step
 from dovetail.coordinator.experience import Experience, ExperienceFiles
 from dovetail.coordinator.experience_maker import ExperienceMaker, RewardFunction
 from dovetail.coordinator.fleet import Fleet, Timeouts
+from dovetail.coordinator.identity import check_complete, check_model, identify
 from dovetail.coordinator.ppo_stage import PPOStage
 from dovetail.coordinator.prepare import Prepared, prepare
 from dovetail.coordinator.publishing import Publisher
@@ -77,7 +79,15 @@ class Engines:
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
         self.progress = Status()
+        check_complete(settings.run_dir)
         self.store = Store(settings.run_dir)
+        try:
+            self.run_id = identify(settings.run_dir, self.store)
+            adopt(spec, self.store, log)
+        except BaseException:
+            self.store.close()
+            raise
+        self.settled = Settled(spec, self.store)
         self.history = History(settings.run_dir)
         self.timeline = Timeline(settings.run_dir)
         self.files = ExperienceFiles(settings.run_dir)
@@ -99,7 +109,7 @@ class Engines:
             log=log,
         )
         self.session = TrainerSession(
-            self.trainers, self.store, settings.run_dir, spec.checkpoint.keep, START_SECONDS, log
+            self.trainers, self.store, settings.run_dir, spec.checkpoint.keep, START_SECONDS, log, self.run_id
         )
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self.fleet = Fleet(
@@ -228,7 +238,7 @@ class Engines:
             "demonstrations": lambda i: self._demonstrations()[i],
         }
         if stage == "ppo":
-            return self.files.read(int(number))
+            return self.files.read(int(number), self.store.get(f"ppo/{int(number)}/batch"))
         if stage not in makers:
             raise KeyError(key)
         return pack(makers[stage](int(number)))
@@ -268,7 +278,7 @@ class Engines:
             model="actor",
             source=self.sources.actor(),
             steps=self.prepared.total_steps(Stage.SFT),
-            make_step=lambda k: supervised_step(self.spec, self.plan, Stage.SFT, k),
+            make_step=lambda k: self.settled.settle(supervised_step(self.spec, self.plan, Stage.SFT, k)),
             eval_batches=[f"sft-eval/{i}" for i in range(len(self._eval_batches(Stage.SFT)))],
             export_to=self.settings.run_dir / "models" / "sft",
             checkpoint_every=self.spec.checkpoint.every_steps,
@@ -287,7 +297,7 @@ class Engines:
             model="reward",
             source=self.sources.reward(),
             steps=self.prepared.total_steps(Stage.REWARD),
-            make_step=lambda k: supervised_step(self.spec, self.plan, Stage.REWARD, k),
+            make_step=lambda k: self.settled.settle(supervised_step(self.spec, self.plan, Stage.REWARD, k)),
             eval_batches=[f"reward-eval/{i}" for i in range(len(self._eval_batches(Stage.REWARD)))],
             export_to=self.settings.run_dir / "models" / "reward",
             checkpoint_every=self.spec.checkpoint.every_steps,
@@ -305,6 +315,7 @@ class Engines:
 
     async def _supervised(self, stage: SupervisedStage) -> None:
         if self.store.get(f"{stage.stage.value}/done"):
+            check_model(stage.export_to, self.run_id)
             return
         self.progress.update(
             state="running", stage=stage.stage.value, step=0, total_steps=stage.steps, phase="training"

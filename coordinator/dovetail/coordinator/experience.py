@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.wire import Arrays, pack
 from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.database import sync_folder
 from dovetail.coordinator.samples import Sample
 
 FloatArray = NDArray[np.float32]
@@ -100,25 +102,44 @@ class ExperienceFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "experience"
+        self._known: dict[int, str] = {}
         self._dir.mkdir(parents=True, exist_ok=True)
 
     def _path(self, iteration: int) -> Path:
         return self._dir / f"{iteration:06d}.safetensors"
 
-    def write(self, iteration: int, arrays: Arrays) -> None:
+    def write(self, iteration: int, arrays: Arrays) -> str:
+        """On the disk on return; returns the content's digest."""
+        data = pack(arrays)
         temporary = self._path(iteration).with_suffix(".tmp")
         with temporary.open("wb") as file:
-            file.write(pack(arrays))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self._path(iteration))
+        sync_folder(self._dir)
+        self._known[iteration] = digest = hashlib.sha256(data).hexdigest()
+        return digest
 
-    def read(self, iteration: int) -> bytes:
-        """Raises KeyError when the iteration has not been stored, or was forgotten after a checkpoint."""
+    def read(self, iteration: int, digest: str | None = None) -> bytes:
+        """Raises KeyError when the iteration has not been stored, or was forgotten after a checkpoint, and ValueError
+        with a sentence when the file is not what `digest` says."""
         try:
-            return self._path(iteration).read_bytes()
+            data = self._path(iteration).read_bytes()
         except FileNotFoundError:
             raise KeyError(f"ppo/{iteration}") from None
+        if digest is not None and self._known.get(iteration) != digest:
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ValueError(
+                    f"{self._path(iteration)} is damaged or of another run: its content is not what the run stored; "
+                    "put a copy of the file back, or start a new run"
+                )
+            self._known[iteration] = digest
+        return data
+
+    def has(self, iteration: int) -> bool:
+        """Whether the iteration is stored."""
+        return self._path(iteration).is_file()
 
     def forget_through(self, iteration: int) -> None:
         """Drop iterations up to and including this one: a checkpoint covers them."""

@@ -17,6 +17,7 @@ from dovetail.api.callables import load_callable
 from dovetail.api.env import ProcessEnv
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
+from dovetail.coordinator.changes import ChangeError
 from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
@@ -29,7 +30,7 @@ from dovetail.coordinator.trainer_group import TrainerError
 
 # Errors whose message is a sentence for the user, and those whose traceback helps too: starting again would only
 # repeat either.
-EXPLAINED = (DataError, StoreError, TrainerError, GenerationError, UnhealthyError)
+EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, UnhealthyError)
 EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
 # In a pod: where its status gets the reason of a failure, or the last figures, from.
 TERMINATION_LOG = Path("/dev/termination-log")

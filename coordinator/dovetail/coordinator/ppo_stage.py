@@ -72,7 +72,9 @@ class PPOStage:
             await self._placing
         again = self._engines.plan.recomputed(Stage.PPO)
         self._engines.session.begin(
-            StagePlan(Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again),
+            StagePlan(
+                Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again, self._can_replay
+            ),
             int(progress["step"]),
         )
         self._engines.progress.update(
@@ -110,8 +112,8 @@ class PPOStage:
             warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
             schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
             facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
-            self._engines.files.write(iteration, experience.arrays)
-            self._engines.store.put(f"ppo/{iteration}/facts", facts.as_json())
+            digest = self._engines.files.write(iteration, experience.arrays)
+            self._engines.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
         self._maker.in_batch(iteration)
         with self._engines.timeline.phase("training"):
             self._engines.progress.update(phase="training")
@@ -155,7 +157,8 @@ class PPOStage:
     async def _checkpoint(self, iteration: int) -> None:
         started = time.time()
         await self._engines.session.save()
-        self._engines.files.forget_through(iteration)
+        # An older checkpoint is kept in case this one is damaged, and so are the batches since.
+        self._engines.files.forget_through(self._engines.session.oldest(Stage.PPO))
         self._engines.store.samples.forget_before(iteration)
         span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=time.time())
         self._engines.timeline.add([span])
@@ -231,12 +234,17 @@ class PPOStage:
         result = self._engines.session.result_of(f"ppo/{iteration}/step")
         self._record(iteration, unpack(self._engines.files.read(iteration)), result, {}, None)
 
+    def _can_replay(self, first: int, last: int) -> bool:
+        store, files = self._engines.store, self._engines.files
+        return all(files.has(i) and store.get(f"ppo/{i}/facts") is not None for i in range(first + 1, last + 1))
+
     def _layouts(self) -> dict[str, Layout]:
         return {} if self._scheduling is None else self._scheduling.layouts
 
     def _ppo_step(self, iteration: int) -> Step:
         facts = StepFacts(**self._engines.store.get(f"ppo/{iteration}/facts"))
         step = ppo_step(self._spec, self._engines.plan, iteration, facts, self._layouts())
+        step = self._engines.settled.settle(step)
         return scheduled(step, facts.schedule, self._engines.plan.world_size)
 
     async def finish(self) -> None:

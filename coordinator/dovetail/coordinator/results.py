@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.changes import CHANGES
 from dovetail.coordinator.store import Store
 from dovetail.coordinator.summary import build, write_json
 
@@ -51,6 +52,8 @@ class Results:
         document |= {"state": state, "seed": self._seed, "wall_seconds": self._wall_seconds()}
         if reason is not None:
             document["reason"] = reason
+        if changed := self._store.get(CHANGES):
+            document["changes"] = changed
         totals = self._store.get("ppo/totals")
         if totals:
             document["samples_per_second"] = totals["samples"] / totals["seconds"]

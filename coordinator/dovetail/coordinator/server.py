@@ -79,6 +79,8 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
             body = await host.batch(key)
         except KeyError as error:
             raise web.HTTPNotFound(text=f"no batch {key}: {error}") from error
+        except ValueError as error:
+            raise web.HTTPConflict(text=str(error)) from error
         return web.Response(body=body, content_type=CONTENT_TYPE)
 
     async def offer(request: web.Request) -> web.Response:

@@ -9,31 +9,14 @@ from typing import Any
 from dovetail.coordinator.database import Database, StoreError
 from dovetail.coordinator.samples import Sample, SampleTable
 
-__all__ = ["Store", "StoreError"]
+__all__ = ["KeyValues", "Store", "StoreError", "open_records"]
 
 
-class Store:
-    """Opening it recovers from a crash: samples that were being generated are pending again, tokens kept, and
-    `take_interrupted` says which requests may still run on servers.
+class KeyValues:
+    """The store's records: JSON by key, `<namespace>/<name>`. Every method is one transaction; all raise StoreError."""
 
-    `samples`: the iterations' samples. Every method is one transaction; all raise StoreError with one sentence when
-    the disk is full, read-only or damaged. Use from one thread."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._db = Database(run_dir / "store.sqlite")
-        self.samples = SampleTable(self._db)
-        try:
-            self._interrupted = self.samples.recover()
-        except StoreError:
-            self._db.close()
-            raise
-
-    def take_interrupted(self) -> list[Sample]:
-        """Samples that were on a server when the coordinator died, as they were then; empty the second time."""
-        interrupted, self._interrupted = self._interrupted, []
-        return interrupted
-
-    # ------------------------------------------------------------ records: JSON by key, `<namespace>/<name>`
+    def __init__(self, database: Database) -> None:
+        self._db = database
 
     def get(self, key: str) -> Any:
         """The value put last, or None."""
@@ -67,6 +50,38 @@ class Store:
             ).fetchall()
         return {key: json.loads(value) for key, value in rows}
 
+    def sync(self) -> None:
+        """On return, everything put so far survives a power failure. Call it before deleting what an older state of
+        the store would still need."""
+        self._db.sync()
+
     def close(self) -> None:
         """Idempotent."""
         self._db.close()
+
+
+def open_records(run_dir: Path) -> KeyValues:
+    """The records of a run that is not running, its samples left as they are. Close it. Raises StoreError."""
+    return KeyValues(Database(run_dir / "store.sqlite"))
+
+
+class Store(KeyValues):
+    """Opening it recovers from a crash: samples that were being generated are pending again, tokens kept, and
+    `take_interrupted` says which requests may still run on servers.
+
+    `samples`: the iterations' samples. Every method is one transaction; all raise StoreError with one sentence when
+    the disk is full, read-only or damaged. Use from one thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(Database(run_dir / "store.sqlite"))
+        self.samples = SampleTable(self._db)
+        try:
+            self._interrupted = self.samples.recover()
+        except StoreError:
+            self._db.close()
+            raise
+
+    def take_interrupted(self) -> list[Sample]:
+        """Samples that were on a server when the coordinator died, as they were then; empty the second time."""
+        interrupted, self._interrupted = self._interrupted, []
+        return interrupted

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.database import sync_folder
+
 
 def mean_ci95(values: Sequence[float]) -> dict[str, float]:
     """Mean and half-width of its 95% confidence interval, 1.96 s / sqrt(n) with the unbiased s (0 for n < 2)."""
@@ -47,3 +49,4 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    sync_folder(path.parent)

@@ -37,6 +37,10 @@ class StaleGeneration(Exception):
     """A rank asked for work in a generation that is over."""
 
 
+class CheckpointDamaged(TrainerError):
+    """A checkpoint is not what was saved, or is gone."""
+
+
 @dataclass(frozen=True)
 class Position:
     """What the ranks hold: a stage and its last applied step; stage None: nothing is loaded."""
@@ -208,6 +212,8 @@ class TrainerGroup:
 
     @staticmethod
     def _checked(result: CommandResult) -> CommandResult:
+        if not result.ok and result.damaged:
+            raise CheckpointDamaged(result.error or f"{result.id}: the checkpoint is damaged")
         if not result.ok:
             raise TrainerError(result.error or f"{result.id} failed without a reason")
         return result

@@ -1,4 +1,4 @@
-"""Brings the trainers to a step and keeps them there: load the last checkpoint, replay the steps since.
+"""Brings the trainers to a step and keeps them there: load the last whole checkpoint, replay the steps since.
 
 A step is a function of the state before it and of its batch, and batches are kept until a checkpoint covers them, so
 a replay ends in the same bits."""
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from dovetail.api.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.api.plan import Layout
 from dovetail.api.types import Stage
-from dovetail.coordinator.trainer_group import Position, TrainerGroup, TrainerLost
+from dovetail.coordinator.trainer_group import CheckpointDamaged, Position, TrainerError, TrainerGroup, TrainerLost
 
 STEP_TIMEOUT_SECONDS = 6 * 3600.0
 T = TypeVar("T")
@@ -25,7 +25,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class StagePlan:
     """What the trainers need to run a stage: model sources, optimizer steps in all, the command of a step, where
-    models are if not where the plan puts them, and which of them make activations again."""
+    models are if not where the plan puts them, and which of them make activations again. `can_replay(i, k)`: whether
+    the batches of steps i + 1 to k are still there."""
 
     stage: Stage
     models: dict[str, ModelRef]
@@ -33,6 +34,7 @@ class StagePlan:
     make_step: Callable[[int], Step]
     layouts: dict[str, Layout] = field(default_factory=dict)
     recompute: list[str] = field(default_factory=list)
+    can_replay: Callable[[int, int], bool] = lambda first, last: True
 
 
 class Records(Protocol):
@@ -40,6 +42,7 @@ class Records(Protocol):
 
     def get(self, key: str) -> object: ...
     def put(self, key: str, value: object) -> None: ...
+    def sync(self) -> None: ...
 
 
 class TrainerSession:
@@ -53,7 +56,10 @@ class TrainerSession:
         keep: int,
         join_timeout: float,
         log: Callable[..., None],
+        run: str = "",
     ) -> None:
+        """`run`: the id that the run's checkpoints and exports bear."""
+        self._run = run
         self._group = group
         self._records = records
         self._dir = run_dir / "checkpoints"
@@ -70,27 +76,84 @@ class TrainerSession:
         """Step and folder of the stage's last checkpoint; (0, None) before the first."""
         record = self._records.get(f"checkpoint/{stage.value}")
         if isinstance(record, dict):
-            return int(record["step"]), str(record["path"])
+            # Stored relative to the run directory (by older releases absolute), which may have been moved.
+            return int(record["step"]), str(self._dir / Path(str(record["path"])).name)
         return 0, None
+
+    def oldest(self, stage: Stage) -> int:
+        """Step of the oldest checkpoint that is kept: nothing older is ever replayed. 0: none is kept."""
+        last = self.checkpoint(stage)[0]
+        return min((step for step in self._kept(stage) if step <= last), default=0)
 
     async def save(self) -> None:
         """Checkpoint the current step, then drop the oldest beyond `keep`."""
         plan = self._need_plan()
-        path = self._dir / f"{plan.stage.value}-{self._step:06d}"
+        path = self._path(plan.stage, self._step)
         if self.checkpoint(plan.stage) == (self._step, str(path)):
             return
-        await self.at_target(lambda: self._command(Save(id=self._id("save"), path=str(path))))
-        self._records.put(f"checkpoint/{plan.stage.value}", {"step": self._step, "path": str(path)})
+        await self.at_target(lambda: self._command(Save(id=self._id("save"), path=str(path), run=self._run)))
+        self._record(plan.stage, self._step)
         self._log("checkpoint.saved", stage=plan.stage.value, step=self._step)
-        folders = sorted(p for p in self._dir.glob(f"{plan.stage.value}-*") if p.is_dir() and p.suffix != ".tmp")
-        for old in folders[: -self._keep]:
-            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+        kept = self._kept(plan.stage)
+        # Those of later steps are of a future that a power failure took back.
+        ours = [step for step in kept if step <= self._step]
+        for step in [*ours[: -self._keep], *(s for s in kept if s > self._step)]:
+            await asyncio.to_thread(self._delete, self._path(plan.stage, step))
+        for rest in [*self._dir.glob(f"{plan.stage.value}-*.old"), *self._dir.glob(f"{plan.stage.value}-*.damaged")]:
+            await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
 
     def forget(self, stage: Stage) -> None:
         """A finished stage needs no checkpoint: its exported model is what goes on."""
         self._records.put(f"checkpoint/{stage.value}", None)
+        self._records.sync()
         for old in self._dir.glob(f"{stage.value}-*"):
             shutil.rmtree(old, ignore_errors=True)
+
+    def _path(self, stage: Stage, step: int) -> Path:
+        return self._dir / f"{stage.value}-{step:06d}"
+
+    def _kept(self, stage: Stage) -> list[int]:
+        """Steps of the stage's checkpoint folders, oldest first."""
+        names = (p.name.removeprefix(f"{stage.value}-") for p in self._dir.glob(f"{stage.value}-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _record(self, stage: Stage, step: int) -> None:
+        """The stage's last checkpoint from now on, durably: others are deleted next."""
+        where = {"step": step, "path": f"{self._dir.name}/{self._path(stage, step).name}"}
+        self._records.put(f"checkpoint/{stage.value}", where if step else None)
+        self._records.sync()
+
+    @staticmethod
+    def _delete(folder: Path) -> None:
+        """A half-deleted folder must not look like a checkpoint."""
+        doomed = folder.with_name(folder.name + ".old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        try:
+            folder.rename(doomed)
+        except OSError:
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _fall_back(self, plan: StagePlan, step: int, damaged: int, reason: str) -> None:
+        """Go on from an older checkpoint, or from the stage's beginning. Raises TrainerError if no older one will do.
+
+        The damaged one is put aside, and deleted after the next is saved."""
+        older = [s for s in reversed(self._kept(plan.stage)) if s < damaged and plan.can_replay(s, step)]
+        if not older and not plan.can_replay(0, step):
+            raise TrainerError(
+                f"{reason}; no older checkpoint of stage {plan.stage.value} is kept to go on from (checkpoint.keep): "
+                "put a copy of the folder back, or start a new run"
+            )
+        step_back = older[0] if older else 0
+        self._log(
+            "checkpoint.damaged", stage=plan.stage.value, step=damaged, reason=reason, going_on_from_step=step_back
+        )
+        folder = self._path(plan.stage, damaged)
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        if folder.exists():
+            folder.rename(aside)
+        self._record(plan.stage, step_back)
 
     # ------------------------------------------------------------ steps
 
@@ -132,8 +195,9 @@ class TrainerSession:
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
         """Write a Hugging Face folder of the current weights; `subtract` from every value of a value head."""
+        where = {"path": str(path), "subtract": subtract, "run": self._run}
         command = Export.model_validate(
-            {"id": self._id(f"export-{model}"), "model": model, "path": str(path), "subtract": subtract}
+            {"id": self._id(f"export-{model}"), "model": model, **where}
         )
         await self.at_target(lambda: self._command(command))
 
@@ -193,11 +257,15 @@ class TrainerSession:
                     models=plan.models,
                     total_steps=plan.total_optimizer_steps,
                     checkpoint=path,
+                    run=self._run,
                     layouts=plan.layouts,
                     recompute=plan.recompute,
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
-                await self._command(load)
+                try:
+                    await self._command(load)
+                except CheckpointDamaged as damaged:
+                    self._fall_back(plan, step, saved, str(damaged))
                 continue
             self._log("trainers.replay", stage=plan.stage.value, step=position.step + 1)
             await self._command(plan.make_step(position.step + 1))

@@ -163,6 +163,22 @@ def _table(summary: Mapping[str, Any]) -> str:
     return f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>"
 
 
+def changes_section(summary: Mapping[str, Any]) -> str:
+    """Fields of the manifest that were changed while the run went on."""
+    changed = summary.get("changes")
+    if not isinstance(changed, list) or not changed:
+        return ""
+    cells = ("field", "old", "new")
+    lines = "".join(
+        f"<tr><td>{escape(str(c.get('stage')))} {escape(str(c.get('step')))}</td>"
+        + "".join(f"<td>{escape('–' if c.get(key) is None else str(c.get(key)))}</td>" for key in cells)
+        + "</tr>"
+        for c in changed
+    )
+    head = "<tr><th>after step</th><th>field</th><th>old</th><th>new</th></tr>"
+    return f"<h2>Changes of the manifest</h2><table><thead>{head}</thead><tbody>{lines}</tbody></table>"
+
+
 def _section(title: str, figures: Iterable[str]) -> str:
     drawn = [figure for figure in figures if figure]
     return f'<h2>{escape(title)}</h2><div class="charts">{"".join(drawn)}</div>' if drawn else ""
@@ -212,7 +228,7 @@ def render_report(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(name)}: Dovetail report</title><style>{STYLE}</style></head><body><main>"
         f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{"".join(sections)}{when}'
-        f"{schedule_section(schedule)}"
+        f"{schedule_section(schedule)}{changes_section(summary)}"
         "</main></body></html>\n"
     )
 

@@ -13,13 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dovetail.api.changes import changes
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
+from dovetail.coordinator.changes import ChangeError, check
+from dovetail.coordinator.identity import new_id, write_id
+from dovetail.coordinator.store import StoreError, open_records
 from dovetail.local.errors import RunError, UsageError
 
-# What may change between a run and its resumption: nothing here alters results already produced.
-RESUMABLE = ("failurePolicy", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "suspend")
+# Any of these says that a run has begun here; of the folders below, each has results of one.
+SIGNS = ("job.json", "plan.json", "run.json", "store.sqlite")
+RESULTS = ("checkpoints", "experience", "models")
+# There from before the first file of an earlier run is deleted until after the last one is.
+DELETING = ".deleting"
 
 
 @contextlib.contextmanager
@@ -43,6 +50,16 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """What was made, renamed or deleted in the folder survives a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class RunDir:
@@ -58,11 +75,11 @@ class RunDir:
 
     def open(self, *, resume: bool = False, overwrite: bool = False) -> None:
         """Make the directory and lock it. Raises UsageError if an earlier run is in it and neither `resume` nor
-        `overwrite` (which deletes that run first) is given, or if another launcher runs there now."""
-        if not resume and not overwrite and self._used():
-            raise self._earlier_run()
-        if resume and not self._used():
-            raise UsageError(f"there is no run to resume in {self.path}; leave out --resume to start one")
+        `overwrite` (which deletes that run first) is given, if the run to resume lacks what it needs, or if another
+        launcher runs there now. A deletion that was interrupted is completed first."""
+        deleting = (self.path / DELETING).exists()
+        if not deleting:
+            self._check(resume, overwrite)
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -73,11 +90,20 @@ class RunDir:
                 raise UsageError(
                     f"another dovetail run is using {self.path}; wait for it, or choose another --run-dir"
                 ) from None
-            if not resume and self._used():
-                if not overwrite:
-                    self.close()
-                    raise self._earlier_run()
-                self._empty()
+            try:
+                if (self.path / DELETING).exists():
+                    self._empty()
+                    if resume:
+                        raise UsageError(
+                            f"there is no run to resume in {self.path}: an --overwrite was deleting it when it was "
+                            "stopped; leave out --resume to start the new run"
+                        )
+                self._check(resume, overwrite)
+                if overwrite and self._signs():
+                    self._empty()
+            except UsageError:
+                self.close()
+                raise
             self.logs.mkdir(exist_ok=True)
             (self.path / "traces").mkdir(exist_ok=True)
 
@@ -87,19 +113,17 @@ class RunDir:
             self._lock = None
 
     def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
-        """job.json and plan.json. On resumption the manifest must be the one of the run; raises UsageError, naming
-        the first field that differs."""
+        """run.json, job.json and plan.json. On resumption the manifest must be the one of the run, up to fields that
+        may change (`dovetail.api.changes`); raises UsageError, naming the first other field that differs. A file that
+        is lost is made again."""
         new = job.model_dump(mode="json", by_alias=True)
         path = self.path / "job.json"
         if resume:
-            field = _first_difference(_comparable(_read_json(path)), _comparable(new), "")
-            if field:
-                raise UsageError(
-                    f"cannot resume {self.path}: {field} differs from the manifest that the run was started with; "
-                    "undo the change, or start a new run in another --run-dir"
-                )
+            self._check_same(job, _read_json(path) if path.exists() else None)
             (self.path / "summary.json").unlink(missing_ok=True)
         with explained(self.path):
+            if not resume:
+                write_id(self.path, new_id())
             write_text(self.path / "plan.json", plan.model_dump_json(by_alias=True, indent=2) + "\n")
             write_text(path, json.dumps(new, indent=2) + "\n")
 
@@ -116,23 +140,70 @@ class RunDir:
                 write_text(path, secrets.token_hex(32), mode=0o600)
             return path.read_text().strip()
 
-    def _earlier_run(self) -> UsageError:
-        return UsageError(
-            f"{self.path} holds an earlier run; continue it with --resume, replace it with --overwrite, "
-            "or choose another --run-dir"
-        )
+    def _check_same(self, job: RLHFJob, old: dict[str, Any] | None) -> None:
+        """Against job.json, and against what the store says of the run."""
+        try:
+            if old is not None and old.get("metadata", {}).get("name") != job.metadata.name:
+                raise ChangeError(
+                    f"metadata.name is {job.metadata.name}, but the run is of {old.get('metadata', {}).get('name')}; "
+                    "undo the change, or start a new run in another --run-dir"
+                )
+            for change in changes(old.get("spec", {}), job.spec) if old is not None else ():
+                if not change.allowed:
+                    raise ChangeError(change.sentence)
+            if (self.path / "store.sqlite").exists():
+                records = open_records(self.path)
+                try:
+                    check(job.spec, records)
+                finally:
+                    records.close()
+        except ChangeError as error:
+            raise UsageError(f"cannot resume {self.path}: {error}") from error
+        except StoreError as error:
+            raise RunError(str(error)) from error
 
-    def _used(self) -> bool:
-        return (self.path / "job.json").exists() and (self.path / "plan.json").exists()
+    def _signs(self) -> list[str]:
+        return [name for name in SIGNS if (self.path / name).exists()]
+
+    def _check(self, resume: bool, overwrite: bool) -> None:
+        """Raises UsageError unless the run may begin, go on, or be replaced, as is asked."""
+        signs = self._signs()
+        results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
+        if results and "store.sqlite" not in signs and not (overwrite and signs):
+            # Without its store a run would begin anew among the files of the old one.
+            way = "delete the rest with --overwrite" if signs else "move them away"
+            raise UsageError(
+                f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing; put "
+                f"that file back and --resume, or {way}, or choose another --run-dir"
+            )
+        if resume and not signs:
+            raise UsageError(f"there is no run to resume in {self.path}; leave out --resume to start one")
+        if signs and not resume and not overwrite:
+            raise UsageError(
+                f"{self.path} holds an earlier run; continue it with --resume, replace it with --overwrite, "
+                "or choose another --run-dir"
+            )
 
     def _empty(self) -> None:
+        """Delete everything but the lock. Stopped at any moment, the next `open` goes on: what is left of the old run
+        is never taken for a part of a new one."""
+        mark = self.path / DELETING
+        mark.touch()
+        _sync(self.path)
         for entry in self.path.iterdir():
-            if entry.name == ".lock":
+            if entry.name in (".lock", DELETING):
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        _sync(self.path)
+        mark.unlink()
+        _sync(self.path)
+
+
+def _holds_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -141,18 +212,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {path}: {error}") from error
     return dict(document)
-
-
-def _comparable(document: dict[str, Any]) -> dict[str, Any]:
-    spec = {key: value for key, value in document.get("spec", {}).items() if key not in RESUMABLE}
-    return {"metadata": {"name": document.get("metadata", {}).get("name")}, "spec": spec}
-
-
-def _first_difference(old: Any, new: Any, path: str) -> str | None:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            found = _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
-        return None
-    return None if old == new else path

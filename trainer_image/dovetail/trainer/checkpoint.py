@@ -6,6 +6,7 @@ Tensors are stored under the whole model's names and as parts of whole tensors, 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +18,28 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dovetail.models.export import write_text
 from dovetail.trainer.engine_model import EngineModel, like
 from dovetail.trainer.groups import PeerLost, RankFailed, peer_errors
-from dovetail.trainer.storage import write_together
+from dovetail.trainer.storage import causes, write_together
 
 if TYPE_CHECKING:
     from dovetail.trainer.engine import Engine
 
 STATE = "state.json"
+_LIST = ".metadata"
 _FORMAT = 1
 
 
-def save(engine: Engine, path: Path) -> None:
-    """Write the checkpoint folder `path`, whole or not at all; collective. Raises `RankFailed`, `PeerLost`."""
+class CheckpointDamaged(RankFailed):
+    """The checkpoint's files are not what was saved; an older one may be whole."""
+
+
+def save(engine: Engine, path: Path, run: str = "") -> None:
+    """Write the checkpoint folder `path` of the run with this id, whole or not at all; collective. Raises
+    `RankFailed`, `PeerLost`."""
     import torch.distributed.checkpoint as dcp
 
-    def write(folder: Path) -> tuple[str, dict[str, int]]:
+    from dovetail.trainer.shards import digest
+
+    def write(folder: Path) -> tuple[str, dict[str, int], dict[str, str]]:
         tensors = _tensors(engine, saving=True)
         with peer_errors("writing a checkpoint"):
             # Files are flushed to the disk by the writer (sync_files).
@@ -40,49 +49,62 @@ def save(engine: Engine, path: Path) -> None:
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
-        return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}
+        # The writer names a rank's files so.
+        mine = {file.name: digest(file) for file in folder.glob(f"__{engine.groups.rank}_*")}
+        return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}, mine
 
-    def finish(folder: Path, ranks: list[tuple[str, dict[str, int]]]) -> None:
+    def finish(folder: Path, ranks: list[tuple[str, dict[str, int], dict[str, str]]]) -> None:
         assert engine.stage is not None
         state = {
             "format": _FORMAT,
             "stage": engine.stage.value,
             "step": engine.step,
-            "optimizer_steps": {name: steps for _, models in ranks for name, steps in models.items()},
-            "rng": [rng for rng, _ in ranks],
+            "run": run,
+            "optimizer_steps": {name: steps for _, models, _ in ranks for name, steps in models.items()},
+            "rng": [rng for rng, _, _ in ranks],
+            "files": {name: found for _, _, files in ranks for name, found in files.items()}
+            | {_LIST: digest(folder / _LIST)},
         }
-        write_text(folder / STATE, json.dumps(state))
+        write_text(folder / STATE, json.dumps(state | {"checksum": _checksum(state)}))
 
     write_together(engine.groups, path, write, finish)
 
 
-def restore(engine: Engine, path: Path) -> int:
+def restore(engine: Engine, path: Path, run: str = "") -> int:
     """Fill the engine's models, optimizers and EMA from the checkpoint; returns its step; collective.
 
-    Raises `RankFailed` on every rank when the folder is missing, incomplete, or of another stage."""
+    Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` when the folder is missing,
+    incomplete or altered, `RankFailed` when it is of another stage or run, or cannot be read."""
     import torch.distributed.checkpoint as dcp
 
-    from dovetail.trainer.safe_metadata import SafeReader
+    from dovetail.trainer.shards import CheckedReader, Damaged, verify
 
-    state, error = {}, None
+    state, error, damaged = {}, None, False
     try:
-        state = _read_state(engine, path)
+        state = _read_state(path)
+        verify(path, _LIST, state.get("files", {}))
+        _check_state(engine, state, path, run)
+    except Damaged as problem:
+        error, damaged = str(problem), True
     except (OSError, ValueError, KeyError) as problem:
         error = str(problem)
-    engine.groups.all_succeed(error)
+    _agree(engine, error, damaged)
     try:
         with peer_errors("reading a checkpoint"):
             dcp.load(
                 _tensors(engine, saving=False),
-                storage_reader=SafeReader(path),
+                storage_reader=CheckedReader(path, state.get("files", {})),
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
     except PeerLost:
         raise
     except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
+        damage = [c for c in causes(problem) if isinstance(c, Damaged)]
+        damaged = bool(damage)
         error = f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(problem)}"
-    engine.groups.all_succeed(error)
+        error = str(damage[0]) if damage else error
+    _agree(engine, error, damaged)
     for name, model in engine.models.items():
         model.optimizer.steps = int(state["optimizer_steps"][name])
     if len(state["rng"]) == engine.groups.world_size:
@@ -90,16 +112,51 @@ def restore(engine: Engine, path: Path) -> int:
     return int(state["step"])
 
 
-def _read_state(engine: Engine, path: Path) -> dict[str, Any]:
-    if not (path / STATE).is_file():
-        raise ValueError(f"{path}: not a checkpoint: {STATE} is missing")
-    state: dict[str, Any] = json.loads((path / STATE).read_text())
+def _agree(engine: Engine, error: str | None, damaged: bool) -> None:
+    """A barrier that fails on every rank if any rank brings an error: of damage, if every error is."""
+    found = engine.groups.share_json((error, damaged))
+    try:
+        engine.groups.all_succeed(error)
+    except RankFailed as failed:
+        if all(hurt for text, hurt in found if text is not None):
+            raise CheckpointDamaged(str(failed)) from failed
+        raise
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Raises Damaged."""
+    from dovetail.trainer.shards import Damaged
+
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except FileNotFoundError:
+        raise Damaged(f"{path}: not a checkpoint: {STATE} is missing") from None
+    except ValueError as error:
+        raise Damaged(f"{path / STATE} is damaged: {error}") from error
+    if not isinstance(state, dict):
+        raise Damaged(f"{path / STATE} is damaged: it holds no mapping")
+    expected = state.pop("checksum", None)
+    if expected != _checksum(state) and (expected is not None or "files" in state):
+        raise Damaged(f"{path / STATE} is damaged: its content is not what was saved")
+    return state
+
+
+def _check_state(engine: Engine, state: dict[str, Any], path: Path, run: str) -> None:
+    """Raises ValueError unless the checkpoint is of this stage, run and these models."""
     assert engine.stage is not None
+    if run and state.get("run") and state["run"] != run:
+        raise ValueError(
+            f"{path} is of run {state['run']}, but store.sqlite of run {run}: the folder holds parts of two runs; put "
+            "this run's checkpoints back, or start anew with --overwrite"
+        )
     if state["format"] != _FORMAT or state["stage"] != engine.stage.value:
         raise ValueError(f"{path}: a checkpoint of stage {state['stage']}, not of {engine.stage.value}")
     if missing := sorted(set(engine.loaded) - set(state["optimizer_steps"])):
         raise ValueError(f"{path}: the checkpoint has no model called {missing[0]}")
-    return state
 
 
 def _tensors(engine: Engine, saving: bool) -> dict[str, Any]:
@@ -152,4 +209,4 @@ def _first_line(problem: BaseException) -> str:
     return lines[0] if lines else type(problem).__name__
 
 
-__all__ = ["STATE", "RankFailed", "restore", "save"]
+__all__ = ["STATE", "CheckpointDamaged", "RankFailed", "restore", "save"]

@@ -30,6 +30,7 @@ from dovetail.api.messages import (
 )
 from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.api.wire import Arrays, unpack
+from dovetail.trainer.checkpoint import CheckpointDamaged
 from dovetail.trainer.client import CoordinatorClient, Refused
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
@@ -68,6 +69,7 @@ class CommandRunner:
         self._context = Context(spec, groups, self.engine, self._fetch, self.timeline)
         sender_groups: Any = groups
         self._running = ""
+        self._damaged = False  # the checkpoint that the command names
         self._timed_messages: set[str] = set()  # models
         self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
         self._dirty = False
@@ -91,6 +93,7 @@ class CommandRunner:
         """The result, complete on rank 0 (elsewhere without spans). Raises PeerLost: join again."""
         started = time.time()
         self._running = command.id
+        self._damaged = False
         run: Run | None = None
         error: str | None = None
         try:
@@ -119,6 +122,7 @@ class CommandRunner:
             id=command.id,
             ok=error is None,
             error=error,
+            damaged=self._damaged,
             metrics=metrics if error is None else {},
             spans=spans,
             times=times if error is None else [],
@@ -157,12 +161,12 @@ class CommandRunner:
             return reward.prepare_evaluate(self._context, command)
         if isinstance(command, Save):
             self._require_loaded()
-            return lambda: self._timed("save", lambda: self.engine.save(Path(command.path)))
+            return lambda: self._timed("save", lambda: self.engine.save(Path(command.path), command.run))
         if isinstance(command, Export):
             self._require_loaded()
             self._require_model(command.model)
-            path, subtract = Path(command.path), command.subtract
-            return lambda: self._timed("export", lambda: self.engine.export(command.model, path, subtract))
+            path, subtract, by = Path(command.path), command.subtract, command.run
+            return lambda: self._timed("export", lambda: self.engine.export(command.model, path, subtract, by))
         if isinstance(command, Publish):
             self._require_loaded()
             return lambda: self._publish(command)
@@ -176,6 +180,9 @@ class CommandRunner:
         run = prepare[command.stage](self._context, command)
 
         def step() -> Metrics:
+            for name, model in self.engine.models.items():
+                rate = command.learning_rates.get(name)
+                model.optimizer.follow(rate, command.total_steps, command.warmup_total)
             metrics = run()
             if self._groups.device.type == "cuda":
                 # What activations took is free for a vLLM server that wakes up on this GPU.
@@ -201,6 +208,7 @@ class CommandRunner:
             if is_peer_loss(problem):
                 raise PeerLost(f"{command.id}: {sentence(problem)}") from problem
             error = self._explain(command, problem)
+            self._damaged = isinstance(problem, CheckpointDamaged)
         if not self._all_here(error is not None):
             assert error is not None
             self._failed[command.id] = error

@@ -91,7 +91,7 @@ class Engine:
             error = sentence(problem)
         self.groups.all_succeed(error)
         if command.checkpoint is not None:
-            self.step = checkpoint.restore(self, Path(command.checkpoint))
+            self.step = checkpoint.restore(self, Path(command.checkpoint), command.run)
 
     @property
     def averages(self) -> bool:
@@ -103,16 +103,16 @@ class Engine:
             return self.spec.ppo.actor_optimizer if model == "actor" else self.spec.ppo.critic_optimizer
         return self.spec.sft.optimizer if stage is StageName.SFT else self.spec.reward.optimizer
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, run: str = "") -> None:
         """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""
         self.settle()
-        checkpoint.save(self, path)
+        checkpoint.save(self, path, run)
 
-    def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
+    def export(self, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
         """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged; `subtract` is
         taken from every value of a model with a value head. Raises `RankFailed` on every rank when that fails."""
         self.settle()
-        export_model(self, model, path, subtract)
+        export_model(self, model, path, subtract, run)
 
     # ------------------------------------------------------------ work
 

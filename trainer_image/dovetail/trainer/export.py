@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.models import HuggingFaceWriter, load_config
+from dovetail.models.export import write_text
 from dovetail.trainer.engine_model import tokenizer_folder
 from dovetail.trainer.parallel import compute_dtype
 from dovetail.trainer.storage import write_together
@@ -15,9 +17,10 @@ if TYPE_CHECKING:
     from dovetail.trainer.engine import Engine
 
 
-def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0) -> None:
+def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
     """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype. A value head
-    beside a language model's gets a file of its own. `subtract`: see `HuggingFaceWriter.finish`."""
+    beside a language model's gets a file of its own. `subtract`: see `HuggingFaceWriter.finish`. dovetail.json says
+    which run made it, at which step."""
     name = "actor" if model == "ema" else model
     ref, held = engine.loaded[name], engine.models.get(name)
     compute = compute_dtype(getattr(engine.spec.models, name).dtype, engine.groups.device)
@@ -37,6 +40,8 @@ def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0) 
             deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here
 
     def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
+        stage = engine.stage.value if engine.stage else ""
+        write_text(folder / "dovetail.json", json.dumps({"run": run, "stage": stage, "step": engine.step}))
         HuggingFaceWriter(folder).finish(
             manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref), subtract
         )

@@ -12,12 +12,13 @@ from torch.optim.adamw import adamw
 from dovetail.api.types import Optimizer
 
 
-def learning_rate(step: int, total_steps: int, config: Optimizer) -> float:
+def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: int | None = None) -> float:
     """Rate of optimizer step `step` (0 for the first) of `total_steps`.
 
     Linear warm-up over the first ceil(warmup_fraction * total) steps, ending at the full rate; then constant, linear
-    to 0, or cosine to 0, reached after the last step."""
-    warmup = math.ceil(config.warmup_fraction * total_steps)
+    to 0, or cosine to 0, reached after the last step. `warmup_total`: what warm-up is a share of where steps were added
+    since, so that it does not begin again."""
+    warmup = math.ceil(config.warmup_fraction * (warmup_total or total_steps))
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.schedule == "Constant":
@@ -44,6 +45,7 @@ class AdamW:
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: Optimizer, total_steps: int) -> None:
         self.parameters, self.config, self.total_steps = parameters, config, total_steps
+        self.warmup_total: int | None = None
         self.steps = 0
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         for name, parameter in parameters.items():
@@ -77,7 +79,15 @@ class AdamW:
 
     def begin(self, scale: float) -> Step:
         """The step that `step` would apply, to be applied part by part."""
-        return Step(self, scale, learning_rate(self.steps, self.total_steps, self.config))
+        return Step(self, scale, learning_rate(self.steps, self.total_steps, self.config, self.warmup_total))
+
+    def follow(self, rate: float | None, total_steps: int | None, warmup_total: int | None) -> None:
+        """From the next step on: the peak learning rate, the steps in all and those that warm-up is a share of, where
+        they are given."""
+        if rate is not None:
+            self.config = self.config.model_copy(update={"learning_rate": rate})
+        self.total_steps = total_steps or self.total_steps
+        self.warmup_total = warmup_total or self.warmup_total
 
     def apply(self, names: list[str], rate: float, decay: float, scale: float) -> None:
         """The next step, for the parameters `names` alone; all of them have gradients."""

@@ -72,19 +72,19 @@ def _replace(temporary: Path, path: Path) -> None:
 
 def storage_sentence(path: Path, problem: BaseException) -> str:
     """One sentence about why `path` could not be written."""
-    for cause in _causes(problem):
+    for cause in causes(problem):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return f"{path} could not be written: {os.strerror(cause.errno).lower()}; free some space there"
-    if any("inline_container" in str(cause) or "PytorchStreamWriter" in str(cause) for cause in _causes(problem)):
+    if any("inline_container" in str(cause) or "PytorchStreamWriter" in str(cause) for cause in causes(problem)):
         # torch.save hides the system's error behind its own.
         free = shutil.disk_usage(path.parent).free // 2**20
         return f"{path} could not be written in full; {free} MiB are free there, make room or raise the quota"
-    first = next((str(c) for c in _causes(problem) if isinstance(c, OSError)), str(problem))
+    first = next((str(c) for c in causes(problem) if isinstance(c, OSError)), str(problem))
     lines = first.strip().splitlines()
     return f"{path} could not be written: {lines[0] if lines else type(problem).__name__}"
 
 
-def _causes(problem: BaseException) -> list[BaseException]:
+def causes(problem: BaseException) -> list[BaseException]:
     """The exception, those that DCP collected from the ranks, and their causes."""
     found: list[BaseException] = []
     queue: list[BaseException | None] = [problem]
