@@ -234,3 +234,94 @@ def test_a_pretrained_folder(prepared: tuple[Prepared, Path], tmp_path: Path) ->
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
     with pytest.raises(DataError, match="do not fit the actor's vocabulary of 9"):
         prepare(spec(models={"actor": {"source": {"path": "model"}}}), tmp_path / "run2", tmp_path)
+
+
+# ---------------------------------------------------------------- data that changed under a run
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def demonstrations(n: int = 20, word: str = "the") -> list[dict[str, Any]]:
+    return [{"prompt": f"say {word} {i}", "response": f"{word} {i}"} for i in range(n)]
+
+
+@pytest.fixture
+def with_files(tmp_path: Path) -> RLHFJobSpec:
+    write_lines(tmp_path / "demos" / "a.jsonl", demonstrations())
+    write_lines(tmp_path / "demos" / "b.jsonl", demonstrations(word="a"))
+    write_lines(
+        tmp_path / "pairs.jsonl", [{"prompt": f"q {i}", "chosen": "good", "rejected": "bad"} for i in range(20)]
+    )
+    data = {"demonstrations": [{"path": "demos"}], "preferences": [{"path": "pairs.jsonl"}], "prompts": SYNTHETIC}
+    return spec(data=data)
+
+
+def changed(job: RLHFJobSpec, folder: Path, known: Any) -> str:
+    with pytest.raises(DataError) as refused:
+        collect(job, folder, folder / "cache", None, known)
+    return str(refused.value)
+
+
+def test_data_that_changed_under_a_run_is_refused_by_name(with_files: RLHFJobSpec, tmp_path: Path) -> None:
+    known = json.loads(json.dumps(collect(with_files, tmp_path, tmp_path / "cache", None).fingerprints))
+    assert known.keys() == {"spec.data.demonstrations[0]", "spec.data.preferences[0]"}
+    collect(with_files, tmp_path, tmp_path / "cache", None, known)
+
+    write_lines(tmp_path / "demos" / "b.jsonl", demonstrations(word="no"))
+    message = changed(with_files, tmp_path, known)
+    assert message.startswith(f"spec.data.demonstrations[0].path: {tmp_path / 'demos' / 'b.jsonl'} has changed since")
+    assert message.endswith("put the old file back, or start a new run")
+    (tmp_path / "demos" / "b.jsonl").unlink()
+    assert f"{tmp_path / 'demos' / 'b.jsonl'} is gone" in changed(with_files, tmp_path, known)
+    # The same content again, another time of modification.
+    write_lines(tmp_path / "demos" / "b.jsonl", demonstrations(word="a"))
+    collect(with_files, tmp_path, tmp_path / "cache", None, known)
+    write_lines(tmp_path / "demos" / "c.jsonl", demonstrations())
+    assert f"{tmp_path / 'demos' / 'c.jsonl'} is new" in changed(with_files, tmp_path, known)
+    (tmp_path / "demos" / "c.jsonl").unlink()
+
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(pairs.read_text().replace("q 3", "q 4"))
+    assert f"spec.data.preferences[0].path: {pairs} has changed" in changed(with_files, tmp_path, known)
+
+
+def test_data_in_another_folder_is_the_same_data(with_files: RLHFJobSpec, tmp_path: Path) -> None:
+    known = collect(with_files, tmp_path, tmp_path / "cache", None).fingerprints
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("demos", "pairs.jsonl"):
+        (tmp_path / name).rename(moved / name)
+    collect(with_files, moved, tmp_path / "cache", None, known)
+
+
+def test_the_revision_of_a_hub_data_set_is_asked_for_and_its_commit_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[str | None] = []
+    newest = "b" * 40
+
+    def load_dataset(name: str, subset: str | None, *, revision: str | None, **_: Any) -> Any:
+        asked.append(revision)
+        table = datasets.Dataset.from_list(demonstrations())
+        address = f"hf://datasets/{name}@{revision or newest}/data/train.jsonl"
+        table.info.download_checksums = {address: {"num_bytes": 1, "checksum": None}}
+        return table
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    def job(revision: str | None = None) -> RLHFJobSpec:
+        source = {"huggingFace": "who/what"} | ({"revision": revision} if revision else {})
+        return spec(stages=["sft"], data={"demonstrations": [source]})
+
+    known = collect(job("a" * 40), tmp_path, tmp_path, None).fingerprints
+    assert asked == ["a" * 40]
+    assert known["spec.data.demonstrations[0]"]["commit"] == "a" * 40
+    message = changed(job(), tmp_path, known)
+    assert f"who/what has changed since the run began: it was at commit {'a' * 40} and is at {newest}" in message
+    assert f"set spec.data.demonstrations[0].revision to {'a' * 40}" in message
+    collect(job("a" * 40), tmp_path, tmp_path, None, known)

@@ -191,6 +191,11 @@ def _data() -> list[CelRule]:
             ),
             CelRule(
                 item,
+                "!has(self.revision) || has(self.huggingFace)",
+                "revision belongs to huggingFace; remove it or give huggingFace.",
+            ),
+            CelRule(
+                item,
                 "has(self.huggingFace) || self.split == 'train'",
                 "split belongs to huggingFace; remove it, for files and synthetic data are used whole.",
             ),

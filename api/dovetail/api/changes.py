@@ -61,13 +61,18 @@ class Change:
         name = self.field.removeprefix("spec.")
         if any(name == field or name.startswith(field + ".") for field in CHANGEABLE):
             return True
-        return self._moved(name)
+        return name.startswith("data.") and self._same_data(name)
 
-    def _moved(self, name: str) -> bool:
-        """A data set in another folder: that it is the same is told by its content."""
-        if not name.startswith("data.") or not name.endswith(".path"):
-            return False
-        return bool(self.old and self.new) and PurePath(self.old).name == PurePath(self.new).name
+    def _same_data(self, name: str) -> bool:
+        """A data set in another folder, or by another name of its commit; that it is the same is told by its
+        fingerprint."""
+        if name.endswith(".revision"):
+            return True
+        return (
+            name.endswith(".path")
+            and bool(self.old and self.new)
+            and PurePath(self.old).name == PurePath(self.new).name
+        )
 
     @property
     def sentence(self) -> str:

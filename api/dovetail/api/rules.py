@@ -148,6 +148,8 @@ def _data_source(field: str, source: DataSource) -> Iterator[str]:
     yield from _one_of(field, [name for name in kinds if _get(source, name) is not None], kinds)
     if source.subset is not None and source.hugging_face is None:
         yield f"{field}.subset belongs to huggingFace; remove it or give huggingFace."
+    if source.revision is not None and source.hugging_face is None:
+        yield f"{field}.revision belongs to huggingFace; remove it or give huggingFace."
     if source.split != "train" and source.hugging_face is None:
         yield f"{field}.split belongs to huggingFace; remove it, for files and synthetic data are used whole."
 

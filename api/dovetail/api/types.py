@@ -198,6 +198,9 @@ class DataSource(Model):
     subset: Text | None = Field(default=None, description="The hub data set's configuration name or data folder.")
     path: Path_ | None = Field(default=None, description="A .jsonl, .jsonl.gz or .parquet file, or a folder of them.")
     synthetic: SyntheticData | None = Field(default=None, description="Generate the records.")
+    revision: Text | None = Field(
+        default=None, description="Branch, tag or commit of the hub data set; default: the newest."
+    )
     split: Text = Field(default="train", description="Split of a hub data set, in `datasets` syntax.")
     weight: PositiveFloat = Field(
         default=1.0, description="Share in the blend, relative to the other sources of the list."

@@ -137,7 +137,11 @@ class Engines:
         except OSError as error:
             raise OSError(f"port {self.settings.port} on {self.settings.host} is taken: {error.strerror}") from error
         self.progress.update(state="running", message="preparing data and tokenizer")
-        self._prepared = await asyncio.to_thread(prepare, self.spec, self.settings.run_dir, self.settings.base_dir)
+        known = self.store.get("data/sources") or {}
+        self._prepared = await asyncio.to_thread(
+            prepare, self.spec, self.settings.run_dir, self.settings.base_dir, known
+        )
+        self.store.put("data/sources", {**known, **self._prepared.data.fingerprints})
         self.sources = ModelSources(
             self.spec, self.settings.run_dir, self._prepared.model_ref, self.settings.reward_function is None
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,10 @@ from dovetail.coordinator.data import tokenizer as tokenizers
 from dovetail.coordinator.data.chat import chat_format
 from dovetail.coordinator.data.collection import Collection, StageData, collect
 from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.models import resolve, scratch_config
 from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
+from dovetail.coordinator.database import sync_folder
 from dovetail.coordinator.seeds import derived_seed
 
 CENTRING_LIMIT = 512
@@ -152,17 +154,19 @@ class Prepared:
         return [PromptRecord(i, text, self.encoder.prompt(text), fields) for i, (text, fields) in enumerate(prompts)]
 
 
-def prepare(spec: RLHFJobSpec, run_dir: Path, base_dir: Path) -> Prepared:
+def prepare(
+    spec: RLHFJobSpec, run_dir: Path, base_dir: Path, known: Mapping[str, Fingerprint] | None = None
+) -> Prepared:
     """Make what is missing in the run directory and load the data; relative paths start from `base_dir`.
 
-    Writes `tokenizer/`, `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError
-    when the disk fails."""
+    `known`: fingerprints of the data that the run began with; other data is refused. Writes `tokenizer/`,
+    `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError when the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
     sources = _sources(spec, base_dir)
     tokenizer_dir = run_dir / "tokenizer"
     training = spec.models.tokenizer.train
     given = None if training else _given_tokenizer(spec, sources, base_dir)
-    data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given))
+    data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given), known)
 
     def save_tokenizer(folder: Path) -> None:
         made: Any = given if training is None else tokenizers.train(data.texts(), training.vocab_size)
@@ -253,8 +257,10 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        sync_folder(temporary)
         try:
             temporary.rename(folder)
+            sync_folder(folder.parent)
         except OSError:
             if not folder.is_dir():
                 raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +11,7 @@ from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
 from dovetail.coordinator.data.chat import ChatFormat
 from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
 from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import identity, load
 
@@ -66,11 +67,12 @@ class StageData(Generic[R]):
 
 @dataclass(frozen=True)
 class Collection:
-    """None for a list that no stage of the job needs."""
+    """None for a list that no stage of the job needs. `fingerprints`: of each source, by manifest field."""
 
     demonstrations: StageData[Demonstration] | None
     preferences: StageData[Preference] | None
     prompts: StageData[Prompt] | None
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
 
     def texts(self) -> Iterator[str]:
         """All text to train on, for a tokenizer: held-out records are left out."""
@@ -97,13 +99,21 @@ def needed(spec: RLHFJobSpec) -> list[Kind]:
     return kinds
 
 
-def collect(spec: RLHFJobSpec, base_dir: Path, cache_dir: Path, chat: ChatFormat | None) -> Collection:
-    """Load, split and blend. Raises DataError naming the manifest field.
+def collect(
+    spec: RLHFJobSpec,
+    base_dir: Path,
+    cache_dir: Path,
+    chat: ChatFormat | None,
+    known: Mapping[str, Fingerprint] | None = None,
+) -> Collection:
+    """Load, split and blend. Raises DataError naming the manifest field; also where a source is not what the
+    fingerprints `known` say, those of the run's beginning.
 
     A data set that one list names is used by it whole. One that several lists name is split disjointly between
     their stages in proportion to `spec.data.split`, counting only stages that run."""
     kinds = needed(spec)
     users: dict[str, set[Kind]] = {}
+    prints: dict[str, Fingerprint] = {}
     for kind in kinds:
         sources = getattr(spec.data, kind)
         if not sources:
@@ -118,6 +128,9 @@ def collect(spec: RLHFJobSpec, base_dir: Path, cache_dir: Path, chat: ChatFormat
         for i, source in enumerate(getattr(spec.data, kind)):
             name = f"spec.data.{kind}[{i}]"
             records = load(source, kind, field=name, base_dir=base_dir, cache_dir=cache_dir, seed=spec.seed, chat=chat)
+            print_ = fingerprint(source, records, name, base_dir, (known or {}).get(name))
+            if print_ is not None:
+                prints[name] = print_
             key = identity(source, kind, i, base_dir)
             shares: dict[str, float] = {k: float(getattr(spec.data.split, STAGE_OF[k].value)) for k in users[key]}
             if len(shares) == 1:
@@ -137,7 +150,9 @@ def collect(spec: RLHFJobSpec, base_dir: Path, cache_dir: Path, chat: ChatFormat
             parts.append(Part(records, train, held, source.weight))
         return StageData(parts, spec.seed, kind)
 
-    return Collection(stage_data("demonstrations"), stage_data("preferences"), stage_data("prompts"))
+    collected = Collection(stage_data("demonstrations"), stage_data("preferences"), stage_data("prompts"), prints)
+    compare(spec, base_dir, known or {}, prints)
+    return collected
 
 
 def _label(identity_key: str) -> str:

@@ -91,7 +91,8 @@ def _synthetic(kind: Kind, size: int, seed: int, field: str) -> Records[Record]:
     return ByIndex(size, make[kind])
 
 
-def _files(path: Path, field: str) -> list[Path]:
+def source_files(path: Path, field: str) -> list[Path]:
+    """The files that a `path` source is made of, in order. Raises DataError."""
     endings = JSON_LINES + PARQUET
     if not path.exists():
         raise DataError(f"{field}.path: {path} does not exist")
@@ -109,7 +110,7 @@ def _files(path: Path, field: str) -> list[Path]:
 
 
 def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
-    files = _files(path, field)
+    files = source_files(path, field)
     if files[0].name.endswith(PARQUET):
         return _parquet(source, files, kind, cache_dir, chat)
     import datasets
@@ -176,7 +177,7 @@ def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: Chat
     import datasets
 
     def load_dataset() -> Any:
-        options = {"split": source.split, "cache_dir": str(cache_dir)}
+        options = {"split": source.split, "cache_dir": str(cache_dir), "revision": source.revision}
         try:
             return datasets.load_dataset(source.hugging_face, source.subset, **options)
         except ValueError as error:
