@@ -196,9 +196,7 @@ class TrainerSession:
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
         """Write a Hugging Face folder of the current weights; `subtract` from every value of a value head."""
         where = {"path": str(path), "subtract": subtract, "run": self._run}
-        command = Export.model_validate(
-            {"id": self._id(f"export-{model}"), "model": model, **where}
-        )
+        command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
         await self.at_target(lambda: self._command(command))
 
     async def hold(self) -> None:
