@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -104,6 +105,9 @@ class Run:
     def order(self, name: str, code: int) -> None:
         (self.dir / f"order-{name}").write_text(str(code))
 
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.dir / "summary.json").read_text())
+
     def end(self, seconds: float = 20.0) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
@@ -147,6 +151,8 @@ def test_ctrl_c_ends_everything_and_resume_continues(run):
     code, output = run.end()
     assert code == 130
     assert "--resume" in output
+    assert run.summary()["state"] == "interrupted"
+    assert "interrupted" in (run.dir / "report.html").read_text()
     all_gone(pids, 0.5)
 
     run.start()
@@ -210,6 +216,9 @@ def test_dead_processes_come_back_on_their_ports_until_there_were_too_many(run):
     assert code == 1
     assert "gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts, 3, is reached" in output
     assert len(re.findall("starting it again", output)) == 3
+    assert run.summary()["state"] == "failed"
+    assert run.summary()["reason"].startswith("gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts")
+    assert "gen-0 died" in (run.dir / "report.html").read_text()
     all_gone(run.all_pids(), 0.5)
 
 
@@ -221,6 +230,8 @@ def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
     code, output = run.end()
     assert code == 1
     assert "Error: the run failed: line 7 of data.jsonl is empty" in output
+    assert run.summary()["reason"] == "line 7 of data.jsonl is empty"
+    assert "line 7 of data.jsonl is empty" in (run.dir / "report.html").read_text()
 
 
 def test_two_runs_do_not_share_a_directory(run):

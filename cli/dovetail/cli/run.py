@@ -88,21 +88,14 @@ def run_job(
         console.print("Stopped; every process has ended. Continue with:", highlight=False)
         console.print(f"  {hint}", highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
-    report = _report(run_dir)
     if not outcome.succeeded:
-        where = f" (report: {report})" if report else ""
+        report = launcher.run_dir / "report.html"
+        where = f" (report: {report})" if report.exists() else ""
         raise RunError(f"the run failed: {outcome.reason}{where}")
+    report = write_report(run_dir)
     console.print()
     console.print(summary_table(read_summary(run_dir)))
     console.print()
     console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
     console.print(f"Chat:    dovetail chat {run_dir}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _report(run_dir: Path) -> Path | None:
-    """A failed run has a report as well, as far as it got."""
-    try:
-        return write_report(run_dir)
-    except RunError:
-        return None

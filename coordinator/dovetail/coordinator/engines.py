@@ -14,6 +14,7 @@ Each call goes on from whatever the store says, so a coordinator that died repea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from dovetail.coordinator.prepare import Prepared, prepare
 from dovetail.coordinator.publishing import Publisher
 from dovetail.coordinator.results import Results
 from dovetail.coordinator.server import make_app
-from dovetail.coordinator.store import Store
+from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.supervised import Hooks, SupervisedStage, centre, run_supervised
 from dovetail.coordinator.telemetry import History, Metrics, Status
 from dovetail.coordinator.timeline import Timeline
@@ -97,7 +98,7 @@ class Engines:
         self._prepared: Prepared | None = None
         self._held_out: dict[Stage, list[Arrays]] = {}
         self._scored: list[Arrays] | None = None
-        self.results = Results(self.store, settings.run_dir, spec.seed, time.time)
+        self.results = Results(self.store, settings.run_dir, spec.seed)
         self.trainers = TrainerGroup(
             world_size=plan.world_size,
             generation=int(self.store.get("trainers/generation") or 1),
@@ -324,7 +325,9 @@ class Engines:
         self.progress.update(
             state="running", stage=stage.stage.value, step=0, total_steps=stage.steps, phase="training"
         )
-        await run_supervised(stage, self.session, self.store, Hooks(self._on_step, self.results.fact))
+        await run_supervised(
+            stage, self.session, self.store, Hooks(self._on_step, self.results.fact, self.results.wall_seconds)
+        )
         self.log("stage.finished", stage=stage.stage.value)
 
     def _on_step(self, stage: Stage, step: int, total: int, result: CommandResult) -> None:
@@ -366,10 +369,11 @@ class Engines:
         return document
 
     def fail(self, reason: str) -> None:
-        """Record that the job failed, and why."""
+        """Record that the job failed, and why, as far as store and disk still take it."""
         self.progress.update(state="failed", message=reason)
-        self.results.write("failed", reason)
         self.log("job.failed", reason=reason)
+        with contextlib.suppress(OSError, StoreError):
+            self.results.write("failed", reason)
 
     # ------------------------------------------------------------ records
 

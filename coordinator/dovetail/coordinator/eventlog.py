@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +13,9 @@ from typing import Any, TextIO
 
 
 class EventLog:
-    """`log("iteration.finished", iteration=3, reward=0.4)`; names are noun.verb, values JSON scalars."""
+    """`log("iteration.finished", iteration=3, reward=0.4)`; names are noun.verb, values JSON scalars.
+
+    A line that cannot be written (a full disk) is lost, and nothing else: logging never raises."""
 
     def __init__(
         self,
@@ -23,16 +27,27 @@ class EventLog:
         self._process = process
         self._clock = clock
         self._stream = stream if stream is not None else sys.stderr
-        self._file = path.open("a", buffering=1, encoding="utf-8") if path is not None else None
+        self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._cut = False
 
     def __call__(self, event: str, **fields: Any) -> None:
         line = json.dumps(
             {"time": round(self._clock(), 3), "process": self._process, "event": event, **fields}, default=str
         )
-        print(line, file=self._stream, flush=True)
-        if self._file is not None:
-            self._file.write(line + "\n")
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=self._stream, flush=True)
+        if self._file >= 0:
+            self._write((line + "\n").encode())
+
+    def _write(self, line: bytes) -> None:
+        # No buffer: what did not fit would fail again with each later line.
+        line = b"\n" + line if self._cut else line
+        try:
+            self._cut = os.write(self._file, line) < len(line)
+        except OSError:
+            return
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1

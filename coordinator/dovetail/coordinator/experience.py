@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 
 from dovetail.api.wire import Arrays, pack
 from dovetail.coordinator.data.tokenize import ppo_batch
-from dovetail.coordinator.database import sync_folder
 from dovetail.coordinator.samples import Sample
+from dovetail.coordinator.summary import write_whole
 
 FloatArray = NDArray[np.float32]
 
@@ -111,13 +110,7 @@ class ExperienceFiles:
     def write(self, iteration: int, arrays: Arrays) -> str:
         """On the disk on return; returns the content's digest."""
         data = pack(arrays)
-        temporary = self._path(iteration).with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self._path(iteration))
-        sync_folder(self._dir)
+        write_whole(self._path(iteration), data)
         self._known[iteration] = digest = hashlib.sha256(data).hexdigest()
         return digest
 

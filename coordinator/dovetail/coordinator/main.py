@@ -8,32 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dovetail.api.callables import load_callable
 from dovetail.api.env import ProcessEnv
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
-from dovetail.coordinator.changes import ChangeError
-from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
-from dovetail.coordinator.health import UnhealthyError
-from dovetail.coordinator.in_flight import GenerationError
-from dovetail.coordinator.store import StoreError
-from dovetail.coordinator.summary import write_json
-from dovetail.coordinator.trainer_group import TrainerError
+from dovetail.coordinator.failure import EXPLAINED, disk_full, sentence
+from dovetail.coordinator.results import leave
 
-# Errors whose message is a sentence for the user, and those whose traceback helps too: starting again would only
-# repeat either.
-EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, UnhealthyError)
-EXPECTED = (*EXPLAINED, TimeoutError, OSError, ValueError)
 # In a pod: where its status gets the reason of a failure, or the last figures, from.
 TERMINATION_LOG = Path("/dev/termination-log")
+LAST_WORD_BYTES = 4000
+FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")
 
 
 def last_word(text: str) -> None:
@@ -41,6 +37,34 @@ def last_word(text: str) -> None:
     if TERMINATION_LOG.is_file():
         with contextlib.suppress(OSError):
             TERMINATION_LOG.write_text(text, encoding="utf-8")
+
+
+def final_figures(status: Mapping[str, Any]) -> str:
+    """The status as JSON, short enough for the kubelet to leave it whole."""
+    document = {**status, "instances": {}}
+    if len(json.dumps(document)) > LAST_WORD_BYTES:
+        metrics, health = status["metrics"], status["health"]
+        document["metrics"] = {name: metrics[name] for name in FIGURES if name in metrics}
+        document["health"] = {**health, "verdicts": health.get("verdicts", [])[:1]} if health else {}
+    return json.dumps(document)
+
+
+def _explain(error: Exception, run_dir: Path) -> str:
+    if not isinstance(error, EXPLAINED) and disk_full(error) is None:
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    return sentence(error, run_dir)
+
+
+def _let_go_of_logs() -> None:
+    """What a full disk did not take would make Python end with an exit code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
 
 
 async def _run(env: ProcessEnv, log: EventLog) -> int:
@@ -61,21 +85,25 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
+    failed = False
     try:
         async with engines:
             try:
                 await engines.guard(run_job(engines))
-            except EXPECTED as error:
-                if not isinstance(error, EXPLAINED):
-                    traceback.print_exc()
-                reason = str(error) or type(error).__name__
+            except Exception as error:
+                reason = _explain(error, env.run_dir)
                 engines.fail(reason)
                 last_word(reason)
+                failed = True
                 return 1
-            last_word(json.dumps({**engines.status(), "instances": {}}))
+            last_word(final_figures(engines.status()))
     except asyncio.CancelledError:
         log("coordinator.stopped")
         return 128 + signal.SIGTERM
+    except Exception:
+        if not failed:
+            raise
+        return 1  # closing what the failure left is not the cause
     return 0
 
 
@@ -87,14 +115,16 @@ def main(argv: list[str] | None = None) -> int:
     log = EventLog(env.run_dir / "events.jsonl", env.name)
     try:
         return asyncio.run(_run(env, log))
-    except EXPECTED as error:
-        reason = str(error) or type(error).__name__
+    except Exception as error:
+        reason = _explain(error, env.run_dir)
         log("job.failed", reason=reason)
         last_word(reason)
-        write_json(env.run_dir / "summary.json", {"state": "failed", "reason": reason})
+        with contextlib.suppress(OSError):
+            leave(env.run_dir, "failed", reason)
         return 1
     finally:
         log.close()
+        _let_go_of_logs()
 
 
 if __name__ == "__main__":

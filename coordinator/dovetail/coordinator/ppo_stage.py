@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from dovetail.api.critic import has_critic
 from dovetail.api.messages import CommandResult, Span, Step
 from dovetail.api.types import Stage
 from dovetail.api.wire import Arrays, unpack
+from dovetail.coordinator import clock
 from dovetail.coordinator.experience import Experience, kl_per_sample
 from dovetail.coordinator.experience_maker import ExperienceMaker
 from dovetail.coordinator.health import UnhealthyError, Verdict
@@ -155,12 +155,12 @@ class PPOStage:
         self._health.check(iteration, untrue)
 
     async def _checkpoint(self, iteration: int) -> None:
-        started = time.time()
+        started = clock.now()
         await self._engines.session.save()
         # An older checkpoint is kept in case this one is damaged, and so are the batches since.
         self._engines.files.forget_through(self._engines.session.oldest(Stage.PPO))
         self._engines.store.samples.forget_before(iteration)
-        span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=time.time())
+        span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=clock.now())
         self._engines.timeline.add([span])
 
     async def _saved(self) -> None:
@@ -172,7 +172,7 @@ class PPOStage:
     def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
         """Account for a finished iteration and begin the next."""
         engines, timeline = self._engines, self._engines.timeline
-        wall = time.time() - timeline.started
+        wall = clock.now() - timeline.started
         phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
         engines.results.add_iteration(len(arrays["scores"]), wall, phases)
         metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts)

@@ -42,11 +42,20 @@ def build(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Whole or not at all."""
+    write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file has all of it, or is what it was. Raises OSError that names `path`."""
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2, sort_keys=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync_folder(path.parent)
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # on a full disk others need the room
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +34,11 @@ class SupervisedStage:
 
 @dataclass
 class Hooks:
-    """What the stage tells the rest of the coordinator as it goes."""
+    """What the stage tells the rest of the coordinator as it goes, and asks: the job's seconds, over restarts."""
 
     on_step: Callable[[Stage, int, int, CommandResult], None]
     on_fact: Callable[[str, float], None]
+    wall_seconds: Callable[[], float]
 
 
 async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: Records, hooks: Hooks) -> None:
@@ -51,7 +51,10 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
         StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step, recompute=stage.recompute),
         int(done) if isinstance(done, int) else 0,
     )
-    started = time.time()
+    if records.get(f"{name}/began") is None:
+        records.put(f"{name}/began", hooks.wall_seconds())
+    began = records.get(f"{name}/began")
+    assert isinstance(began, float)
     if records.get(f"{name}/before") is None and session.step == 0:
         records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
     while session.step < stage.steps:
@@ -65,7 +68,7 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     await session.export(stage.model, stage.export_to, centre(after) if stage.centred else 0.0)
     records.put(f"{name}/done", True)  # on the disk before `forget` deletes the checkpoints
     session.forget(stage.stage)
-    hooks.on_fact(f"stages.{name}", time.time() - started)
+    hooks.on_fact(f"stages.{name}", hooks.wall_seconds() - began)
 
 
 def centre(evaluation: Mapping[str, float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -87,6 +88,13 @@ class Metrics:
         self.weight_version = Gauge("dovetail_weight_version", "Version of the published weights.", registry=registry)
 
 
+def whole_lines(path: Path) -> None:
+    """End a line that a full disk or a crash cut off, so that the next one is not lost with it."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n":
+            file.write(b"\n")
+
+
 class History:
     """history.jsonl and TensorBoard files: one entry a step. A replayed step is written again; the last wins."""
 
@@ -94,6 +102,7 @@ class History:
         from tensorboard.summary import Writer
 
         self._path = run_dir / "history.jsonl"
+        whole_lines(self._path)
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._board = Writer(str(run_dir / "tensorboard"))
 
@@ -117,8 +126,9 @@ class History:
         return {"offset": offset + len(whole) + len(newline), "rows": rows}
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        for file in (self._file, self._board):
+            with contextlib.suppress(OSError):  # of a full disk: it would hide why the run ends
+                file.close()
 
 
 class Status:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dovetail.api.messages import Span
 from dovetail.api.trace import chrome_trace
+from dovetail.coordinator import clock
 from dovetail.coordinator.summary import write_json
 
 
@@ -21,14 +21,14 @@ class Timeline:
         self._spans: list[Span] = []
         self._counters: dict[str, list[tuple[float, float]]] = {}
         self.phases: dict[str, float] = {}
-        self.started = time.time()
+        self.started = clock.now()
 
     def begin(self) -> None:
         """Start an iteration; spans of the last one that were not written are dropped."""
         self._spans = []
         self._counters = {}
         self.phases = {}
-        self.started = time.time()
+        self.started = clock.now()
 
     def add(self, spans: Iterable[Span]) -> None:
         self._spans.extend(spans)
@@ -44,11 +44,11 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the iteration."""
-        start = time.time()
+        start = clock.now()
         try:
             yield
         finally:
-            end = time.time()
+            end = clock.now()
             self.phases[name] = self.phases.get(name, 0.0) + end - start
             self._spans.append(Span(name=name, process="coordinator", lane="phases", start=start, end=end))
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
+from dovetail.local.aftermath import leave_behind, with_cause
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
 from dovetail.local.ports import PortReservation
@@ -139,8 +140,16 @@ class Launcher:
                     outcome = Outcome(False, "interrupted", interrupted=True)
                 elif outcome is None and deadline is not None and time.monotonic() - begun > deadline:
                     outcome = Outcome(False, f"the run took longer than activeDeadlineSeconds, {deadline} s")
+            # Before processes tidy up as they end.
+            outcome = with_cause(outcome, (self.run_dir, self._dir.logs))
             self.stop()
+            if not outcome.succeeded:
+                leave_behind(self.run_dir, outcome)
             return outcome
+        except RunError as error:
+            self.stop()
+            leave_behind(self.run_dir, Outcome(False, str(error)))
+            raise
         finally:
             for sig, handler in previous.items():
                 signal.signal(sig, handler)

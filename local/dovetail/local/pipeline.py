@@ -32,9 +32,12 @@ from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.experience import Experience
 from dovetail.coordinator.experience_maker import RewardFunction
+from dovetail.coordinator.failure import sentence
+from dovetail.local.aftermath import leave_behind, with_cause
 from dovetail.local.errors import RunError
 from dovetail.local.launcher import Launcher
 from dovetail.local.processes import COORDINATOR, HOST
+from dovetail.local.supervisor import Outcome
 from dovetail.planner.simple import make_plan
 
 T = TypeVar("T")
@@ -73,6 +76,7 @@ class Pipeline:
         self._loop = asyncio.new_event_loop()
         self._engines: Engines | None = None
         self._failure: str | None = None
+        self._finished = False
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -123,7 +127,9 @@ class Pipeline:
 
     def finish(self) -> dict[str, Any]:
         """Export the trained models to run_dir/models and write summary.json; returns its content."""
-        return self._call(self.engines.finish())
+        document = self._call(self.engines.finish())
+        self._finished = True
+        return document
 
     # ------------------------------------------------------------ life
 
@@ -140,8 +146,9 @@ class Pipeline:
             self._start_thread(self._run_loop, "dovetail-loop")
             self._engines = self._submit(self._open(), START_SECONDS)
             self._start_thread(self._supervise, "dovetail-launcher")
-        except BaseException:
+        except BaseException as error:
             self.close()
+            self._leave(error)
             raise
         return self
 
@@ -149,6 +156,8 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if error is not None and not self._finished:
+            self._leave(error)
 
     def close(self) -> None:
         """End every process. Idempotent."""
@@ -163,6 +172,12 @@ class Pipeline:
             thread.join(START_SECONDS)
         self._threads.clear()
         self._launcher.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """What a run that failed leaves, also if it was the user's own loop."""
+        reason = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
+        outcome = Outcome(False, reason, interrupted=isinstance(error, KeyboardInterrupt))
+        leave_behind(self.run_dir, with_cause(outcome, (self.run_dir,)))
 
     async def _open(self) -> Engines:
         self._log = EventLog(

@@ -22,6 +22,7 @@ from dovetail.local.summary import (
     get,
     health_rows,
     health_sentences,
+    how_it_ended,
     read_summary,
     rows,
     stage_seconds,
@@ -91,7 +92,7 @@ def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
     passed over."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     try:
-        lines = (run_dir / "history.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (run_dir / "history.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return {}
     for line in lines:
@@ -198,10 +199,9 @@ def render_report(
     if summary.get("seed") is not None:
         facts.append(f"seed {summary['seed']}")
     state = str(summary.get("state") or "")
-    failed = state == "failed"
-    subtitle = escape(", ".join(([state] if state else []) + facts))
-    if failed and summary.get("reason"):
-        subtitle += f'<br><span class="bad">{escape(str(summary["reason"]))}</span>'
+    ended = how_it_ended(summary)
+    subtitle = "".join(f'<span class="bad">{escape(line)}</span><br>' for line in ended)
+    subtitle += escape(", ".join(([state] if state and not ended else []) + facts))
     subtitle += "".join(f'<br><span class="warn">{escape(line)}</span>' for line in health_sentences(summary))
     sections = []
     for stage, heading in _STAGES.items():

@@ -86,6 +86,19 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
+    """Of a run that did not succeed: its state and cause, and what it finished."""
+    state = str(summary.get("state") or "")
+    if state in ("", "succeeded"):
+        return []
+    reason = summary.get("reason")
+    lines = [f"{state}: {reason}" if reason else state]
+    stage, done = get(summary, "progress.stage"), get(summary, "progress.done")
+    if stage is not None:
+        lines.append(f"last finished: {'PPO iteration' if stage == 'ppo' else f'step of stage {stage},'} {done}")
+    return lines
+
+
 def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(what, first iteration, last or how many) of the iterations' health; nothing of a run without PPO."""
     iterations, unhealthy = get(summary, "health.iterations"), get(summary, "health.unhealthy")
