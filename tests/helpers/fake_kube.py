@@ -24,8 +24,11 @@ class ServerThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = self.runner(app)
         self.port: int = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+
+    def runner(self, app: web.Application) -> web.AppRunner:
+        return web.AppRunner(app, shutdown_timeout=0.1)
 
     async def _start(self) -> int:
         await self._runner.setup()

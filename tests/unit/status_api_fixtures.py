@@ -20,6 +20,7 @@ from dovetail.coordinator.telemetry import History
 from dovetail.coordinator.timeline import Timeline
 from dovetail.operator.api.app import create_app
 from dovetail.operator.api.main import serve
+from dovetail.operator.api.patience import Impatient
 from dovetail.operator.api.settings import ApiSettings
 from helpers.fake_kube import FakeKube, ServerThread
 
@@ -88,7 +89,13 @@ class Api:
         }
         config = ApiSettings(**(defaults | settings))
         self._server = uvicorn.Server(
-            uvicorn.Config(create_app(lambda: serve(config)), port=0, log_level="warning", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                create_app(lambda: serve(config)),
+                port=0,
+                http=Impatient,
+                log_level="warning",
+                timeout_graceful_shutdown=1,
+            )
         )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

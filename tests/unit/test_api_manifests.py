@@ -39,6 +39,10 @@ def test_every_problem_is_told_at_once():
     assert [error.split()[0] for error in found] == ["spec.seed", "spec.sft.epochs", "spec.ppo.clip"]
 
 
+# Nine levels of nine aliases each.
+BILLIONS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -55,6 +59,9 @@ def test_every_problem_is_told_at_once():
         ("apiVersion: dovetail.dev/v1alpha1\nkind: Job\n", 'kind must be RLHFJob; it is "Job".'),
         ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("a: &a [*a, \x07]\n", "not valid YAML"),
+        ("a: &a {b: [*a]}\n", "line 1, column 12: not valid YAML: an alias must not stand for what it is part of."),
+        (BILLIONS, "not valid YAML: more than 20000 values, counting what aliases stand for; use fewer."),
+        ("a: [" + "1," * 30_000 + "]\n", "not valid YAML: more than 20000 values"),
         ("x" * 30 + ".yaml", "cannot read the manifest: no such file or directory."),
     ],
 )
@@ -83,3 +90,8 @@ def test_a_merge_key_is_no_repetition():
     text += "  sft: &s {epochs: 2, optimizer: {learningRate: 0.1}}\n  reward: {<<: *s, epochs: 3}\n"
     spec = parse_manifest(text).spec
     assert (spec.reward.epochs, spec.reward.optimizer.learning_rate) == (3, 0.1)
+
+
+def test_aliases_within_reason_are_fine():
+    text = yaml.safe_dump(GOOD) + "  sft: &s {epochs: 2}\n  reward: *s\n"
+    assert parse_manifest(text).spec.reward.epochs == 2

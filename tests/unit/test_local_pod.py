@@ -16,6 +16,8 @@ from dovetail.api.env import ProcessEnv
 from dovetail.api.manifest import parse
 from dovetail.api.resolve import resolve
 from dovetail.local.pod import Pod, PodProcess, drain, main, pod_processes
+from dovetail.local.processes import ProcessSpec
+from dovetail.local.spawn import ExecSpawner, Exited
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.simple import make_plan
 
@@ -140,6 +142,35 @@ def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
         return await asyncio.wait_for(running, SECONDS)
 
     assert asyncio.run(stopped()) == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def hostile_folder(monkeypatch, tmp_path):
+    """The current folder, with modules named as the standard library's; they must not run."""
+    for name in ("json", "locale"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'it-ran')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_modules_in_the_current_folder_stand_for_no_others_in_pods(hostile_folder):
+    assert run([PodProcess("calendar", "calendar", {}, finishes=True)], os.environ) == (0, "")
+    assert not (hostile_folder / "it-ran").exists()
+
+
+def test_modules_in_the_current_folder_stand_for_no_others_in_a_local_run(hostile_folder):
+    spawner = ExecSpawner(dict(os.environ), hostile_folder / "zygote.log")
+    try:
+        spawner.spawn(ProcessSpec("calendar", "calendar", dict(os.environ), hostile_folder / "calendar.log"))
+        events, deadline = [], time.monotonic() + SECONDS
+        while not any(isinstance(event, Exited) for event in events):
+            assert time.monotonic() < deadline, events
+            events += spawner.poll()
+            time.sleep(0.02)
+    finally:
+        spawner.close()
+    assert events[-1] == Exited("calendar", 0), (hostile_folder / "calendar.log").read_text()
+    assert not (hostile_folder / "it-ran").exists()
 
 
 def test_main_refuses_a_pod_without_a_job(monkeypatch, tmp_path, capsys):

@@ -18,6 +18,8 @@ from dovetail.api.types import API_VERSION, KIND, RLHFJob
 from dovetail.api.words import expected, model_in
 
 _MAX_BYTES = 4 * 1024 * 1024
+# Of a whole document, with what its aliases stand for; the largest of our examples has some 300.
+_MAX_VALUES = 20_000
 
 
 class ManifestError(ValueError):
@@ -29,7 +31,29 @@ class ManifestError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars (`Off` is text, `1e-5` a number), repeated keys refused."""
+    """YAML 1.2 scalars (`Off` is text, `1e-5` a number), repeated keys refused, and the number of values bounded: a
+    few aliases of aliases stand for billions."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._values = 0
+        self._sizes: dict[int, int] = {}  # of nodes that are whole, by identity
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark
+        before = self._values
+        node = super().compose_node(parent, index)
+        if alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias must not stand for what it is part of", mark)
+        self._values += self._sizes[id(node)] if alias else 1
+        if not alias:
+            self._sizes[id(node)] = self._values - before
+        if self._values > _MAX_VALUES:
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {_MAX_VALUES} values, counting what aliases stand for; use fewer", mark
+            )
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -26,6 +26,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from dovetail.api import serving
 from dovetail.api.critic import has_critic
 from dovetail.api.messages import CommandResult, Offer, Register
 from dovetail.api.plan import Plan
@@ -41,7 +42,7 @@ from dovetail.coordinator.ppo_stage import PPOStage
 from dovetail.coordinator.prepare import Prepared, prepare
 from dovetail.coordinator.publishing import Publisher
 from dovetail.coordinator.results import Results
-from dovetail.coordinator.server import make_app
+from dovetail.coordinator.server import NotPrepared, make_app
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.supervised import Hooks, SupervisedStage, centre, run_supervised
 from dovetail.coordinator.telemetry import History, Metrics, Status
@@ -131,7 +132,7 @@ class Engines:
         )
         self._publisher = Publisher(self.trainers, self._session, float(self.spec.failure_policy.peer_timeout_seconds))
         app = make_app(self, self.settings.token, self.registry)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+        self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self.settings.host, self.settings.port, reuse_address=True).start()
@@ -233,7 +234,7 @@ class Engines:
         return self.timeline.read(iteration)
 
     async def batch(self, key: str) -> bytes:
-        """Raises KeyError for an unknown key."""
+        """Raises LookupError for an unknown key, NotPrepared while data are being prepared."""
         stage, _, number = key.partition("/")
         makers: dict[str, Callable[[int], Arrays]] = {
             "sft": self.prepared.sft_batch,
@@ -265,7 +266,7 @@ class Engines:
     @property
     def prepared(self) -> Prepared:
         if self._prepared is None:
-            raise RuntimeError("the coordinator is still preparing its data")
+            raise NotPrepared("the coordinator is still preparing its data")
         return self._prepared
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -10,12 +10,19 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
 
+from dovetail.api import serving
 from dovetail.api.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
 from dovetail.api.wire import CONTENT_TYPE
 from dovetail.coordinator.trainer_group import StaleGeneration, TrainerGroup
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)
+_BATCH = re.compile(r"(sft|reward|ppo|sft-eval|reward-eval)/[0-9]{1,9}")
+_OFFSET = re.compile(r"[0-9]{1,15}")
+
+
+class NotPrepared(RuntimeError):
+    """The data are not there yet."""
 
 
 class Host(Protocol):
@@ -45,15 +52,18 @@ def _reply(message: BaseModel) -> web.Response:
 
 def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Application:
     """The routes of docs/architecture.md. Every one but /metrics and /healthz asks for the job's token."""
-    expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def authenticate(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
+        if request.path in OPEN_PATHS:
+            serving.note(request)
+            return await handler(request)
+        if not serving.authorized(request.headers.get("Authorization"), token):
+            serving.note(request)
             return web.Response(status=401, text="the job's token is missing or wrong")
+        await serving.take(request)
         return await handler(request)
 
     async def join(request: web.Request) -> web.Response:
@@ -75,12 +85,16 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
 
     async def batch(request: web.Request) -> web.Response:
         key = request.match_info["key"]
+        if not _BATCH.fullmatch(key):
+            raise web.HTTPNotFound(text=f"no batch {key[:64]!r}: its name must be a stage and a number, as sft/1")
         try:
             body = await host.batch(key)
-        except KeyError as error:
+        except LookupError as error:
             raise web.HTTPNotFound(text=f"no batch {key}: {error}") from error
         except ValueError as error:
             raise web.HTTPConflict(text=str(error)) from error
+        except NotPrepared as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from error
         return web.Response(body=body, content_type=CONTENT_TYPE)
 
     async def offer(request: web.Request) -> web.Response:
@@ -100,8 +114,8 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
 
     async def history(request: web.Request) -> web.Response:
         offset = request.query.get("offset", "0")
-        if not offset.isdecimal():
-            raise web.HTTPBadRequest(text=f"offset must be a whole number of at least 0; it is {offset!r}")
+        if not _OFFSET.fullmatch(offset):
+            raise web.HTTPBadRequest(text=f"offset must be a whole number of at least 0; it is {offset[:64]!r}")
         return web.json_response(host.history_since(int(offset)))
 
     async def trace(request: web.Request) -> web.Response:

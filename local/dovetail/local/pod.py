@@ -151,7 +151,7 @@ class Pod:
     async def _one(self, process: PodProcess) -> int:
         started = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", process.module),
+            *("-P", "-m", process.module),
             env=self._environ | process.env,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

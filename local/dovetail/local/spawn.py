@@ -80,7 +80,8 @@ class Spawner:
         proctree.adopt_orphans()
         self._log_start = logs.size(self._log)
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "dovetail.local.zygote", str(theirs.fileno()), str(os.getpid())]
+        # -P: a module in the current folder must not stand for one of ours or of a library.
+        command = [sys.executable, "-P", "-m", "dovetail.local.zygote", str(theirs.fileno()), str(os.getpid())]
         with self._log.open("ab") as log:
             self._zygote = subprocess.Popen(
                 [*command, *([self.preload] if self.preload else [])],

@@ -82,7 +82,7 @@ def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
         os.close(log)
         module, env = request["module"], request["env"]
         if not fork:
-            os.execve(sys.executable, [sys.executable, "-m", module], env)
+            os.execve(sys.executable, [sys.executable, "-P", "-m", module], env)
         set_name(request["name"])
         os.environ.clear()
         os.environ.update(env)

@@ -22,6 +22,7 @@ import torch
 from aiohttp import web
 from pydantic import ValidationError
 
+from dovetail.api import serving
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Register
 from dovetail.api.plan import Plan
@@ -154,7 +155,7 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(make_app(service, env.token), access_log=None, shutdown_timeout=1.0)
+    runner = serving.Runner(make_app(service, env.token), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, env.host, env.port)

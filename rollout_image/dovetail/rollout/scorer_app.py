@@ -4,7 +4,7 @@ arrival."""
 from __future__ import annotations
 
 import asyncio
-import hmac
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dovetail.api import serving
 from dovetail.api.messages import ModelRef, Receive
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
 from dovetail.rollout.samples import Samples
@@ -168,7 +169,6 @@ def make_app(service: ScorerService, token: str) -> web.Application:
     """The routes; every one but /metrics and /healthz asks for the job's token. Errors are one sentence of
     text: 400 a bad request, 401 no token, 409 a model that is not there, 502 a failed transfer, 507 out of
     memory."""
-    expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -182,9 +182,14 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         return response
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if request.path not in OPEN_PATHS and not hmac.compare_digest(given, expected):
-            return web.Response(status=401, text="the job's token is missing or wrong")
+        serving.note(request)
+        if request.path not in OPEN_PATHS:
+            if not serving.authorized(request.headers.get("Authorization"), token):
+                return web.Response(status=401, text="the job's token is missing or wrong")
+            try:
+                await serving.take(request)
+            except web.HTTPException as error:
+                return web.Response(status=error.status, text=error.text or error.reason)
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -219,7 +224,9 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         try:
             temperature = float(request.query.get("temperature", service.temperature))
         except ValueError:
-            raise ValueError(f"temperature {request.query['temperature']!r} is not a number") from None
+            raise ValueError(f"temperature {request.query['temperature'][:64]!r} is not a number") from None
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature must be a number above 0, not {temperature}")
         body = await service.score(want, await request.read(), temperature)
         return web.Response(body=body, content_type=CONTENT_TYPE)
 

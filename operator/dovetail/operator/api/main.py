@@ -15,6 +15,7 @@ from dovetail.operator.api.app import create_app
 from dovetail.operator.api.auth import Auth
 from dovetail.operator.api.coordinators import Coordinators
 from dovetail.operator.api.kube import KubeClient
+from dovetail.operator.api.patience import Impatient
 from dovetail.operator.api.service import Service
 from dovetail.operator.api.settings import ApiSettings
 from dovetail.operator.api.watching import watch
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             create_app(lambda: serve(settings)),
             host=settings.host,
             port=settings.port,
+            http=Impatient,
             ssl_certfile=settings.tls_certificate or None,
             ssl_keyfile=settings.tls_key or None,
             access_log=False,

@@ -53,7 +53,7 @@ def group_pod(context: Context, group: Group, index: int | None = None) -> Objec
             "readinessProbe": _probe("/health", env.SERVER_PORT, period=5, failures=3),
             "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=8),
             # The coordinator stops giving it work, and what it generates now is taken over by others.
-            "lifecycle": {"preStop": {"exec": {"command": ["python", "-m", "dovetail.local.pod", "--drain"]}}},
+            "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", "dovetail.local.pod", "--drain"]}}},
         }
     if Role.TRAINER in group.roles:
         count = max(1, group.gpu.per_pod)
@@ -97,7 +97,7 @@ def _container(context: Context, image: str, module: str) -> Object:
     return {
         "name": names.CONTAINER,
         "image": image,
-        "command": ["python", "-m", module],
+        "command": ["python", "-P", "-m", module],
         "env": [
             _value(env.JOB, job),
             _value(env.RUN_DIR, names.run_dir(context.job, context.uid)),

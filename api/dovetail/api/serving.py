@@ -1,0 +1,71 @@
+"""What HTTP servers of a job share: the job's token, and no patience with connections on which nothing comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+
+from aiohttp import web
+
+# Peers are programs on the same network that send a request at once.
+HEADER_SECONDS, BODY_SECONDS = 15.0, 60.0
+# Connections that have brought a request. Later ones on them have aiohttp's keep-alive time.
+_ASKED: web.AppKey[set[object]] = web.AppKey("asked", set)
+
+
+def authorized(header: str | None, token: str) -> bool:
+    """Whether an Authorization header brings the job's token; any header may be there, in any encoding."""
+    given = (header or "").encode(errors="surrogateescape")
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+async def take(request: web.Request) -> None:
+    """Note the request, and read its body. Raises HTTPRequestTimeout when it does not come."""
+    note(request)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
+def note(request: web.Request) -> None:
+    """Note a request whose body is of no interest."""
+    asked = request.app.get(_ASKED)
+    if asked is not None:
+        asked.add(request.protocol)
+
+
+class Runner(web.AppRunner):
+    """aiohttp's, but a connection that brings no whole header within `header_seconds` is closed. Every request must be
+    noted."""
+
+    def __init__(self, app: web.Application, *, header_seconds: float = HEADER_SECONDS, **options: object) -> None:
+        app[_ASKED] = set()
+        super().__init__(app, **options)  # type: ignore[arg-type]
+        self._header_seconds = header_seconds
+        self._watching: asyncio.Task[None] | None = None
+
+    async def setup(self) -> None:
+        await super().setup()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def cleanup(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        await super().cleanup()
+
+    async def _watch(self) -> None:
+        clock, since = asyncio.get_running_loop().time, dict[object, float]()
+        asked = self.app[_ASKED]
+        while self.server is not None:
+            there = self.server.connections
+            asked.intersection_update(there)
+            since = {connection: since.get(connection, clock()) for connection in there if connection not in asked}
+            for connection in there:
+                if clock() - since.get(connection, clock()) > self._header_seconds:
+                    connection.force_close()
+            await asyncio.sleep(self._header_seconds / 5)
