@@ -204,3 +204,19 @@ def test_describe_names_what_is_missing(world: World) -> None:
     assert world.fleet.describe("rollout") == "no rollout has registered"
     world.report()
     assert world.fleet.describe() == "r0 is stale (holds no weights, version 1 is current)"
+
+
+def test_those_that_never_came_are_named_in_sentences() -> None:
+    planned = {"rollout": ["v100-0", "v100-1"], "scorer": ["v100-0-scorer"]}
+    fleet = Fleet(lambda: 0.0, lambda *_, **__: None, T, expected=planned)
+    assert fleet.describe("rollout") == "v100-0, v100-1 never registered"
+    assert not fleet.has_come("rollout")
+    message = {"name": "v100-1", "kind": "rollout", "group": "v100", "url": "http://x/", "incarnation": "a"}
+    fleet.register(Register.model_validate({**message, "ready": False}))
+    assert fleet.describe() == (
+        "v100-1 is restarting (it has not reported ready yet); v100-0, v100-0-scorer never registered"
+    )
+    assert not fleet.has_come("rollout")
+    fleet.register(Register.model_validate({**message, "ready": True}))
+    assert fleet.has_come("rollout")
+    assert not fleet.has_current("rollout")

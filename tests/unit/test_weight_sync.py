@@ -8,7 +8,7 @@ import pytest
 from dovetail.coordinator.publishing import Published, Target
 from dovetail.coordinator.weight_sync import WeightSync
 
-DEADLINE = 20.0
+DEADLINE, START = 20.0, 900.0
 
 
 class World:
@@ -17,14 +17,22 @@ class World:
 
     step = 1
 
-    def __init__(self, *names):
+    def __init__(self, *names, deadline=300.0):
         self.now = 0.0
         hosts = {name: name.split("-")[1] for name in names}
         self.targets = {name: Target(name, name.split("-")[0], f"http://{hosts[name]}:1", "first") for name in names}
         self.held = dict.fromkeys(names, 0)
         self.cut, self.along, self.rounds, self.failures = set(), set(), [], []
         self.sync = WeightSync(
-            self, self, self, self.prepare, ("rollout", "scorer"), lambda *_, **__: None, 60.0, lambda: self.now
+            self,
+            self,
+            self,
+            self.prepare,
+            ("rollout", "scorer"),
+            lambda *_, **__: None,
+            deadline,
+            START,
+            lambda: self.now,
         )
 
     async def prepare(self, target):
@@ -35,6 +43,9 @@ class World:
 
     def has_current(self, kind):
         return any(self.held[n] == self.step for n, t in self.targets.items() if t.kind == kind)
+
+    def has_come(self, kind):
+        return any(t.kind == kind for t in self.targets.values())
 
     def weights_acked(self, name, incarnation, version):
         self.held[name] = version
@@ -150,7 +161,7 @@ def test_a_new_process_is_not_to_blame_for_the_one_before(world):
 
 
 def test_the_only_one_is_tried_until_it_works():
-    world = World("rollout-a", "scorer-a")
+    world = World("rollout-a", "scorer-a", deadline=3000.0)
     world.cut = {"rollout-a"}
     tries = []
     fine = world.publish
@@ -165,3 +176,38 @@ def test_the_only_one_is_tried_until_it_works():
     world.publish = publish
     world.publish_version(1)
     assert world.held == {"rollout-a": 1, "scorer-a": 1}
+
+
+def late(monkeypatch, world, seconds):
+    """Time passes as it is slept; rollout-late comes up after `seconds`."""
+    target = Target("rollout-late", "rollout", "http://late:1", "first")
+
+    async def sleep(pause):
+        world.now += max(pause, 1.0)
+        if world.now >= seconds and target.name not in world.targets:
+            world.targets[target.name], world.held[target.name] = target, 0
+
+    monkeypatch.setattr("dovetail.coordinator.weight_sync.asyncio.sleep", sleep)
+
+
+def test_a_first_rollout_that_pulls_its_image_for_long_is_waited_for(monkeypatch):
+    world = World("scorer-a")
+    late(monkeypatch, world, 800.0)
+    world.publish_version(1)
+    assert world.held == {"scorer-a": 1, "rollout-late": 1}
+
+
+def test_who_never_came_is_named(monkeypatch):
+    world = World("scorer-a")
+    late(monkeypatch, world, 5000.0)
+    with pytest.raises(TimeoutError, match=r"no rollout came up within 900 s; see its log: fine"):
+        world.publish_version(1)
+
+
+def test_one_that_is_up_and_never_takes_its_weights_has_less_time(monkeypatch):
+    world = World("scorer-a")
+    late(monkeypatch, world, 500.0)
+    world.cut = {"rollout-late"}
+    with pytest.raises(TimeoutError, match="no rollout took weight version 1 within 300 s"):
+        world.publish_version(1)
+    assert world.now >= 800

@@ -51,6 +51,7 @@ from dovetail.coordinator.trainer_group import TrainerGroup
 from dovetail.coordinator.trainer_session import TrainerSession
 from dovetail.coordinator.weight_sync import WeightSync
 
+# For trainers to join and a first rollout to come up, where the manifest does not say.
 START_SECONDS = 900.0
 WEIGHTS_SECONDS = 300.0
 # For answers under way at the end; trainers wait for their next command all the time, and ask again.
@@ -60,7 +61,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the coordinator serves and keeps its files. `reward_function` replaces the manifest's, if given."""
+    """Where the coordinator serves and keeps its files. `reward_function` replaces the manifest's, if given.
+    `pods`: the other processes are pods, for whose start the operator looks after."""
 
     run_dir: Path
     token: str
@@ -68,6 +70,7 @@ class Settings:
     port: int
     base_dir: Path
     reward_function: RewardFunction | None = None
+    pods: bool = False
 
 
 class Engines:
@@ -110,8 +113,10 @@ class Engines:
             record_result=self._record_result,
             log=log,
         )
+        # A pod may wait for hours for a node or an image: how long, the operator decides (startTimeoutSeconds).
+        self.start_seconds = float("inf") if settings.pods else START_SECONDS
         self.session = TrainerSession(
-            self.trainers, self.store, settings.run_dir, spec.checkpoint.keep, START_SECONDS, log, self.run_id
+            self.trainers, self.store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
         )
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self.fleet = Fleet(
@@ -120,6 +125,10 @@ class Engines:
             Timeouts(dead=float(spec.failure_policy.peer_timeout_seconds)),
             versioned=self._kinds,
             exempt=[f"{r.name}-scorer" for r in plan.rollouts if "critic" not in r.scores],
+            expected={
+                "rollout": [r.name for r in plan.rollouts],
+                "scorer": [f"{r.name}-scorer" for r in plan.rollouts],
+            },
         )
 
     # ------------------------------------------------------------ life
@@ -156,6 +165,7 @@ class Engines:
             self._kinds,
             self.log,
             WEIGHTS_SECONDS,
+            self.start_seconds,
         )
         self._ppo = PPOStage(self, self._maker)
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]

@@ -28,6 +28,7 @@ from dovetail.coordinator.publishing import Target
 from dovetail.coordinator.samples import Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.scoring import Inference, Scorer, Scores, load_models
 from dovetail.coordinator.seeds import sample_seed
+from dovetail.coordinator.work import Settings
 
 if TYPE_CHECKING:
     from dovetail.coordinator.engines import Engines
@@ -66,6 +67,7 @@ class ExperienceMaker:
             self._spec.generation,
             engines.settings.token,
             engines.log,
+            Settings(wait=engines.start_seconds),
             decode=lambda tokens: str(engines.prepared.tokenizer.decode(tokens, skip_special_tokens=False)),
         )
 

@@ -9,13 +9,16 @@ Whatever happened, the way to `healthy` leads over the current weight version. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from dovetail.api.messages import Register
 from dovetail.coordinator.publishing import Target
+
+# In a sentence about instances.
+MOST_NAMED = 8
 
 
 class Health(StrEnum):
@@ -65,7 +68,8 @@ class Instance:
 class Fleet:
     """`clock`: monotonic seconds. `log(event, **fields)` gets every change. `versioned`: kinds whose instances must
     hold the current weight version before they may work (scorers of a job without a critic need none); `exempt`: names
-    of instances of these kinds that need none either (scorers that hold no critic)."""
+    of instances of these kinds that need none either (scorers that hold no critic). `expected`: names that the plan
+    gives each kind, for the sentences about those that never came."""
 
     def __init__(
         self,
@@ -74,12 +78,14 @@ class Fleet:
         timeouts: Timeouts | None = None,
         versioned: Collection[str] = ("rollout", "scorer"),
         exempt: Collection[str] = (),
+        expected: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._clock = clock
         self._log = log
         self._timeouts = timeouts or Timeouts()
         self.versioned = frozenset(versioned)
         self.exempt = frozenset(exempt)
+        self._expected = dict(expected or {})
         self._instances: dict[str, Instance] = {}
         self._version: int | None = None
         self.listeners: list[Callable[[], None]] = []
@@ -219,6 +225,11 @@ class Fleet:
         """Whether an instance of that kind may take work, and holds weights if any of its kind do."""
         return any(kind not in self.versioned or self._versioned(i) for i in self.eligible(kind))
 
+    def has_come(self, kind: str) -> bool:
+        """Whether an instance of that kind is up, with whatever weights."""
+        up = (i for i in self.instances(kind) if self._versioned(i) or kind not in self.versioned)
+        return any(i.ready and i.health not in (Health.DEAD, Health.RETIRED) for i in up)
+
     def stale_targets(self, version: int) -> list[Target]:
         """Instances to send weights to, `version` being current from now on: up, not in a back-off, lacking it."""
         self.publish(version)
@@ -260,6 +271,11 @@ class Fleet:
             f"{i.name} is {'draining' if i.draining else i.health}" + (f" ({i.reason})" if i.reason else "")
             for i in self.instances(kind)
         ]
+        kinds = self._expected if kind is None else [kind]
+        absent = [name for k in kinds for name in self._expected.get(k, ()) if name not in self._instances]
+        if absent:
+            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+            lines.append(f"{', '.join(absent[:MOST_NAMED])}{more} never registered")
         return "; ".join(lines) or f"no {kind or 'instance'} has registered"
 
     # ------------------------------------------------------------ inner parts

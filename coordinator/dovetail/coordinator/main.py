@@ -78,6 +78,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
         port=env.port,
         base_dir=Path.cwd(),
         reward_function=load_callable(function, "spec.models.reward.function") if function else None,
+        pods=env.config_dir is not None,
     )
     engines = Engines(job.spec, plan, settings, log)
     task = asyncio.current_task()

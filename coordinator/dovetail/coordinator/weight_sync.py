@@ -28,6 +28,9 @@ class Fleet(Protocol):
     def has_current(self, kind: str) -> bool:
         """Whether an instance of that kind may take work."""
 
+    def has_come(self, kind: str) -> bool:
+        """Whether an instance of that kind is up, with whatever weights."""
+
     def weights_acked(self, name: str, incarnation: str, version: int) -> None: ...
     def failed(self, name: str, reason: str) -> None: ...
     def describe(self) -> str:
@@ -44,8 +47,9 @@ class _Doubt:
 
 
 class WeightSync:
-    """`prepare` readies an instance for weights (a scorer must hold the models first); it may raise OSError. `clock`:
-    monotonic seconds.
+    """`prepare` readies an instance for weights (a scorer must hold the models first); it may raise OSError.
+    `deadline_seconds`: for weights to instances that are up; `start_seconds`: for the first instance of a kind to come
+    up, infinity where something else limits that. `clock`: monotonic seconds.
 
     A transfer goes to all that lack the version at once, and one that cannot be reached would hold up everyone, again
     and again: so an instance of which a transfer failed is then served by itself, after the others."""
@@ -59,6 +63,7 @@ class WeightSync:
         kinds: Sequence[str],
         log: Callable[..., None],
         deadline_seconds: float,
+        start_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -68,6 +73,7 @@ class WeightSync:
         self._kinds = kinds
         self._log = log
         self._deadline = deadline_seconds
+        self._start = start_seconds
         self._clock = clock
         self._doubts: dict[str, _Doubt] = {}
         self._lock = asyncio.Lock()
@@ -81,20 +87,35 @@ class WeightSync:
     async def publish(self, version: int) -> None:
         """Make `version` current; returns when at least one instance of each kind holds it.
 
-        Raises TimeoutError naming what was waited for."""
+        Time in which no instance of a kind is up counts against `start_seconds`: its pod may wait for a node or an
+        image. Raises TimeoutError naming what was waited for."""
         self._version = version
-        end = time.monotonic() + self._deadline
+        began = self._clock()
+        absent = 0.0  # seconds in which nobody was up
+        told: list[str] = []
         while True:
             await self._round()
             missing = [kind for kind in self._kinds if not self._fleet.has_current(kind)]
             if not missing:
                 return
-            if time.monotonic() > end:
+            nobody = [kind for kind in missing if not self._fleet.has_come(kind)]
+            if nobody != told:
+                told = nobody
+                if nobody:
+                    self._log("weights.waiting", kinds=nobody, instances=self._fleet.describe())
+            if absent > self._start:
+                raise TimeoutError(
+                    f"no {' and no '.join(nobody or missing)} came up within {self._start:.0f} s; see its log: "
+                    f"{self._fleet.describe()}"
+                )
+            if self._clock() - began - absent > self._deadline:
                 raise TimeoutError(
                     f"no {' and no '.join(missing)} took weight version {version} within {self._deadline:.0f} s: "
                     f"{self._fleet.describe()}"
                 )
+            before = self._clock()
             await asyncio.sleep(RETRY_SECONDS)
+            absent += self._clock() - before if nobody else 0.0
 
     async def hold(self) -> None:
         """Background: bring late instances to the current version."""
