@@ -51,7 +51,7 @@ MODULES = {
         import sys
         def main(argv=None):
             print("error: job is hopeless")
-            sys.exit(1)
+            sys.exit(3)
         """,
     "dv_config": """
         import sys

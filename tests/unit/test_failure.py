@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.api.env import ProcessEnv
+from dovetail.api.exit_codes import JOB_FAILED
 from dovetail.api.types import Stage
 from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.failure import sentence
@@ -227,6 +228,6 @@ def test_a_coordinator_on_a_full_disk_says_so_and_ends(disk: Path, tmp_path: Pat
             stderr=log,
             timeout=120,
         )
-    assert ended.returncode == 1, "failed, and no restart would help"
+    assert ended.returncode == JOB_FAILED, "failed, and no restart would help"
     outcome = with_cause(Outcome(False, "x"), (disk,))
     assert outcome.reason.startswith(f"the disk that holds {disk} is full")

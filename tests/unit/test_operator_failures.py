@@ -23,7 +23,7 @@ def test_a_dead_pod_degrades_the_job_until_it_is_replaced():
 @pytest.mark.parametrize(
     ("role", "code", "extra", "reason", "words"),
     [
-        ("coordinator", 1, {"message": "spec.models.actor: /m is no model"}, "CoordinatorFailed", "/m is no model"),
+        ("coordinator", 3, {"message": "spec.models.actor: /m is no model"}, "CoordinatorFailed", "/m is no model"),
         ("trainer", 2, {"message": "bad plan"}, "TrainerFailed", "bad plan"),
         ("rollout", 2, {"message": "line one\nno such group\n"}, "RolloutFailed", "no such group"),
     ],

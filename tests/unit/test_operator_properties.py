@@ -50,7 +50,7 @@ class Life(RuleBasedStateMachine):
         elif how == "image" and pod["status"]["phase"] == "Pending":
             self.cluster.waiting(pod, "ErrImagePull", "not found")
         elif how == "fail":
-            self.cluster.end(pod, 3, "died")
+            self.cluster.end(pod, 1, "died")
         elif how == "oom":
             self.cluster.end(pod, 137, reason="OOMKilled")
         elif how == "evict":

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from dovetail.api.exit_codes import SUPERSEDED
 from dovetail.api.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
 from dovetail.trainer import client as client_module
 from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
-from dovetail.trainer.heartbeat import EXIT_SUPERSEDED, HeartbeatThread
+from dovetail.trainer.heartbeat import HeartbeatThread
 from dovetail.trainer.loop import _Asking, free_port
 
 JOIN = JoinRequest(name="trainer-0", rank=0, world_size=1, incarnation="a", host="127.0.0.1", port=1, nccl_version=None)
@@ -233,7 +234,7 @@ def test_a_rank_stuck_in_a_generation_that_is_over_ends_after_its_grace() -> Non
     assert exits == []
     clock.now = 21
     thread.beat()
-    assert exits == [EXIT_SUPERSEDED]
+    assert exits == [SUPERSEDED]
 
 
 def test_a_rank_that_leaves_in_time_goes_on() -> None:

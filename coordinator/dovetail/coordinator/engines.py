@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ from dovetail.coordinator.weight_sync import WeightSync
 # For trainers to join and a first rollout to come up, where the manifest does not say.
 START_SECONDS = 900.0
 WEIGHTS_SECONDS = 300.0
+# For another process to leave the coordinator's port.
+PORT_SECONDS = 60.0
 # For answers under way at the end; trainers wait for their next command all the time, and ask again.
 CLOSE_SECONDS = 1.0
 T = TypeVar("T")
@@ -143,10 +146,7 @@ class Engines:
         app = make_app(self, self.settings.token, self.registry)
         self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self.settings.host, self.settings.port, reuse_address=True).start()
-        except OSError as error:
-            raise OSError(f"port {self.settings.port} on {self.settings.host} is taken: {error.strerror}") from error
+        await self._listen(self._runner)
         self.progress.update(state="running", message="preparing data and tokenizer")
         known = self.store.get("data/sources") or {}
         self._prepared = await asyncio.to_thread(
@@ -187,6 +187,23 @@ class Engines:
             await self._runner.cleanup()
         self.history.close()
         self.store.close()
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        """A port that another process has may be free in a moment. Raises TimeoutError."""
+        host, port, end = self.settings.host, self.settings.port, time.monotonic() + PORT_SECONDS
+        while True:
+            try:
+                return await web.TCPSite(runner, host, port, reuse_address=True).start()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"port {port} on {host} was taken for {PORT_SECONDS:.0f} s; end what listens there, or run on "
+                        "another port"
+                    ) from error
+            self.log("coordinator.port_taken", host=host, port=port)
+            await asyncio.sleep(1.0)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the job's loop; if one of the background tasks fails, so does the loop, with that error."""

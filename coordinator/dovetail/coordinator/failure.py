@@ -33,6 +33,12 @@ def sentence(error: BaseException, run_dir: Path) -> str:
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
+def is_final(error: Exception) -> bool:
+    """Whether a start from the store would only repeat it. A port that is busy, a connection that breaks or an error of
+    ours may be gone a moment later, and nothing is lost by trying: how often, the restarts' limit says."""
+    return isinstance(error, (*EXPLAINED, ValueError, TimeoutError)) or disk_full(error) is not None
+
+
 def disk_full(error: BaseException) -> OSError | None:
     """The error, or one that it comes from, that says so."""
     seen: BaseException | None = error

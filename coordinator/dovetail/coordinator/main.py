@@ -1,7 +1,7 @@
 """The coordinator process: `python -m dovetail.coordinator.main`.
 
-Exit status: 0 the job succeeded, 1 it failed (the reason is in summary.json and the last log line), 143 it was told to
-stop; started again, it goes on from its store."""
+Exit status: 0 the job succeeded, 3 it failed (the reason is in summary.json and the last log line), 143 it was told to
+stop, 1 anything else: started again, it goes on from its store."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from typing import Any
 
 from dovetail.api.callables import load_callable
 from dovetail.api.env import ProcessEnv
+from dovetail.api.exit_codes import JOB_FAILED
 from dovetail.api.plan import Plan
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
-from dovetail.coordinator.failure import EXPLAINED, disk_full, sentence
+from dovetail.coordinator.failure import EXPLAINED, disk_full, is_final, sentence
 from dovetail.coordinator.results import leave
 
+CRASHED = 1
 # In a pod: where its status gets the reason of a failure, or the last figures, from.
 TERMINATION_LOG = Path("/dev/termination-log")
 LAST_WORD_BYTES = 4000
@@ -92,11 +94,13 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
             try:
                 await engines.guard(run_job(engines))
             except Exception as error:
+                if not is_final(error):
+                    raise
                 reason = _explain(error, env.run_dir)
                 engines.fail(reason)
                 last_word(reason)
                 failed = True
-                return 1
+                return JOB_FAILED
             last_word(final_figures(engines.status()))
     except asyncio.CancelledError:
         log("coordinator.stopped")
@@ -104,7 +108,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
     except Exception:
         if not failed:
             raise
-        return 1  # closing what the failure left is not the cause
+        return JOB_FAILED  # closing what the failure left is not the cause
     return 0
 
 
@@ -118,11 +122,14 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(_run(env, log))
     except Exception as error:
         reason = _explain(error, env.run_dir)
-        log("job.failed", reason=reason)
         last_word(reason)
+        if not is_final(error):
+            log("coordinator.crashed", reason=reason)
+            return CRASHED
+        log("job.failed", reason=reason)
         with contextlib.suppress(OSError):
             leave(env.run_dir, "failed", reason)
-        return 1
+        return JOB_FAILED
     finally:
         log.close()
         _let_go_of_logs()

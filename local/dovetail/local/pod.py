@@ -23,10 +23,11 @@ from pathlib import Path
 
 from dovetail.api import env
 from dovetail.api.env import ProcessEnv
+from dovetail.api.exit_codes import BAD_CONFIGURATION
 from dovetail.api.plan import Plan
 from dovetail.api.types import Group, RLHFJob, Role
 from dovetail.local.devices import cuda_devices
-from dovetail.local.supervisor import BAD_CONFIGURATION, cpu_threads, how_it_ended
+from dovetail.local.supervisor import cpu_threads, how_it_ended
 
 GRACE_SECONDS = 30.0
 DRAIN_SECONDS = 5.0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from dovetail.api.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.local import logs
 from dovetail.local.processes import COORDINATOR, ProcessSpec
 from dovetail.local.spawn import Event, Exited, Spawner, Started
@@ -18,9 +19,6 @@ FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
 # A process that lived this long is counted as healthy again: its next restart is quick.
 HEALTHY_SECONDS = 60.0
-# Exit codes of a process: 1 of the coordinator means that the job failed, 2 of anyone that a restart can't help.
-FAILED = 1
-BAD_CONFIGURATION = 2
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def how_it_ended(code: int) -> str:
 
 class Supervisor:
     """Runs `processes`, each with its spawner. The job succeeds when the process called `coordinator` exits with 0,
-    fails when that one exits with 1, when any exits with 2, or after `max_restarts` restarts of all together (those of
+    fails when that one exits with 3, when any exits with 2, or after `max_restarts` restarts of all together (those of
     processes that died with their spawner count as one). All methods from one thread. `tell` hears one-line events."""
 
     def __init__(
@@ -149,7 +147,7 @@ class Supervisor:
         said = f"; it said last: {last}" if last else ""
         if name == COORDINATOR and event.code == 0:
             return Outcome(True)
-        if name == COORDINATOR and event.code == FAILED:
+        if name == COORDINATOR and event.code == JOB_FAILED:
             return Outcome(False, self._failure_reason() or last or f"the coordinator failed; see {process.spec.log}")
         if event.code == BAD_CONFIGURATION:
             return Outcome(False, f"{name} cannot run ({how}){said} (log: {process.spec.log})")

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from dovetail.api.exit_codes import SUPERSEDED
 from dovetail.api.messages import Heartbeat
 from dovetail.trainer.client import CoordinatorClient
 
 INTERVAL_SECONDS = 2.0
-EXIT_SUPERSEDED = 75
 
 
 class HeartbeatThread:
@@ -98,7 +98,7 @@ class HeartbeatThread:
             stuck = self._superseded_at is not None and now - self._superseded_at >= self._grace
         if stuck:
             self._log("rank.stuck", generation=generation, message="the generation is over; this process starts anew")
-            self._exit(EXIT_SUPERSEDED)
+            self._exit(SUPERSEDED)
 
     def _run(self) -> None:
         while not self._stop.is_set():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dovetail.api.exit_codes import BAD_CONFIGURATION
 from dovetail.operator import names
 from dovetail.operator.render.context import Object
 
-# Exit codes after which starting again would not help; the coordinator's 1 says that the job failed.
-CONFIGURATION = 2
-FAILED = 1
 
-
-def job_spec(template: Object, pods: int, max_restarts: int, *, hopeless: tuple[int, ...] = (CONFIGURATION,)) -> Object:
+def job_spec(
+    template: Object, pods: int, max_restarts: int, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)
+) -> Object:
     """`pods` pods, each replaced when it dies: up to `max_restarts` times in all, disruptions (eviction, preemption,
     a lost node) not counted; never after an exit code of `hopeless`."""
     codes = {"containerName": names.CONTAINER, "operator": "In", "values": list(hopeless)}

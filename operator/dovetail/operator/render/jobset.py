@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dovetail.api.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
-from dovetail.operator.render.job import CONFIGURATION, FAILED, job_spec
+from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
@@ -14,7 +15,8 @@ def jobset(context: Context) -> Object:
     """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
     nothing here says in which order they start."""
     restarts = context.job.spec.failure_policy.max_restarts
-    jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, restarts, hopeless=(FAILED, CONFIGURATION)))]
+    final = (BAD_CONFIGURATION, JOB_FAILED)
+    jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, restarts, hopeless=final))]
     jobs += [
         (group.name, job_spec(group_pod(context, group), context.guaranteed(group), restarts))
         for group in context.job.spec.groups

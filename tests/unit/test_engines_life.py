@@ -1,0 +1,107 @@
+"""A coordinator's start on a port that is taken, and its end: with trainers that wait for a command, as they do at the
+end of every job, and by errors that a restart may mend or not."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+
+import aiohttp
+import pytest
+
+from dovetail.api.env import ProcessEnv
+from dovetail.api.exit_codes import JOB_FAILED
+from dovetail.api.messages import JoinRequest
+from dovetail.coordinator import main
+from dovetail.coordinator.engines import Engines, Settings
+from dovetail.coordinator.failure import is_final
+from dovetail.coordinator.in_flight import GenerationError
+from dovetail.coordinator.trainer_group import POLL_SECONDS
+from dovetail.planner.simple import make_plan
+from dovetail.trainer.loop import free_port
+from helpers.jobs import tiny_job
+
+
+def test_a_waiting_trainer_does_not_hold_up_the_end(tmp_path):
+    spec = tiny_job().spec
+    settings = Settings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
+    rank = JoinRequest(
+        name="trainer-0", rank=0, world_size=2, incarnation="a", host="127.0.0.1", port=1, nccl_version=None
+    )
+
+    async def wait_for_command():
+        url = f"http://127.0.0.1:{settings.port}/v1/trainer/join"
+        headers = {"Authorization": "Bearer secret"}
+        async with aiohttp.request("POST", url, data=rank.model_dump_json(), headers=headers) as reply:
+            return await reply.read()
+
+    async def test():
+        time = asyncio.get_running_loop().time
+        async with Engines(spec, make_plan(spec), settings, lambda *_, **__: None) as engines:
+            waiting = asyncio.create_task(wait_for_command())
+            await engines.trainers._wait_change(60)
+            assert 0 in engines.trainers._pending
+            began = time()
+        assert time() - began < POLL_SECONDS / 2
+        (end,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(end, aiohttp.ClientError), "the trainer notices, and asks again"
+
+    asyncio.run(test())
+
+
+def test_a_port_that_is_taken_for_a_moment_is_waited_for(tmp_path):
+    spec = tiny_job().spec
+    said = []
+
+    async def test():
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            settings = Settings(tmp_path, "secret", "127.0.0.1", other.getsockname()[1], tmp_path)
+
+            def log(event, **_):
+                said.append(event)
+                if event == "coordinator.port_taken":
+                    other.close()
+
+            async with Engines(spec, make_plan(spec), settings, log):
+                pass
+
+    asyncio.run(test())
+    assert said.count("coordinator.port_taken") == 1
+    assert "coordinator.ready" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (ConnectionError("the hub went away"), False),
+        (OSError(errno.EADDRINUSE, "in use"), False),
+        (KeyError("score"), False),
+        (OSError(errno.ENOSPC, "no space left"), True),
+        (ValueError("spec.models.actor: no such folder"), True),
+        (TimeoutError("no rollout came up within 900 s"), True),
+        (GenerationError("v100-0 refused 1/0/0"), True),
+    ],
+)
+def test_only_what_a_restart_would_repeat_is_final(error, final):
+    assert is_final(error) is final
+
+
+def test_a_crash_of_the_coordinator_is_no_failure_of_the_job(tmp_path, monkeypatch):
+    """Python's own exit code for an exception is 1: it is started again, and no summary says that the job failed."""
+    environment = ProcessEnv("tiny", "coordinator", tmp_path, "", "t", "127.0.0.1", 0, 0, "", 0, 1)
+    for name, value in environment.write().items():
+        monkeypatch.setenv(name, value)
+
+    def broken(error):
+        async def run(env, log):
+            raise error
+
+        monkeypatch.setattr(main, "_run", run)
+        return main.main([])
+
+    assert broken(ConnectionError("the hub went away")) == 1
+    assert not (tmp_path / "summary.json").exists()
+    assert broken(ValueError("no such folder")) == JOB_FAILED
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == "no such folder"
