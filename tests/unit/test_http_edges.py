@@ -57,7 +57,12 @@ class Host:
             log=lambda *_, **__: None,
         )
 
+        self.store: Any = {}
+
     def _eval_batches(self, _: Any) -> list[Any]:
+        return []
+
+    def _demonstrations(self) -> list[Any]:
         return []
 
     def register(self, message: Register) -> None:
@@ -182,7 +187,7 @@ COORDINATOR = st.one_of(
     st.tuples(st.just("GET"), NUMBERS.map(lambda n: f"/v1/traces/{quoted(n)}"), st.just(b"")),
     st.tuples(
         st.just("GET"),
-        st.tuples(st.sampled_from(["sft", "reward", "ppo", "sft-eval", "reward-eval", "x", "../.."]), NUMBERS).map(
+        st.tuples(st.sampled_from(["sft", "reward", "ppo", "sft-eval", "reward-eval", "demonstrations", "x", "../.."]), NUMBERS).map(
             lambda p: f"/v1/batches/{quoted(p[0])}/{quoted(p[1])}"
         ),
         st.just(b""),

@@ -17,7 +17,7 @@ from dovetail.coordinator.trainer_group import StaleGeneration, TrainerGroup
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)
-_BATCH = re.compile(r"(sft|reward|ppo|sft-eval|reward-eval)/[0-9]{1,9}")
+_BATCH = re.compile(r"[a-z-]{1,32}/[0-9]{1,9}")
 _OFFSET = re.compile(r"[0-9]{1,15}")
 
 
