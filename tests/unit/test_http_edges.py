@@ -187,9 +187,10 @@ COORDINATOR = st.one_of(
     st.tuples(st.just("GET"), NUMBERS.map(lambda n: f"/v1/traces/{quoted(n)}"), st.just(b"")),
     st.tuples(
         st.just("GET"),
-        st.tuples(st.sampled_from(["sft", "reward", "ppo", "sft-eval", "reward-eval", "demonstrations", "x", "../.."]), NUMBERS).map(
-            lambda p: f"/v1/batches/{quoted(p[0])}/{quoted(p[1])}"
-        ),
+        st.tuples(
+            st.sampled_from(["sft", "reward", "ppo", "sft-eval", "reward-eval", "demonstrations", "x", "../.."]),
+            NUMBERS,
+        ).map(lambda p: f"/v1/batches/{quoted(p[0])}/{quoted(p[1])}"),
         st.just(b""),
     ),
     st.tuples(st.just("DELETE"), WORDS.map(lambda w: f"/v1/instances/{quoted(w)}"), st.just(b"")),
