@@ -2,6 +2,8 @@
 
 import pytest
 
+from dovetail.coordinator.health import UnhealthyError
+from dovetail.coordinator.main import verdict
 from helpers.fake_cluster import a_cluster, restarting, running
 
 
@@ -38,6 +40,20 @@ def test_exit_codes_that_no_restart_mends_fail_the_job(role, code, extra, reason
     assert f"exit code {code}" in failed["message"]
     assert not [p for p in cluster.pods() if p["status"]["phase"] in ("Pending", "Running")]
     assert cluster.document["status"]["completionTime"]
+
+
+def test_an_unhealthy_job_ends_with_its_verdict():
+    cluster = running()
+    cluster.reported = {"stage": "ppo", "health": {"iteration": 1, "verdicts": []}}
+    cluster.reconcile()
+    found = {"iteration": 2, "verdicts": [{"reason": "LogProbMismatch", "message": "8.1 nats"}]}
+    sentence = "iteration 2 is stopped and does not count (LogProbMismatch): 8.1 nats"
+    last = verdict({"health": found}, UnhealthyError(sentence)) + sentence
+    cluster.end(cluster.pod("coordinator"), 1, last)
+    cluster.settle()
+    assert cluster.condition("Failed")["message"].endswith(sentence)
+    healthy = cluster.condition("Healthy")
+    assert (healthy["status"], healthy["reason"]) == ("False", "LogProbMismatch")
 
 
 def test_running_out_of_memory_is_told():

@@ -25,6 +25,7 @@ from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.failure import EXPLAINED, disk_full, is_final, sentence
+from dovetail.coordinator.health import UnhealthyError
 from dovetail.coordinator.results import leave
 
 CRASHED = 1
@@ -49,6 +50,13 @@ def final_figures(status: Mapping[str, Any]) -> str:
         document["metrics"] = {name: metrics[name] for name in FIGURES if name in metrics}
         document["health"] = {**health, "verdicts": health.get("verdicts", [])[:1]} if health else {}
     return json.dumps(document)
+
+
+def verdict(status: Mapping[str, Any], error: Exception) -> str:
+    """A line before the sentence that ends a job: nobody may have asked for the status since the iteration."""
+    if not isinstance(error, UnhealthyError) or not status["health"]:
+        return ""
+    return json.dumps({"health": {**status["health"], "verdicts": status["health"]["verdicts"][:1]}}) + "\n"
 
 
 def _explain(error: Exception, run_dir: Path) -> str:
@@ -98,7 +106,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
                     raise
                 reason = _explain(error, env.run_dir)
                 engines.fail(reason)
-                last_word(reason)
+                last_word(verdict(engines.status(), error) + reason)
                 failed = True
                 return JOB_FAILED
             last_word(final_figures(engines.status()))

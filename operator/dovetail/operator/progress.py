@@ -152,3 +152,17 @@ def last_status(children: Children) -> tuple[dict[str, Any], str]:
                 return {}, ""
             return document, str(ended.get("finishedAt") or "")
     return {}, ""
+
+
+def last_health(children: Children) -> dict[str, Any]:
+    """A status with the verdict that a coordinator ended its job for; empty if it did not."""
+    pod = coordinator_pod(children) or {}
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        ended = container.get("state", {}).get("terminated") or {}
+        first = str(ended.get("message") or "").partition("\n")[0]
+        if ended.get("exitCode") != 0 and first.startswith("{"):
+            try:
+                return {"health": _judged_health(json.loads(first).get("health"))}
+            except (ValueError, RecursionError):
+                return {}
+    return {}

@@ -170,6 +170,7 @@ class _Reconciler:
         return self._result(delete=self._surplus_gone())
 
     def _failed(self, problem: Refused) -> Result:
+        self._say_health(progress.last_health(self._children))
         self._conditions.set("Completed", False, reasons.FINISHED)
         self._end("Failed", problem.reason, problem.message)
         return self._result(delete=[*self._surplus_gone(), *_unfinished(self._jobset)])
