@@ -37,6 +37,10 @@ def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
     assert 0.0 <= facts["reward_model"]["accuracy"] <= 1.0
     for name in ("reward_first", "reward_last", "kl_last"):
         assert set(facts["ppo"][name]) == {"mean", "ci95"}
+    # The held-out prompts, by a measure that is not the learnt reward.
+    assert facts["evaluation"]["prompts"] == 20
+    for when in ("before_ppo", "after_ppo"):
+        assert 0.0 <= facts["evaluation"]["quality"][when]["mean"] <= 1.0
     assert set(facts["phases"]) >= {"generation", "inference", "training", "weights"}
     assert facts["samples_per_second"] > 0
     assert sorted(history(peaceful, "ppo")) == [1, 2, 3, 4]
@@ -107,6 +111,7 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
     assert summary(tmp_path)["ppo"]["reward_last"]["mean"] == pytest.approx(
         summary(peaceful)["ppo"]["reward_last"]["mean"], abs=1e-3
     )
+    assert summary(tmp_path)["evaluation"] == summary(peaceful)["evaluation"]
 
 
 def test_a_finished_run_is_extended_interrupted_moved_and_resumed(tmp_path: Path, peaceful: Path) -> None:

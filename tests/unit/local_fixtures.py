@@ -20,6 +20,10 @@ SUMMARY = {
         "kl_first": {"mean": 0.001, "ci95": 0.0005},
         "kl_last": {"mean": 2.34, "ci95": 0.21},
     },
+    "evaluation": {
+        "prompts": 64,
+        "quality": {"before_ppo": {"mean": 0.475, "ci95": 0.06}, "after_ppo": {"mean": 0.931, "ci95": 0.02}},
+    },
     "phases": {
         "generation": 50.0,
         "inference": 10.0,

@@ -72,6 +72,49 @@ def test_preferences_prefer_the_better_but_for_a_little_noise() -> None:
     assert 0.01 < len(wrong) / len(pairs) < 0.04
 
 
+def _manners(reply: str) -> float:
+    """A grade that knows nothing of the request: opening, closing, share of facts of any topic, repeated or not."""
+    sentences = [s.strip() for s in synthetic._SENTENCE.findall(reply.strip())]
+    opening = 1.0 if sentences[0] in synthetic._POLITE else 0.0 if sentences[0] in synthetic._RUDE else 0.5
+    closing = 1.0 if sentences[-1] in synthetic._CLOSING else 0.5 if sentences[-1][-1] in ".!?" else 0.0
+    facts = frozenset[str]().union(*synthetic._TRUE.values())
+    said = [s for s in sentences if s not in synthetic._POLITE + synthetic._RUDE + synthetic._CLOSING]
+    return 0.6 * sum(s in facts for s in said) / max(1, len(said)) + 0.25 * opening + 0.15 * closing
+
+
+def test_manners_alone_do_not_tell_which_reply_is_preferred() -> None:
+    """A reward model that never looks at the request must not be right about most pairs: the policy would learn to
+    be polite, say any one thing and stop."""
+    pairs = [preference(i, 0) for i in range(2000)]
+    right = [_manners(p.chosen) > _manners(p.rejected) for p in pairs]
+    assert np.mean(right) < 0.6
+    # Nor does length.
+    shorter = [len(p.chosen) < len(p.rejected) for p in pairs]
+    assert 0.35 < np.mean(shorter) < 0.65
+
+
+def _body(reply: str) -> list[str]:
+    sentences = [s.strip() for s in synthetic._SENTENCE.findall(reply.strip())]
+    return [s for s in sentences if s not in synthetic._POLITE + synthetic._RUDE + synthetic._CLOSING]
+
+
+def test_pairs_cover_each_mistake_of_policies_by_itself() -> None:
+    pairs = [p for p in (preference(i, 0) for i in range(3000)) if not p.flipped]
+    perfect = [p for p in pairs if quality(p.prompt, p.chosen) == pytest.approx(1.0)]
+    found = dict.fromkeys(("short", "long", "repeated", "off topic", "broken off"), 0)
+    for pair in perfect:
+        good, bad = _body(pair.chosen), _body(pair.rejected)
+        facts = {fact.split(" ", 1 if fact.startswith("It ") else 2)[-1] for fact in bad}
+        topic = synthetic._REQUEST.findall(pair.prompt)[-1][1]
+        true = [s in synthetic._TRUE[topic] for s in bad]
+        found["short"] += all(true) and 0 < len(bad) < len(good)
+        found["long"] += all(true) and len(bad) > len(good)
+        found["repeated"] += all(true) and len(bad) == len(good) > len(facts)
+        found["off topic"] += bool(bad) and len(bad) == len(good) and not all(true)
+        found["broken off"] += pair.rejected[-1] not in ".!?"
+    assert min(found.values()) > 15, found
+
+
 def test_prompts_vary() -> None:
     prompts = [prompt(i, 0) for i in range(2000)]
     assert len(set(prompts)) > 200

@@ -36,6 +36,7 @@ def test_the_table_says_what_changed_and_where_time_went():
         r"93\.4% of 256 pairs \(p < 0\.001\)",
         r"Reward per sample\s+│\s+0\.123 ± 0\.045 │\s+1\.987 ± 0\.067",
         r"KL to reference.*0\.001 ± 0\.001 │\s+2\.340 ± 0\.210",
+        r"Quality of 64 held-out answers\s+│\s+0\.475 ± 0\.060 │\s+0\.931 ± 0\.020",
         r"Samples per second.*13\.37",
         r"Wall time.*4 min 07 s",
         r"generation\s+│\s+50\.0% │\s+50\.0 s",
@@ -118,6 +119,7 @@ def test_the_report_is_one_well_formed_page_with_every_chart(tmp_path):
     assert "Where the time of all PPO iterations went" in page.captions
     assert "<h1>quick-run</h1>" in text
     assert "trainer-1" in text
+    assert "<td>Quality of 64 held-out answers</td><td>0.475 ± 0.060</td><td>0.931 ± 0.020</td>" in text
     assert "small-0-scorer" in text
 
 

@@ -35,6 +35,7 @@ from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.api.wire import Arrays, pack
 from dovetail.coordinator.changes import Settled, adopt
 from dovetail.coordinator.commands import ModelSources, supervised_step
+from dovetail.coordinator.evaluation import AFTER, BEFORE, Evaluation, measures
 from dovetail.coordinator.experience import Experience, ExperienceFiles
 from dovetail.coordinator.experience_maker import ExperienceMaker, RewardFunction
 from dovetail.coordinator.fleet import Fleet, Timeouts
@@ -157,6 +158,9 @@ class Engines:
             self.spec, self.settings.run_dir, self._prepared.model_ref, self.settings.reward_function is None
         )
         self._maker = ExperienceMaker(self, self.settings.reward_function)
+        self._evaluation = Evaluation(
+            measures(self.spec), self._prepared.held_out_prompts, self.spec.seed, self._maker.answer
+        )
         self.sync = WeightSync(
             self.fleet,
             self._publisher,
@@ -374,6 +378,8 @@ class Engines:
     async def begin_ppo(self) -> None:
         """Load actor and critic and bring their weights to the rollouts and scorers."""
         await self._ppo.begin()
+        if self.iteration == 0:
+            await self._evaluate(BEFORE)
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
         """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
@@ -385,11 +391,18 @@ class Engines:
         """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
         return await self._ppo.train(experience)
 
+    async def _evaluate(self, when: str) -> None:
+        self.progress.update(phase="generation", message="answering held-out prompts")
+        await self._evaluation.run(when, self.iteration, self.store, self.results)
+        self.progress.update(phase=None, message="")
+        self.timeline.begin()
+
     # ------------------------------------------------------------ end
 
     async def finish(self) -> dict[str, Any]:
         """Export the trained models and write summary.json; returns its content."""
         if Stage.PPO in self.spec.stages:
+            await self._evaluate(AFTER)
             await self._ppo.finish()
         document = self.results.write("succeeded")
         self.progress.update(state="succeeded", phase=None, message="")

@@ -195,6 +195,17 @@ class ExperienceMaker:
         self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
         return self._experience(iteration, prompts)
 
+    async def answer(self, slot: int, records: Sequence[PromptRecord], seeds: Sequence[int]) -> list[str]:
+        """One response to each prompt, neither scored nor trained on, kept as iteration `slot`, below 0.
+
+        What the store already holds of them is not generated again."""
+        pairs = zip(records, seeds, strict=True)
+        self._samples.begin_iteration(
+            slot, [NewSample(r.index, 0, np.asarray(r.token_ids, np.int32), seed) for r, seed in pairs]
+        )
+        await self._generator.generate(slot)
+        return [self._text(s) for s in self._samples.samples(slot)]
+
     def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:
         return [
             NewSample(

@@ -121,10 +121,16 @@ class SampleTable:
             db.execute("UPDATE samples SET state=? WHERE iteration=? AND state=?", (state, iteration, before))
 
     def forget_before(self, iteration: int) -> None:
-        """Delete all iterations below `iteration`."""
+        """Delete all iterations of training, which count from 1, below `iteration`."""
         with self._db.transaction() as db:
-            db.execute("DELETE FROM chunks WHERE iteration<?", (iteration,))
-            db.execute("DELETE FROM samples WHERE iteration<?", (iteration,))
+            db.execute("DELETE FROM chunks WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
+            db.execute("DELETE FROM samples WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
+
+    def forget(self, iteration: int) -> None:
+        """Delete one iteration."""
+        with self._db.transaction() as db:
+            db.execute("DELETE FROM chunks WHERE iteration=?", (iteration,))
+            db.execute("DELETE FROM samples WHERE iteration=?", (iteration,))
 
     def discard(self, iteration: int) -> None:
         """Delete an iteration, so that its prompts are answered anew."""

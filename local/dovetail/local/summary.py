@@ -83,6 +83,17 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
         if first or last:
             found.append((label, first or "", last or ""))
+    return found + evaluation_rows(summary)
+
+
+def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(measure, before PPO, after PPO) of the answers to held-out prompts; nothing where none were measured."""
+    found = []
+    for name, value in (get(summary, "evaluation") or {}).items():
+        before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))
+        if before or after:
+            prompts = get(summary, "evaluation.prompts")
+            found.append((f"{name.capitalize()} of {prompts} held-out answers", before or "", after or ""))
     return found
 
 

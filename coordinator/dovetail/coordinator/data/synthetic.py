@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,9 +88,14 @@ def quality(prompt: str, reply: str) -> float:
     return 0.6 * f1 + 0.25 * politeness + 0.15 * ending
 
 
+def qualities(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """`quality` of each response."""
+    return [quality(p, r) for p, r in zip(prompts, responses, strict=True)]
+
+
 def reward(prompts: list[str], responses: list[str], **fields: Any) -> list[float]:
     """`quality` as a reward function for `models.reward.function`, spread over [-2, 2]."""
-    return [4.0 * quality(p, r) - 2.0 for p, r in zip(prompts, responses, strict=True)]
+    return [4.0 * q - 2.0 for q in qualities(prompts, responses)]
 
 
 def _prompt(rng: random.Random) -> tuple[str, str, int]:
@@ -142,7 +148,7 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
 
 def _care(rng: random.Random) -> float:
     """Care of an author drawn at random: half are careless, so that imitation falls short."""
-    return min(1.0, max(0.0, rng.choice((0.1, 0.1, 0.5, 0.9)) + rng.uniform(-0.1, 0.1)))
+    return min(1.0, max(0.0, rng.choice((0.1, 0.9)) + rng.uniform(-0.1, 0.1)))
 
 
 def prompt(index: int, seed: int | str) -> str:
@@ -158,16 +164,68 @@ def demonstration(index: int, seed: int | str) -> tuple[str, str]:
 
 
 def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.3) -> Pair:
-    """The index-th pair of replies, whose qualities differ by at least `margin`; a share of `noise` is mislabelled."""
+    """The index-th pair of replies to a prompt, the better one chosen; a share of `noise` is mislabelled.
+
+    Of four pairs, one is by two authors, whose replies differ in quality by at least `margin`. In three, one reply is
+    the other with one mistake more, of the kinds that policies make (`_mistaken`): only these tell a reward model that
+    each thing counts by itself (how many, about what, none twice), as authors of little care do all of it badly."""
     rng = _rng("preference", seed, index)
     text, topic, asked = _prompt(rng)
-    while True:
-        replies = [_reply(rng, topic, asked, _care(rng)) for _ in range(2)]
-        worse, better = sorted(replies, key=lambda reply: quality(text, reply))
-        if quality(text, better) - quality(text, worse) >= margin:
-            break
+    if rng.random() < 0.25:
+        while True:
+            replies = [_reply(rng, topic, asked, _care(rng)) for _ in range(2)]
+            worse, better = sorted(replies, key=lambda reply: quality(text, reply))
+            if quality(text, better) - quality(text, worse) >= margin:
+                break
+    else:
+        while True:
+            better = _reply(rng, topic, asked, 1.0 if rng.random() < 0.8 else _care(rng))
+            worse = _mistaken(rng, better, topic)
+            if worse.strip() and quality(text, better) > quality(text, worse):
+                break
     flipped = rng.random() < noise
     return Pair(text, worse if flipped else better, better if flipped else worse, flipped)
+
+
+def _mistaken(rng: random.Random, reply: str, topic: str) -> str:
+    """The reply with one more mistake: a thing less or more, said twice, about something else or vague, all about
+    something else, no or a rude opening, no closing, or broken off."""
+    sentences = [s.strip() for s in _SENTENCE.findall(reply.strip())]
+    opening = sentences[:1] if sentences[0] in _POLITE + _RUDE else []
+    closing = sentences[-1:] if sentences[-1] in _CLOSING else []
+    said = sentences[len(opening) : len(sentences) - len(closing)]
+    at = rng.randrange(len(said)) if said else 0
+    some = rng.choice((1, 1, 2, 3))
+
+    def sentence(about: str, fact: str) -> str:
+        return f"{rng.choice(('It', f'The {about}'))} {fact}."
+
+    kind = rng.random()
+    if kind < 0.2:
+        del said[at : at + some]
+    elif kind < 0.4:
+        for _ in range(some):
+            said.insert(rng.randint(1, max(1, len(said))), sentence(topic, rng.choice(FACTS[topic])))
+    elif kind < 0.65:
+        told = [fact for fact in FACTS[topic] if any(s.endswith(f" {fact}.") for s in said[:at] + said[at + 1 :])]
+        if told:
+            said[at] = sentence(topic, rng.choice(told))
+    elif kind < 0.75 and said:
+        other = rng.choice(TOPICS)
+        said[at] = f"The {other} {rng.choice(FACTS[other])}."
+    elif kind < 0.8:
+        other = rng.choice([t for t in TOPICS if t != topic])
+        facts = rng.sample(FACTS[other], len(FACTS[other]))
+        said = [f"The {other} {fact}." for fact, _ in zip(facts, said, strict=False)]
+    elif kind < 0.85 and said:
+        said[at] = rng.choice(_VAGUE)
+    elif kind < 0.92:
+        opening = [rng.choice(_RUDE)] if rng.random() < 0.5 else []
+    elif kind < 0.97:
+        closing = []
+    else:
+        return reply[: rng.randint(2, len(reply) - 1)]
+    return " " + " ".join(opening + said + closing)
 
 
 def _rng(kind: str, seed: int | str, index: int) -> random.Random:
