@@ -2,6 +2,7 @@
 
 import pytest
 
+from dovetail.api.exit_codes import JOB_FAILED
 from dovetail.coordinator.health import UnhealthyError
 from dovetail.coordinator.main import verdict
 from helpers.fake_cluster import a_cluster, restarting, running
@@ -49,7 +50,7 @@ def test_an_unhealthy_job_ends_with_its_verdict():
     found = {"iteration": 2, "verdicts": [{"reason": "LogProbMismatch", "message": "8.1 nats"}]}
     sentence = "iteration 2 is stopped and does not count (LogProbMismatch): 8.1 nats"
     last = verdict({"health": found}, UnhealthyError(sentence)) + sentence
-    cluster.end(cluster.pod("coordinator"), 1, last)
+    cluster.end(cluster.pod("coordinator"), JOB_FAILED, last)
     cluster.settle()
     assert cluster.condition("Failed")["message"].endswith(sentence)
     healthy = cluster.condition("Healthy")
