@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from dovetail.api.messages import CommandResult, Publish, Receive, Receiver, Stop
 from dovetail.api.types import RLHFJob, Stage
-from dovetail.coordinator.trainer_group import TrainerError, TrainerLost
+from dovetail.coordinator.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
 from dovetail.rollout.weights import WeightReceiver
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
@@ -94,6 +94,22 @@ def check_publish(ranks: TrainerRanks, folder: Path) -> None:
     assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
 
 
+def check_damage(ranks: TrainerRanks, folder: Path) -> None:
+    """A flipped bit in what one rank alone wrote: all ranks refuse the checkpoint, and go on with another."""
+    coordinator = ranks.coordinator
+    coordinator.execute(ranks.save(folder, id="save/whole"))
+    coordinator.execute(ranks.load(Stage.PPO, checkpoint=folder, id="load/whole"))
+    (shard,) = folder.glob("__1_*")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match=f"{shard.name} is damaged"):
+        coordinator.execute(ranks.load(Stage.PPO, checkpoint=folder, id="load/damaged"))
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    coordinator.execute(ranks.load(Stage.PPO, checkpoint=folder, id="load/again"))
+
+
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
 def test_layouts_train_alike(tmp_path: Path, pp: int, dp: int) -> None:
     """Two ranks, data-parallel or as a pipeline, give the curves that one rank gives."""
@@ -108,6 +124,7 @@ def test_layouts_train_alike(tmp_path: Path, pp: int, dp: int) -> None:
         assert all(0 < seconds < 60 for seconds in sent[0].values())
         assert not any(sent[1:])
         check_publish(ranks, tmp_path)
+        check_damage(ranks, tmp_path / "checkpoint")
     stored = json.loads(GOLDEN.read_text())
     for stage, curve in stored.items():
         for name, values in curve.items():

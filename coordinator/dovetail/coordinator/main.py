@@ -27,6 +27,7 @@ from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.failure import EXPLAINED, disk_full, is_final, sentence
 from dovetail.coordinator.health import UnhealthyError
 from dovetail.coordinator.results import leave
+from dovetail.coordinator.store import StoreError
 
 CRASHED = 1
 # In a pod: where its status gets the reason of a failure, or the last figures, from.
@@ -77,9 +78,20 @@ def _let_go_of_logs() -> None:
             os.close(nothing)
 
 
+def _text(path: Path) -> str:
+    """Raises StoreError where job.json or plan.json is lost."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is missing; `dovetail run` with the same manifest and --resume makes it again, and goes on from "
+            "the store"
+        ) from error
+
+
 async def _run(env: ProcessEnv, log: EventLog) -> int:
-    job = RLHFJob.model_validate_json(env.job_file.read_text(encoding="utf-8"))
-    plan = Plan.model_validate_json(env.plan_file.read_text(encoding="utf-8"))
+    job = RLHFJob.model_validate_json(_text(env.job_file))
+    plan = Plan.model_validate_json(_text(env.plan_file))
     function = job.spec.models.reward.function
     settings = Settings(
         run_dir=env.run_dir,
