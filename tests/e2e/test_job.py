@@ -1,4 +1,4 @@
-"""Whole jobs: one left in peace, one whose every process is killed, one extended, interrupted, moved and resumed."""
+"""Whole jobs: one left in peace, one whose every process is killed, one extended, interrupted, moved and damaged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dovetail.api.types import RLHFJob
+from dovetail.coordinator.store import open_records
 from helpers.jobs import Fault, Injector, events, history, run_job, sample_rows, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -114,7 +115,13 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
     assert summary(tmp_path)["evaluation"] == summary(peaceful)["evaluation"]
 
 
-def test_a_finished_run_is_extended_interrupted_moved_and_resumed(tmp_path: Path, peaceful: Path) -> None:
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 8
+    file.write_bytes(content)
+
+
+def test_a_finished_run_is_extended_interrupted_moved_damaged_and_resumed(tmp_path: Path, peaceful: Path) -> None:
     """In the end it has the bits of a run that had the larger number of iterations from the start."""
     begun, folder = job(2, checkpoint={"everySteps": 2}), tmp_path / "begun"
     outcome, _ = run_job(begun, folder)
@@ -122,12 +129,15 @@ def test_a_finished_run_is_extended_interrupted_moved_and_resumed(tmp_path: Path
     assert sorted(history(folder, "ppo")) == [1, 2]
 
     more = job(4, checkpoint={"everySteps": 1, "keep": 3})
-    outcome, _ = run_job(
-        more, folder, Injector([], interrupt_when=lambda s: s["stage"] == "ppo" and s["iteration"] >= 4), resume=True
-    )
+    saved_again = Injector([], interrupt_when=lambda s: (s["checkpoint"] or {"step": 0})["step"] >= 3)
+    outcome, _ = run_job(more, folder, saved_again, resume=True)
     assert outcome.interrupted
     moved = tmp_path / "moved"
     folder.rename(moved)
+    records = open_records(moved)
+    last = records.get("checkpoint/ppo")
+    records.close()
+    flip_a_bit(next((moved / last["path"]).glob("__1_*")))
     outcome, _ = run_job(more, moved, resume=True)
     assert outcome.succeeded, outcome.reason
     assert not folder.exists()
@@ -138,6 +148,8 @@ def test_a_finished_run_is_extended_interrupted_moved_and_resumed(tmp_path: Path
     assert changed["spec.ppo.iterations"] == (2, 4, "ppo", 2)
     assert changed.keys() == {"spec.ppo.iterations", "spec.checkpoint.everySteps", "spec.checkpoint.keep"}
     assert [c["field"] for c in summary(moved)["changes"]] == [e["field"] for e in events(moved, "run.changed")]
+    (fallen,) = events(moved, "checkpoint.damaged")
+    assert fallen["step"] == last["step"] > fallen["going_on_from_step"] >= 2
     for model in ("actor", "critic"):
         file = Path("models") / model / "model.safetensors"
         assert (moved / file).read_bytes() == (peaceful / file).read_bytes(), model

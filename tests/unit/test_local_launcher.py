@@ -243,7 +243,7 @@ def test_a_plain_run_does_not_mix_with_what_an_older_overwrite_left(tmp_path):
     """What a deletion without a mark left over: job.json is gone, the store and the models are there."""
     run = RunDir(tmp_path / "r")
     (run.path / "models" / "actor").mkdir(parents=True)
-    (run.path / "store.sqlite").touch()
+    (run.path / "store.sqlite").write_bytes(b"of the old run")
     with pytest.raises(UsageError, match="holds an earlier run; continue it with --resume, replace it with --over"):
         run.open()
     run.open(overwrite=True)
@@ -266,12 +266,15 @@ def test_a_lost_plan_or_manifest_is_made_again_on_resume(tmp_path):
         run.close()
 
 
+@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("options", [{}, {"resume": True}])
-def test_results_without_their_store_are_refused(tmp_path, options):
+def test_results_without_their_store_are_refused(tmp_path, options, empty):
     run = started(tmp_path / "r")
     (run.path / "checkpoints" / "ppo-000004").mkdir(parents=True)
+    if empty:
+        (run.path / "store.sqlite").touch()
     run.close()
-    with pytest.raises(UsageError, match=r"has checkpoints/ of an earlier run, but its store\.sqlite is missing"):
+    with pytest.raises(UsageError, match=r"has checkpoints/ of an .* run, but its store\.sqlite is missing or empty"):
         run.open(**options)
     run.open(overwrite=True)
     assert not (run.path / "checkpoints").exists()

@@ -179,7 +179,10 @@ def test_a_run_keeps_its_id_and_a_lost_run_json_is_made_again(tmp_path: Path) ->
 def test_a_store_is_not_begun_anew_beside_results(tmp_path: Path) -> None:
     check_complete(tmp_path)
     (tmp_path / "models" / "sft").mkdir(parents=True)
-    with pytest.raises(StoreError, match=r"has models/ of an earlier run, but its store\.sqlite is missing"):
+    with pytest.raises(StoreError, match=r"has models/ of an earlier run, but its store\.sqlite is missing or empty"):
+        check_complete(tmp_path)
+    (tmp_path / "store.sqlite").touch()
+    with pytest.raises(StoreError, match="missing or empty"):
         check_complete(tmp_path)
     Store(tmp_path).close()
     check_complete(tmp_path)

@@ -37,15 +37,21 @@ def write_id(run_dir: Path, run: str) -> None:
     write_json(run_dir / "run.json", {"id": run})
 
 
+def has_store(run_dir: Path) -> bool:
+    """An empty file is none: SQLite would take it for a new one."""
+    path = run_dir / "store.sqlite"
+    return path.is_file() and path.stat().st_size > 0
+
+
 def check_complete(run_dir: Path) -> None:
     """Before the store is opened, which would make an empty one. Raises StoreError if the run has results without."""
-    if (run_dir / "store.sqlite").exists():
+    if has_store(run_dir):
         return
     found = [f"{name}/" for name in RESULTS if (run_dir / name).is_dir() and any((run_dir / name).iterdir())]
     if found:
         raise StoreError(
-            f"{run_dir} has {' and '.join(found)} of an earlier run, but its store.sqlite is missing; put that file "
-            "back, or begin anew in another run directory"
+            f"{run_dir} has {' and '.join(found)} of an earlier run, but its store.sqlite is missing or empty; put "
+            "that file back, or begin anew in another run directory"
         )
 
 

@@ -18,13 +18,12 @@ from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.changes import ChangeError, check
-from dovetail.coordinator.identity import new_id, write_id
+from dovetail.coordinator.identity import RESULTS, has_store, new_id, write_id
 from dovetail.coordinator.store import StoreError, open_records
 from dovetail.local.errors import RunError, UsageError
 
-# Any of these says that a run has begun here; of the folders below, each has results of one.
+# Any of these says that a run has begun here.
 SIGNS = ("job.json", "plan.json", "run.json", "store.sqlite")
-RESULTS = ("checkpoints", "experience", "models")
 # There from before the first file of an earlier run is deleted until after the last one is.
 DELETING = ".deleting"
 
@@ -151,7 +150,7 @@ class RunDir:
             for change in changes(old.get("spec", {}), job.spec) if old is not None else ():
                 if not change.allowed:
                     raise ChangeError(change.sentence)
-            if (self.path / "store.sqlite").exists():
+            if has_store(self.path):
                 records = open_records(self.path)
                 try:
                     check(job.spec, records)
@@ -169,12 +168,12 @@ class RunDir:
         """Raises UsageError unless the run may begin, go on, or be replaced, as is asked."""
         signs = self._signs()
         results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
-        if results and "store.sqlite" not in signs and not (overwrite and signs):
+        if results and not has_store(self.path) and not (overwrite and signs):
             # Without its store a run would begin anew among the files of the old one.
             way = "delete the rest with --overwrite" if signs else "move them away"
             raise UsageError(
-                f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing; put "
-                f"that file back and --resume, or {way}, or choose another --run-dir"
+                f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing or "
+                f"empty; put that file back and --resume, or {way}, or choose another --run-dir"
             )
         if resume and not signs:
             raise UsageError(f"there is no run to resume in {self.path}; leave out --resume to start one")
