@@ -17,7 +17,7 @@ from dovetail.local.chat import hh_prompt, until_stop
 from dovetail.local.errors import RunError
 from dovetail.local.progress import Bars, Lines, describe_metrics, position
 from dovetail.local.report import read_history, render_report, write_report
-from dovetail.local.summary import binomial_p, duration, read_summary, summary_table
+from dovetail.local.summary import binomial_p, duration, read_summary, show, summary_table
 
 
 def as_text(table):
@@ -282,5 +282,9 @@ def test_the_table_and_the_report_say_which_iterations_were_unhealthy():
     text = as_text(summary_table(SUMMARY | {"health": health}))
     assert re.search(r"Unhealthy iterations\W+3 of 9", text)
     assert re.search(r"RewardsEqual\W+iteration 2\W+iteration 5, 3 in all", text)
+    out = StringIO()
+    show(Console(file=out, width=80), SUMMARY | {"health": health, "state": "failed", "reason": "no [bold] idea"})
+    assert out.getvalue().startswith("failed: no [bold] idea\n")
+    assert out.getvalue().endswith(f"Warning: RewardsEqual (iteration 5): {VERDICT['message']}\n")
     page = render_report("x", SUMMARY | {"health": health}, {}, None)
     assert f"RewardsEqual (iteration 5): {VERDICT['message']}" in page

@@ -244,12 +244,10 @@ def chat(run_dir: Path, model: str, max_tokens: int, temperature: float) -> None
 def report(run_dir: Path) -> None:
     """Show a run's table again and write its report.html anew."""
     from dovetail.local.report import write_report
-    from dovetail.local.summary import how_it_ended, read_summary, summary_table
+    from dovetail.local.summary import read_summary, show
 
-    console, summary = Console(), read_summary(run_dir)
-    for line in how_it_ended(summary):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(summary_table(summary))
+    console = Console()
+    show(console, read_summary(run_dir))
     console.print(f"\nReport:  {write_report(run_dir)}", highlight=False, soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ from dovetail.local.launcher import Launcher
 from dovetail.local.progress import Display, make_display
 from dovetail.local.report import write_report
 from dovetail.local.status import StatusPoller
-from dovetail.local.summary import read_summary, summary_table
+from dovetail.local.summary import read_summary, show
 
 INTERRUPTED = 130
 
@@ -94,7 +94,7 @@ def run_job(
         raise RunError(f"the run failed: {outcome.reason}{where}")
     report = write_report(run_dir)
     console.print()
-    console.print(summary_table(read_summary(run_dir)))
+    show(console, read_summary(run_dir))
     console.print()
     console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
     console.print(f"Chat:    dovetail chat {run_dir}", highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from dovetail.local.errors import RunError
@@ -182,3 +183,14 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_section()
         table.add_row("Seed", "", str(summary["seed"]))
     return table
+
+
+def show(console: Console, summary: Mapping[str, Any]) -> None:
+    """The table, after how the run ended if it did not succeed, and before what was unhealthy."""
+    for line in how_it_ended(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(summary_table(summary))
+    if sentences := health_sentences(summary):
+        console.print()
+    for line in sentences:
+        console.print(f"Warning: {line}", highlight=False, markup=False, soft_wrap=True)
