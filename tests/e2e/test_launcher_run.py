@@ -250,3 +250,19 @@ def test_two_runs_do_not_share_a_directory(run):
     assert result.returncode == 2
     assert "another dovetail run is using" in result.stderr
     assert alive(run.wait_for("coordinator")[0])
+
+
+def test_a_run_ends_after_its_deadline_in_all_its_resumes(run):
+    run.start("--set", "spec.activeDeadlineSeconds=2")
+    code, output = run.end(120)
+    assert code == 1
+    assert "activeDeadlineSeconds is not executed" not in output
+    assert "took longer than spec.activeDeadlineSeconds, 2 s" in output
+    assert "activeDeadlineSeconds" in run.summary()["reason"]
+    run.start("--set", "spec.activeDeadlineSeconds=2", "--resume")
+    code, output = run.end(120)
+    assert (code, "activeDeadlineSeconds, 2 s" in output) == (1, True), "its time was up before"
+    run.start("--set", "spec.activeDeadlineSeconds=1000", "--resume")
+    run.wait_for("coordinator")
+    run.order("coordinator", 0)
+    assert "took longer" not in run.end(120)[1]

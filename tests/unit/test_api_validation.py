@@ -56,7 +56,6 @@ def test_examples_are_clean(name):
 USED = {
     "spec.suspend": {"suspend": True},
     "spec.failurePolicy.startTimeoutSeconds": {"failurePolicy": {"startTimeoutSeconds": 60}},
-    "spec.activeDeadlineSeconds": {"activeDeadlineSeconds": 60},
     "spec.ttlSecondsAfterFinished": {"ttlSecondsAfterFinished": 0},
     "spec.checkpoint.volume": {"checkpoint": {"volume": "claim"}},
     "spec.groups[].image": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "image": "x"}]},

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -284,3 +285,46 @@ def test_events_are_followed_line_by_line(tmp_path):
 def test_the_command_line_loads_no_torch():
     code = "import sys, dovetail.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'vllm')))"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False, timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------- GPUs that are not there
+
+
+@pytest.mark.parametrize(
+    ("gpu", "present", "sentence"),
+    [
+        (
+            {"product": "NVIDIA-A10"},
+            0,
+            "spec.groups[1].gpu asks for 1 x NVIDIA-A10 a pod, but this machine has no GPU;",
+        ),
+        ({"product": "NVIDIA-A10", "perPod": 2}, 0, "asks for 2 x NVIDIA-A10 a pod"),
+        ({"perPod": 1}, 0, "spec.groups[1].gpu.perPod is 1, but without gpu.product the group runs on CPUs;"),
+        ({"perPod": 1}, 4, "spec.groups[1].gpu.perPod is 1, but without gpu.product the group runs on CPUs;"),
+        ({"product": "NVIDIA-A10"}, 1, None),
+        ({"perPod": 0}, 0, None),
+        ({}, 0, None),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused_unless_cpus_are_meant(manifest, monkeypatch, gpu, present, sentence):
+    path = Path(manifest)
+    job = yaml.safe_load(path.read_text())
+    job["spec"]["groups"][1]["gpu"] = gpu
+    path.write_text(yaml.safe_dump(job))
+    ran = []
+    monkeypatch.setattr("dovetail.local.devices.cuda_devices", lambda: [str(i) for i in range(present)])
+    monkeypatch.setattr(module, "run_to_the_end", lambda job, *_, **more: ran.append((job, more["hint"])) or 0)
+    result = CliRunner().invoke(cli, ["run", str(manifest)])
+    if sentence is None:
+        assert result.exit_code == 0, result.output
+        assert len(ran) == 1
+        return
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert "--cpu" in result.stderr
+    assert ran == []
+    assert CliRunner().invoke(cli, ["run", str(manifest), "--cpu"]).exit_code == 0
+    assert all(group.on_cpu for group in ran[0][0].spec.groups)
+    assert ran[0][0].spec.groups[1].dtype == "float32", "as where no GPU was asked for"
+    assert "--cpu" in ran[0][1], "a resume must mean CPUs too"
+    assert CliRunner().invoke(cli, ["validate", str(manifest)]).exit_code == 0, "clusters may have them"

@@ -19,6 +19,7 @@ from dovetail.local.logs import last_line
 from dovetail.local.ports import PortReservation
 from dovetail.local.processes import process_names, render
 from dovetail.local.rundir import RunDir, explained
+from dovetail.local.stopwatch import Stopwatch
 
 
 def a_job(groups, **spec):
@@ -367,3 +368,16 @@ def test_last_line(tmp_path, text, expected):
 
 def test_last_line_of_no_file(tmp_path):
     assert last_line(tmp_path / "none") is None
+
+
+def test_the_stopwatch_goes_on_in_the_next_run(tmp_path):
+    now = [100.0]
+    first = Stopwatch(tmp_path / "elapsed.json", lambda: now[0])
+    now[0] += 7.0
+    first.look()
+    now[0] += 1.0  # lost: the launcher was killed
+    again = Stopwatch(tmp_path / "elapsed.json", lambda: now[0])
+    now[0] += 2.0
+    assert again.seconds == 9.0
+    (tmp_path / "elapsed.json").write_text("{")
+    assert Stopwatch(tmp_path / "elapsed.json", lambda: now[0]).seconds == 0.0

@@ -241,7 +241,12 @@ class GPU(Model):
     product: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
         default=None, description="Value of the nvidia.com/gpu.product node label; null: CPU."
     )
-    per_pod: int = Field(default=1, ge=0, le=64, description="GPUs of a pod; counts nothing on CPUs.")
+    per_pod: int = Field(
+        default=1,
+        ge=0,
+        le=64,
+        description="GPUs of a pod; counts nothing on CPUs, but `dovetail run` refuses a number that is written down.",
+    )
 
 
 PodCount = Annotated[int, Field(ge=1, le=4096)]
@@ -385,7 +390,10 @@ class RLHFJobSpec(Model):
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions pinned in place of the planner's.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="How much failure to survive.")
-    active_deadline_seconds: PositiveInt | None = Field(default=None, description="Fail the job when it ran this long.")
+    active_deadline_seconds: PositiveInt | None = Field(
+        default=None,
+        description="Fail the job when it ran so many seconds, restarts included; on one machine, in all its resumes.",
+    )
     ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Delete the job this long after it finished."
     )

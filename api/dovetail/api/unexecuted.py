@@ -72,12 +72,6 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
         "spec.suspend", _spec_field("suspend", "spec.suspend", False), "the job starts all the same", on_cluster=True
     ),
     Unexecuted(
-        "spec.activeDeadlineSeconds",
-        _spec_field("active_deadline_seconds", "spec.activeDeadlineSeconds", None),
-        "nothing stops the job when its time is up",
-        on_cluster=True,
-    ),
-    Unexecuted(
         "spec.ttlSecondsAfterFinished",
         _spec_field("ttl_seconds_after_finished", "spec.ttlSecondsAfterFinished", None),
         "the run directory is kept",

@@ -85,16 +85,17 @@ def _load(
     profile_path: Path | None = None,
     run_dir: Path | None = None,
     planned: bool = False,
+    cpu: bool | None = None,
 ) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan; warnings go to stderr. Files must be there. Times
     are those of `profile_path`, or of a profile in the run directory. `planned`: only, so that groups with GPUs may be
-    those of a cluster."""
+    those of a cluster. `cpu`: the job is to run here, on CPUs alone or as its groups say."""
     from dovetail.api.files import layer_counts
     from dovetail.api.validation import warnings
     from dovetail.cli.planning import configurations, hardware, local_profile
     from dovetail.planner.simple import make_plan
 
-    written, job, base = _read(manifest, overrides, seed)
+    written, job, base = _read(manifest, overrides, seed, cpu=cpu)
     configs = configurations(job.spec, base)
     measured = local_profile(profile_path, run_dir or Path("runs") / job.metadata.name)
     made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured)
@@ -104,14 +105,22 @@ def _load(
     return job, made
 
 
-def _read(manifest: Path, overrides: Sequence[str], seed: int | None = None) -> tuple[RLHFJob, RLHFJob, Path]:
+def _read(
+    manifest: Path, overrides: Sequence[str], seed: int | None = None, cpu: bool | None = None
+) -> tuple[RLHFJob, RLHFJob, Path]:
     """The checked job as it was written, and with every default filled in; and the folder that its paths start at."""
+    from dovetail.api.accelerators import no_gpus, on_cpus
     from dovetail.api.validation import absolute_paths, check, check_files, resolve
+    from dovetail.local.devices import cuda_devices
 
     document = read_yaml(manifest)
     if isinstance(document, dict):
         apply_overrides(document, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
     written = parse(document)
+    if cpu:
+        written = written.model_copy(update={"spec": on_cpus(written.spec)})
+    elif cpu is not None and (problem := no_gpus(written.spec, len(cuda_devices()))):
+        raise ManifestError([f"{problem}."])
     if errors := check(written.spec):
         raise ManifestError(errors)
     base = manifest.resolve().parent
@@ -147,6 +156,7 @@ def cli() -> None:
 )
 @_set
 @_seed
+@click.option("--cpu", is_flag=True, help="Run on CPUs, also what the manifest's groups want GPUs for.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the coordinator's events as they happen.")
 def run(
     manifest: Path,
@@ -156,6 +166,7 @@ def run(
     profile_path: Path | None,
     overrides: tuple[str, ...],
     seed: int | None,
+    cpu: bool,
     verbose: bool,
 ) -> None:
     """Run a job on this machine.
@@ -171,11 +182,12 @@ def run(
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
     from dovetail.cli.planning import local_profile
 
-    job, plan = _load(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir)
+    job, plan = _load(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir, cpu=cpu)
     folder = run_dir or Path("runs") / job.metadata.name
     measured = local_profile(profile_path, folder)
     given = [f"--set {shlex.quote(o)}" for o in overrides]
     given += [f"--seed {seed}"] if seed is not None else []
+    given += ["--cpu"] if cpu else []
     given += [f"--run-dir {shlex.quote(str(run_dir))}"] if run_dir is not None else []
     hint = " ".join(["dovetail run", shlex.quote(str(manifest)), *given, "--resume"])
     code = run_to_the_end(

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,6 +21,7 @@ from dovetail.local.ports import PortReservation
 from dovetail.local.processes import COORDINATOR, HOST, ProcessSpec, process_names, render
 from dovetail.local.rundir import RunDir
 from dovetail.local.spawn import ExecSpawner, ForkSpawner, Spawner
+from dovetail.local.stopwatch import Stopwatch
 from dovetail.local.supervisor import Outcome, Supervisor, cpu_threads
 
 SPAWN = "DOVETAIL_SPAWN"
@@ -73,6 +73,7 @@ class Launcher:
         self._ports = PortReservation(HOST)
         self._interrupts = 0
         self._supervisor: Supervisor | None = None
+        self._stopwatch: Stopwatch | None = None
         self.specs: list[ProcessSpec] = []
         self.token = ""
         self.coordinator_port = 0
@@ -100,6 +101,7 @@ class Launcher:
             if self._profile is not None:
                 self._dir.write_profile(self._profile)
             self.token = self._dir.token()
+            self._stopwatch = Stopwatch(self.run_dir / "elapsed.json")
             ports = self._ports.reserve(process_names(self._plan))
             self.coordinator_port = ports[COORDINATOR]
             self._prepare(kind, devices, ports)
@@ -121,14 +123,22 @@ class Launcher:
     def step(self, seconds: float = 0.5) -> Outcome | None:
         """Wait up to `seconds`, restarting what died; the outcome once the job is over. To be called all the time."""
         assert self._supervisor is not None
-        return self._supervisor.step(seconds)
+        assert self._stopwatch is not None
+        outcome = self._supervisor.step(seconds)
+        self._stopwatch.look()
+        limit = self._job.spec.active_deadline_seconds
+        if outcome is None and limit is not None and self._stopwatch.seconds > limit:
+            reason = (
+                f"the run took longer than spec.activeDeadlineSeconds, {limit} s in all its resumes; to go on, give "
+                "--resume with --set spec.activeDeadlineSeconds=N and a larger N"
+            )
+            return Outcome(False, reason)
+        return outcome
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
         """Start, wait for the end, stop. SIGINT and SIGTERM stop everything within seconds, a second one at once.
 
         `on_step` is called a few times a second. Signals are handled only when called from the main thread."""
-        deadline = self._job.spec.active_deadline_seconds
-        begun = time.monotonic()
         previous = self._catch_signals()
         try:
             self.start()
@@ -138,8 +148,6 @@ class Launcher:
                 on_step()
                 if self._interrupts:
                     outcome = Outcome(False, "interrupted", interrupted=True)
-                elif outcome is None and deadline is not None and time.monotonic() - begun > deadline:
-                    outcome = Outcome(False, f"the run took longer than activeDeadlineSeconds, {deadline} s")
             # Before processes tidy up as they end.
             outcome = with_cause(outcome, (self.run_dir, self._dir.logs))
             self.stop()
@@ -165,7 +173,9 @@ class Launcher:
         try:
             self.stop()
         finally:
-            self._supervisor = None
+            if self._stopwatch is not None:
+                self._stopwatch.write()
+            self._supervisor = self._stopwatch = None
             self._ports.close()
             self._dir.close()
 

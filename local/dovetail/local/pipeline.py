@@ -24,16 +24,19 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.api.accelerators import no_gpus, on_cpus
 from dovetail.api.callables import load_callable
 from dovetail.api.files import model_configs
+from dovetail.api.manifest import ManifestError
 from dovetail.api.types import RLHFJob
-from dovetail.api.validation import load_manifest
+from dovetail.api.validation import load_manifest, parse_manifest, resolve
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.experience import Experience
 from dovetail.coordinator.experience_maker import RewardFunction
 from dovetail.coordinator.failure import sentence
 from dovetail.local.aftermath import leave_behind, with_cause
+from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
 from dovetail.local.launcher import Launcher
 from dovetail.local.processes import COORDINATOR, HOST
@@ -81,9 +84,16 @@ class Pipeline:
         self._threads: list[threading.Thread] = []
 
     @classmethod
-    def from_manifest(cls, path: Path | str, run_dir: Path | str | None = None, **options: Any) -> Pipeline:
-        """From an RLHFJob manifest. `run_dir` is runs/<name> by default. Raises ManifestError for a bad manifest."""
-        job = load_manifest(Path(path))
+    def from_manifest(
+        cls, path: Path | str, run_dir: Path | str | None = None, *, cpu: bool = False, **options: Any
+    ) -> Pipeline:
+        """From an RLHFJob manifest. `run_dir` is runs/<name> by default. `cpu`: on CPUs, also what groups want GPUs
+        for. Raises ManifestError for a bad manifest, and for GPUs that this machine does not have."""
+        written, job = parse_manifest(Path(path)), load_manifest(Path(path))
+        if cpu:
+            job = job.model_copy(update={"spec": resolve(on_cpus(job.spec))})
+        elif problem := no_gpus(written.spec, len(cuda_devices())):
+            raise ManifestError([f"{problem} (in Python: cpu=True)."])
         return cls(job, run_dir or Path("runs") / job.metadata.name, **options)
 
     # ------------------------------------------------------------ the loop's calls
