@@ -120,6 +120,11 @@ def test_a_refused_change_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ChangeError, match=r"spec\.ppo\.iterations is 2, but the run has done 3; set it to 3 or more"):
         settled(store, ppo={"iterations": 2})
     assert store.get("run/changes") is None
+    assert store.get("run/spec")["seed"] == 3
+    events = Events()
+    adopt(spec(seed=99), store, events, guarded=True)
+    assert [e["field"] for e in events] == ["spec.seed"]
+    adopt(spec(), store, events, guarded=True)
     assert store.get("run/spec")["ppo"]["iterations"] == 4
     store.close()
 

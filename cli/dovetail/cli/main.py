@@ -142,7 +142,11 @@ def cli() -> None:
 
 @cli.command()
 @_manifest
-@click.option("--resume", is_flag=True, help="Continue the run in the run directory from where it stopped.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue the run in the run directory from where it stopped; with --set spec.ppo.iterations=N, extend it.",
+)
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory first.")
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="Where the run's files go.  [default: runs/<job name>]"

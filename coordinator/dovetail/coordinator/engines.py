@@ -92,7 +92,7 @@ class Engines:
         self.store = Store(settings.run_dir)
         try:
             self.run_id = identify(settings.run_dir, self.store)
-            adopt(spec, self.store, log)
+            adopt(spec, self.store, log, guarded=settings.pods)
         except BaseException:
             self.store.close()
             raise
