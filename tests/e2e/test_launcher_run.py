@@ -266,3 +266,21 @@ def test_a_run_ends_after_its_deadline_in_all_its_resumes(run):
     run.wait_for("coordinator")
     run.order("coordinator", 0)
     assert "took longer" not in run.end(120)[1]
+
+
+@pytest.mark.parametrize("content", ["", "ä"])
+def test_a_token_file_without_a_token_is_named_before_anything_starts(run, content):
+    run.start()
+    run.wait_for("coordinator")
+    run.process.send_signal(signal.SIGINT)
+    run.end(60)
+    (run.dir / "token").write_text(content)
+    lives = len(run.lives("coordinator"))
+    run.start("--resume")
+    code, output = run.end(60)
+    assert code == 2
+    assert f"token file, {run.dir / 'token'}, " in output
+    assert len(run.lives("coordinator")) in (0, lives)
+    (run.dir / "token").unlink()
+    run.start("--resume")
+    run.wait_for("coordinator")

@@ -5,6 +5,8 @@ import http.server
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -216,3 +218,19 @@ def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     server.server_close()
     drain(made, there)  # nobody there: no error
     assert seen == [("/v1/instances/both-0", "Bearer secret"), ("/v1/instances/both-0-scorer", "Bearer secret")]
+
+
+@pytest.mark.parametrize("module", ["dovetail.local.pod", "dovetail.coordinator.main"])
+def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
+    env = base(tmp_path).write() | {"DOVETAIL_TOKEN": ""}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "environment variable DOVETAIL_TOKEN is empty" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -30,6 +30,15 @@ TRAINER_METRICS_PORT = 9000
 MAX_GPUS_PER_POD = 64
 
 
+def token_problem(token: str) -> str | None:
+    """What is wrong with a job's token, which goes into HTTP headers; None: nothing."""
+    if not token:
+        return "is empty"
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        return "holds more than letters, digits and signs"
+    return None
+
+
 @dataclass(frozen=True)
 class ProcessEnv:
     """Who this process is and where its job lives.
@@ -63,19 +72,22 @@ class ProcessEnv:
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
-        """Raises ValueError naming the variable that is missing."""
+        """Raises ValueError naming the variable that is missing or wrong."""
 
         def need(key: str) -> str:
             if key not in environ:
                 raise ValueError(f"environment variable {key} is not set; start this process with `dovetail run`")
             return environ[key]
 
+        token = need(TOKEN)
+        if problem := token_problem(token):
+            raise ValueError(f"environment variable {TOKEN} {problem}; start this process with `dovetail run`")
         return ProcessEnv(
             job=need(JOB),
             name=need(NAME),
             run_dir=Path(need(RUN_DIR)),
             coordinator=need(COORDINATOR),
-            token=need(TOKEN),
+            token=token,
             host=environ.get(HOST, "127.0.0.1"),
             port=int(environ.get(PORT, "0")),
             metrics_port=int(environ.get(METRICS_PORT, "0")),

@@ -135,7 +135,12 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; takes everything from the environment (docs/architecture.md)."""
     del argv
-    env = ProcessEnv.read()
+    try:
+        env = ProcessEnv.read()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        last_word(str(error))
+        return 2
     env.run_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog(env.run_dir / "events.jsonl", env.name)
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.changes import changes
+from dovetail.api.env import token_problem
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
@@ -132,12 +133,16 @@ class RunDir:
             write_text(self.path / "profile.json", profile.model_dump_json(by_alias=True, indent=2) + "\n")
 
     def token(self) -> str:
-        """The run's secret, made on first use and readable by its owner alone."""
+        """The run's secret, made on first use and readable by its owner alone. Raises UsageError for a file that holds
+        none."""
         path = self.path / "token"
         with explained(self.path):
             if not path.exists():
                 write_text(path, secrets.token_hex(32), mode=0o600)
-            return path.read_text().strip()
+            token = path.read_text(errors="replace").strip()
+        if problem := token_problem(token):
+            raise UsageError(f"the run's token file, {path}, {problem}; delete it and give --resume: a new one is made")
+        return token
 
     def _check_same(self, job: RLHFJob, old: dict[str, Any] | None) -> None:
         """Against job.json, and against what the store says of the run."""
