@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,9 @@ def test_a_critic_on_the_actor_s_body(tmp_path: Path) -> None:
 
 
 def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
-    """No reward model, no critic: groups of four answers, an adaptive KL coefficient, Qwen2 with tp 2."""
+    """No reward model, no critic: groups of four answers, an adaptive KL coefficient, Qwen2 with tp 2. Two reward
+    functions, one of which is called for each answer as it is finished."""
+    (tmp_path / "brief.py").write_text("def score(prompts, responses, **_): return [len(r.split()) for r in responses]")
     job = tiny_job(
         stages=["sft", "ppo"],
         models={
@@ -108,7 +111,13 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
                     }
                 }
             },
-            "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
+            "reward": {
+                "functions": [
+                    {"function": "dovetail.coordinator.data.synthetic:reward", "name": "language"},
+                    {"function": "brief:score", "name": "brief", "weight": -0.01, "needs": "Sample"},
+                ],
+                "importPath": str(tmp_path),
+            },
         },
         ppo={"iterations": 2, "advantage": "grpo", "samplesPerPrompt": 4, "kl": {"coef": 0.1, "target": 1.0}},
         plan={"parallelism": {"actor": {"tp": 2}}},
@@ -119,6 +128,17 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
     assert sorted(history(tmp_path, "ppo")) == [1, 2]
     assert not (tmp_path / "models" / "critic").exists()
     assert "reward_model" not in summary(tmp_path)
+    for row in history(tmp_path, "ppo").values():
+        assert row["reward"] == pytest.approx(row["reward/language"] - 0.01 * row["reward/brief"])
+    early = 0
+    for iteration in (1, 2):
+        trace = json.loads((tmp_path / "traces" / f"iteration-{iteration:04d}.json").read_text())["traceEvents"]
+        (generation,) = (e for e in trace if e["name"] == "generation" and e["ph"] == "X" and e["dur"])
+        calls = [e for e in trace if e["name"] == "reward function"]
+        by_function = Counter(e["args"]["function"] for e in calls)
+        assert by_function == {"language": 4, "brief": 16}
+        early += sum(e["ts"] + e["dur"] < generation["ts"] + generation["dur"] for e in calls)
+    assert early, "answered while other samples were still generated"
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
@@ -148,6 +168,6 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert metrics["reward"] == pytest.approx(float(experience.scores.mean()))
         assert pipeline.iteration == 1
         document = pipeline.finish()
-    assert calls == [16]
+    assert calls == [1] * 18, "one for each prompt, after two that were for trial"
     assert json.loads((tmp_path / "summary.json").read_text()) == document
     assert (tmp_path / "models" / "actor" / "config.json").exists()

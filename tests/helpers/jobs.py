@@ -72,23 +72,26 @@ def tiny_job(**spec: Any) -> RLHFJob:
 
 # A job that is as fast as it can would be over before the last fault.
 _PACED = """
-import asyncio, pathlib, time
+import pathlib, time
 TOLD = pathlib.Path("{told}")
-async def score(prompts, responses, **fields):
+def score(prompts, responses, **fields):
     began = time.monotonic()
-    while time.monotonic() - began < (float(TOLD.read_text()) if TOLD.exists() else PACE_SECONDS):
-        await asyncio.sleep(0.1)
+    while time.monotonic() - began < (float(TOLD.read_text()) if TOLD.exists() else PACE_SECONDS) / CALLS:
+        time.sleep(0.1)
     return [len(set(text)) / 40 for text in responses]
 """
 
 
 def paced_reward(spec: dict[str, Any], seconds: float, told: str) -> str:
     """Gives the spec a reward function, of the module `paced` whose code this returns, in place of a reward model: each
-    iteration takes `seconds` more, or as many as the file `told` says."""
-    spec["models"]["reward"] = {"function": "paced:score"}
+    iteration takes `seconds` more, or as many as the file `told` says.
+
+    The function is called once for each prompt's samples, by one worker: each call takes its part of the time."""
+    spec["models"]["reward"] = {"function": "paced:score", "workers": 1, "timeoutSeconds": 3600}
     spec.pop("reward", None)
     spec["data"].pop("preferences", None)
-    return f"PACE_SECONDS = {seconds}\n" + _PACED.format(told=told)
+    calls = spec["ppo"]["globalBatchSize"] // spec["ppo"].get("samplesPerPrompt", 1)
+    return f"PACE_SECONDS = {seconds}\nCALLS = {calls}\n" + _PACED.format(told=told)
 
 
 def set_pace(told: Path, seconds: float) -> None:

@@ -101,7 +101,23 @@ RULES = [
         "config.hidden_size is 64, which num_attention_heads (3) does not divide; make it a multiple of 3.",
     ),
     ({"models.actor.source.scratch.config.hidden_size": "64"}, "hidden_size must be a whole number of at least 1"),
-    ({"models.reward": {"function": "a:b", **HF}}, "spec.models.reward.source cannot go with"),
+    ({"models.reward": {"function": "a:b", **HF}}, "spec.models.reward.source cannot go with spec.models.reward.func"),
+    (
+        {"models.reward": {"functions": [{"function": "a:b"}], **HF}},
+        "spec.models.reward.source cannot go with spec.models.reward.functions",
+    ),
+    (
+        {"models.reward": {"function": "a:b", "functions": [{"function": "a:c"}]}},
+        "spec.models.reward has both function and functions",
+    ),
+    (
+        {"models.reward": {"functions": [{"function": "a:b"}, {"function": "c:d", "name": "b"}]}},
+        "spec.models.reward.functions has two of the same name",
+    ),
+    (
+        {"models.reward": {"functions": [{"function": "a:b", "weight": 0}]}},
+        "spec.models.reward.functions gives every function the weight 0",
+    ),
     ({"models.reward": {"function": "a:b"}, "stages": ["reward"]}, "spec.stages has only reward, but"),
     ({"stages": ["sft", "ppo"]}, "spec.models.reward needs a source or a function when spec.stages has ppo without"),
     ({"stages": ["ppo"], "models.reward": SCRATCH}, "spec.models.reward.source.scratch is an untrained reward model"),

@@ -129,6 +129,7 @@ def test_pointless_settings_say_so(changes, sentence):
 VARIANTS = [
     {},
     {"models": {"reward": {"function": "a:b"}}},
+    {"models": {"reward": {"functions": [{"function": "a:b"}, {"function": "a:c", "weight": -1}]}}},
     {"models": HUB, "groups": [{"name": "a", "roles": ["trainer", "rollout"], "gpu": A100, "replicas": 2}]},
     {"generation": {"topK": 5}},
     {"groups": [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "minReplicas": 3}]},
@@ -169,9 +170,18 @@ def test_a_choice_of_the_user_is_kept():
     assert spec.models.critic.dtype is Dtype.BFLOAT16
 
 
-def test_a_reward_function_drops_the_reward_stage():
-    spec = resolve(job(models={"reward": {"function": "a:b"}}).spec)
+@pytest.mark.parametrize("reward", [{"function": "a:b"}, {"functions": [{"function": "a:b"}]}])
+def test_a_reward_function_drops_the_reward_stage(reward):
+    spec = resolve(job(models={"reward": reward}).spec)
     assert spec.stages == [Stage.SFT, Stage.PPO]
+
+
+def test_reward_functions_are_looked_for_beside_the_manifest(tmp_path):
+    found = absolute_paths(job(models={"reward": {"function": "a:b"}}), tmp_path)
+    assert found.spec.models.reward.import_path == str(tmp_path)
+    found = absolute_paths(job(models={"reward": {"function": "a:b", "importPath": "code"}}), tmp_path)
+    assert found.spec.models.reward.import_path == str(tmp_path / "code")
+    assert absolute_paths(job(), tmp_path).spec.models.reward.import_path is None
 
 
 # ------------------------------------------------------------ files

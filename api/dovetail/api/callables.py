@@ -9,15 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def load_callable(name: str, field: str) -> Callable[..., Any]:
-    """The function that the manifest's `field` names, looked for in the current directory too.
+def load_callable(name: str, field: str, folder: str | None = None) -> Callable[..., Any]:
+    """The function that the manifest's `field` names, looked for in `folder` first (None: the current directory).
 
     Raises ValueError with one sentence that names the field and what is missing."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"{field}: {name!r} must have the form module:callable")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = folder or os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:

@@ -60,7 +60,8 @@ _MODELS = ("actor", "critic", "reward", "reference")
 _DATA = ("demonstrations", "preferences", "prompts")
 _IN_STAGES = {stage: f"'{stage}' in self" for stage in ("sft", "reward", "ppo")}
 _PPO = "!('ppo' in self.stages) || "
-_TRAINS_REWARD = "'reward' in self.stages && !has(self.models.reward.__function__)"
+_CALLS = "(has(self.models.reward.__function__) || has(self.models.reward.functions))"
+_TRAINS_REWARD = f"'reward' in self.stages && !{_CALLS}"
 _RESERVED = "[" + ", ".join(f"'{option}'" for option in RESERVED_VLLM_ARGS) + "]"
 _OPTION = "self.split('=', 2)[0].replace('_', '-')"
 
@@ -122,22 +123,40 @@ def _models() -> list[CelRule]:
 
 
 def _reward() -> list[CelRule]:
-    alone = "!('ppo' in self.stages) || 'reward' in self.stages || has(self.models.reward.__function__) || "
+    alone = f"!('ppo' in self.stages) || 'reward' in self.stages || {_CALLS} || "
+    field = "spec.models.reward.{has(self.functions) ? 'functions' : 'function'}"
+    name_of = "(has({0}.name) ? {0}.name : {0}.__function__.substring({0}.__function__.indexOf(':') + 1))"
     return [
+        CelRule(
+            "spec.models.reward",
+            "!has(self.__function__) || !has(self.functions)",
+            "spec.models.reward has both function and functions; move the one into the list of the others.",
+        ),
         *(
             CelRule(
                 "spec.models.reward",
-                f"!has(self.__function__) || !has(self.{name})",
-                f"spec.models.reward.{name} cannot go with spec.models.reward.function, which replaces the reward "
-                "model; remove one of them.",
+                f"!(has(self.__function__) || has(self.functions)) || !has(self.{name})",
+                f"spec.models.reward.{name} cannot go with {field}, which replaces the reward model; "
+                "remove one of them.",
             )
             for name in ("source", "lora")
         ),
         CelRule(
             "spec",
-            "!has(self.models.reward.__function__) || self.stages != ['reward']",
-            "spec.stages has only reward, but spec.models.reward.function replaces the reward model; "
-            "remove the function or add ppo.",
+            f"!{_CALLS} || self.stages != ['reward']",
+            "spec.stages has only reward, but "
+            "spec.models.reward.{has(self.models.reward.functions) ? 'functions' : 'function'} replaces the reward "
+            "model; remove the function or add ppo.",
+        ),
+        CelRule(
+            "spec.models.reward.functions",
+            f"self.all(f, self.exists_one(g, {name_of.format('g')} == {name_of.format('f')}))",
+            "spec.models.reward.functions has two of the same name; give each a `name` of its own.",
+        ),
+        CelRule(
+            "spec.models.reward.functions",
+            "self.exists(f, f.weight != 0.0)",
+            "spec.models.reward.functions gives every function the weight 0; give one another weight.",
         ),
         CelRule(
             "spec",

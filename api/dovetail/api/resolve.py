@@ -17,7 +17,7 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
     - Auto dtypes become float32 on CPUs. On GPUs they stay: bfloat16 needs the device's word.
     - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers, else Recompute."""
     groups = [_group(group) for group in spec.groups]
-    stages = [s for s in spec.stages if s is not Stage.REWARD or spec.models.reward.function is None]
+    stages = [s for s in spec.stages if s is not Stage.REWARD or not spec.models.reward.calls]
     trainers = [group for group in groups if Role.TRAINER in group.roles]
     models = spec.models
     if trainers and all(group.on_cpu for group in trainers):
@@ -69,4 +69,7 @@ def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
     tokenizer = spec["models"]["tokenizer"]
     if tokenizer["path"] and (base_dir / tokenizer["path"]).is_dir():
         tokenizer["path"] = str((base_dir / tokenizer["path"]).resolve())
+    reward = spec["models"]["reward"]
+    if reward["function"] or reward["functions"]:
+        reward["importPath"] = str((base_dir / (reward["importPath"] or "")).resolve())
     return RLHFJob.model_validate(data)

@@ -78,18 +78,25 @@ def _model_source(field: str, source: ModelSource) -> Iterator[str]:
 
 def _reward(spec: RLHFJobSpec) -> Iterator[str]:
     reward = spec.models.reward
-    if reward.function is not None:
+    if reward.function is not None and reward.functions is not None:
+        yield "spec.models.reward has both function and functions; move the one into the list of the others."
+    if reward.calls:
+        field = "spec.models.reward." + ("functions" if reward.functions is not None else "function")
         for name in ("source", "lora"):
             if getattr(reward, name) is not None:
                 yield (
-                    f"spec.models.reward.{name} cannot go with spec.models.reward.function, which replaces the reward "
-                    "model; remove one of them."
+                    f"spec.models.reward.{name} cannot go with {field}, which replaces the reward model; "
+                    "remove one of them."
                 )
         if list(spec.stages) == [Stage.REWARD]:
             yield (
-                "spec.stages has only reward, but spec.models.reward.function replaces the reward model; "
-                "remove the function or add ppo."
+                f"spec.stages has only reward, but {field} replaces the reward model; remove the function or add ppo."
             )
+        names = [function.title for function in reward.calls]
+        if len(set(names)) != len(names):
+            yield "spec.models.reward.functions has two of the same name; give each a `name` of its own."
+        if all(function.weight == 0 for function in reward.calls):
+            yield "spec.models.reward.functions gives every function the weight 0; give one another weight."
     elif Stage.PPO in spec.stages and Stage.REWARD not in spec.stages and reward.source is None:
         yield (
             "spec.models.reward needs a source or a function when spec.stages has ppo without reward; "
@@ -125,7 +132,7 @@ def _data(spec: RLHFJobSpec) -> Iterator[str]:
     for name in ("demonstrations", "preferences", "prompts"):
         for index, source in enumerate(getattr(data, name)):
             yield from _data_source(f"spec.data.{name}[{index}]", source)
-    trains_reward = Stage.REWARD in spec.stages and spec.models.reward.function is None
+    trains_reward = Stage.REWARD in spec.stages and not spec.models.reward.calls
     needs = [
         (Stage.SFT in spec.stages, "demonstrations", "the sft stage"),
         (trains_reward, "preferences", "the reward stage"),

@@ -43,6 +43,7 @@ __all__ = [
     "RLHFJob",
     "RLHFJobSpec",
     "RLHFJobStatus",
+    "RewardFunction",
     "RewardModel",
     "Role",
     "ScratchModel",
@@ -150,14 +151,59 @@ class CriticModel(TrainedModel):
     )
 
 
+RewardName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z_]\w*$")]
+
+
+class RewardFunction(Model):
+    """A Python function that scores responses; the score is the weighted sum over `functions`."""
+
+    function: Callable_ = Field(description="module:callable, as in models.reward.function.")
+    weight: float = Field(default=1.0, description="What its rewards count for in the score; below 0: a penalty.")
+    name: RewardName | None = Field(
+        default=None, description="Its name in metrics (reward/<name>); default: the callable's."
+    )
+    needs: Literal["Sample", "Group"] | None = Field(
+        default=None,
+        description="What one call gets: Sample, one response as soon as it is finished; Group, all of a prompt's. "
+        "Default: what the function's attribute `needs` says, else Group.",
+    )
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics and messages."""
+        return self.name or self.function.rpartition(":")[2]
+
+
 class RewardModel(TrainedModel):
-    """The reward: a trained model, or a Python function called in the coordinator."""
+    """The reward: a trained model, or Python functions called in worker processes of the coordinator."""
 
     function: Callable_ | None = Field(
         default=None,
         description="module:callable, called with lists of prompts and responses (and each prompt record's other "
         "fields); returns one float per sample. Replaces the reward model.",
     )
+    functions: list[RewardFunction] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Several functions in place of one. The score is their weighted sum, and each is reported.",
+    )
+    import_path: Path_ | None = Field(
+        default=None,
+        description="Folder that functions are imported from; default: the manifest's, in pods the working directory. "
+        "PYTHONPATH comes after it.",
+    )
+    workers: int = Field(default=2, ge=1, le=256, description="Processes that call functions, at most.")
+    timeout_seconds: PositiveFloat = Field(
+        default=120.0, description="Longest that one call of a function may take; its process is then replaced."
+    )
+
+    @property
+    def calls(self) -> list[RewardFunction]:
+        """The functions that replace the reward model; none: a model gives the rewards."""
+        if self.function is not None:
+            return [RewardFunction(function=self.function)]
+        return list(self.functions or [])
 
 
 class Tokenizer(Model):
@@ -350,6 +396,11 @@ class FailurePolicy(Model):
 
     max_restarts: int = Field(
         default=10, ge=0, description="Process restarts before the job fails, all processes together."
+    )
+    reward_retries: int = Field(
+        default=3,
+        ge=0,
+        description="How often a call of a reward function is tried again that raised, crashed or took too long.",
     )
     peer_timeout_seconds: PositiveInt = Field(default=120, description="Silence after which a worker counts as dead.")
     on_unhealthy: Literal["Warn", "Stop"] = Field(

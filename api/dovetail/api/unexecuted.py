@@ -107,7 +107,7 @@ def warnings(spec: RLHFJobSpec, *, cluster: bool = False) -> list[str]:
 
 def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
     ppo = Stage.PPO in spec.stages
-    if Stage.REWARD in spec.stages and spec.models.reward.function is not None:
+    if Stage.REWARD in spec.stages and spec.models.reward.calls:
         yield "spec.stages: the reward stage is dropped, for spec.models.reward.function replaces the reward model."
     critic = spec.models.critic
     if ppo and spec.ppo.advantage != "gae" and (critic.source or critic.lora or critic.share_actor_body):
@@ -115,7 +115,7 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
     if ppo and spec.plan.placement == "Interleaving":
         if sum(pod_count(group) for group in spec.groups if Role.ROLLOUT in group.roles) < 2:
             yield "spec.plan.placement Interleaving has no effect: it takes two rollouts to place models apart."
-        elif spec.models.reward.function is not None and not has_critic(spec):
+        elif spec.models.reward.calls and not has_critic(spec):
             yield "spec.plan.placement Interleaving has no effect: scorers run no model but the reference."
     trainers = [group for group in spec.groups if Role.TRAINER in group.roles]
     if trainers and all(group.on_cpu for group in trainers):

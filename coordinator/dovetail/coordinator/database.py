@@ -47,6 +47,17 @@ CREATE TABLE chunks (
 );
 CREATE TABLE kv (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+# Since version 1: stores that lack these get them, empty.
+ADDED = """
+CREATE TABLE IF NOT EXISTS rewards (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    function TEXT NOT NULL,          -- the reward function's name
+    reward REAL NOT NULL,
+    PRIMARY KEY (iteration, prompt_index, sample_index, function)
+)
+"""
 
 
 def sync_folder(folder: Path) -> None:
@@ -121,6 +132,7 @@ class Database:
                 f"the store {self.path} has schema version {version}, this release reads version {SCHEMA_VERSION}; "
                 "resume with the release that began the run, or begin a new run"
             )
+        self._connection.execute(ADDED)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -11,6 +11,7 @@ from dovetail.coordinator.engines import Engines
 async def run_job(engines: Engines) -> dict[str, Any]:
     """SFT, reward model and PPO as the manifest says, from wherever the store says the job is. Returns the summary."""
     stages = engines.spec.stages
+    await engines.check_rewards()
     if Stage.SFT in stages:
         await engines.run_sft()
     if Stage.REWARD in stages:

@@ -37,13 +37,17 @@ from dovetail.coordinator.changes import Settled, adopt
 from dovetail.coordinator.commands import ModelSources, supervised_step
 from dovetail.coordinator.evaluation import AFTER, BEFORE, Evaluation, measures
 from dovetail.coordinator.experience import Experience, ExperienceFiles
-from dovetail.coordinator.experience_maker import ExperienceMaker, RewardFunction
+from dovetail.coordinator.experience_maker import ExperienceMaker
 from dovetail.coordinator.fleet import Fleet, Timeouts
 from dovetail.coordinator.identity import check_complete, check_model, identify
 from dovetail.coordinator.ppo_stage import PPOStage
 from dovetail.coordinator.prepare import Prepared, prepare
 from dovetail.coordinator.publishing import Publisher
 from dovetail.coordinator.results import Results
+from dovetail.coordinator.rewards.calls import Calls
+from dovetail.coordinator.rewards.live import Live, RewardCallable
+from dovetail.coordinator.rewards.rehearsal import rehearse
+from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.server import NotPrepared, make_app
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.supervised import Hooks, SupervisedStage, centre, run_supervised
@@ -65,15 +69,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the coordinator serves and keeps its files. `reward_function` replaces the manifest's, if given.
-    `pods`: the other processes are pods, for whose start the operator looks after."""
+    """Where the coordinator serves and keeps its files. `reward_function` replaces the manifest's, if given, and is
+    called in this process. `pods`: the other processes are pods, for whose start the operator looks after."""
 
     run_dir: Path
     token: str
     host: str
     port: int
     base_dir: Path
-    reward_function: RewardFunction | None = None
+    reward_function: RewardCallable | None = None
     pods: bool = False
 
 
@@ -100,6 +104,7 @@ class Engines:
         self.history = History(settings.run_dir)
         self.timeline = Timeline(settings.run_dir)
         self.files = ExperienceFiles(settings.run_dir)
+        self._rewards = self._reward_calls()
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -154,10 +159,8 @@ class Engines:
             prepare, self.spec, self.settings.run_dir, self.settings.base_dir, known
         )
         self.store.put("data/sources", {**known, **self._prepared.data.fingerprints})
-        self.sources = ModelSources(
-            self.spec, self.settings.run_dir, self._prepared.model_ref, self.settings.reward_function is None
-        )
-        self._maker = ExperienceMaker(self, self.settings.reward_function)
+        self.sources = ModelSources(self.spec, self.settings.run_dir, self._prepared.model_ref, self._rewards is None)
+        self._maker = ExperienceMaker(self, self._rewards)
         self._evaluation = Evaluation(
             measures(self.spec), self._prepared.held_out_prompts, self.spec.seed, self._maker.answer
         )
@@ -185,6 +188,8 @@ class Engines:
         if self._prepared is not None:
             await self._ppo.close()
             await self._maker.close()
+        if self._rewards is not None:
+            await self._rewards.close()
         if self._session is not None:
             await self._session.close()
         if self._runner is not None:
@@ -305,6 +310,24 @@ class Engines:
         if self._session is None:
             raise RuntimeError("use the engines as an async context manager")
         return self._session
+
+    # ------------------------------------------------------------ reward functions
+
+    def _reward_calls(self) -> Calls | None:
+        """None: a model gives the rewards."""
+        reward, given = self.spec.models.reward, self.settings.reward_function
+        if given is None and not reward.calls:
+            return None
+        caller = Workers(reward, self.settings.base_dir) if given is None else Live(given, reward.timeout_seconds)
+        return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
+
+    async def check_rewards(self) -> None:
+        """Before anything is trained: call the reward functions on two of the job's prompts, once a run. Raises
+        RewardError."""
+        if self._rewards is None or Stage.PPO not in self.spec.stages or self.store.get("rewards/checked"):
+            return
+        await rehearse(self._rewards, self.prepared)
+        self.store.put("rewards/checked", True)
 
     # ------------------------------------------------------------ SFT and reward model
 

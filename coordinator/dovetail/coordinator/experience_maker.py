@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.api.critic import has_critic
-from dovetail.api.messages import Span
 from dovetail.api.types import RLHFJobSpec, Role
 from dovetail.coordinator.experience import Experience, experience_arrays
 from dovetail.coordinator.generation import KIND as ROLLOUT
@@ -25,7 +25,9 @@ from dovetail.coordinator.interstage.stage import generate_and_score
 from dovetail.coordinator.lanes import Lane, Lanes, lanes_of
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.publishing import Target
-from dovetail.coordinator.samples import Key, NewSample, Sample, ScoreRow, State
+from dovetail.coordinator.rewards.calls import Calls
+from dovetail.coordinator.rewards.stage import Joined, Rewards, WithRewards
+from dovetail.coordinator.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.scoring import Inference, Scorer, Scores, load_models
 from dovetail.coordinator.seeds import sample_seed
 from dovetail.coordinator.work import Settings
@@ -33,25 +35,24 @@ from dovetail.coordinator.work import Settings
 if TYPE_CHECKING:
     from dovetail.coordinator.engines import Engines
 
-RewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 LOAD_SECONDS = 600.0
 # Without a single scored sample.
 INFERENCE_SECONDS = 900.0
 
 
 class ExperienceMaker:
-    """Owns generation and inference of the PPO stage; state lives in the store. `facts`: the last iteration's metrics
-    of inter-stage fusion."""
+    """Owns generation and inference of the PPO stage; state lives in the store. `calls`: the reward functions, in place
+    of a reward model. `facts`: the last iteration's metrics of inter-stage fusion and of each reward function."""
 
-    def __init__(self, engines: Engines, reward_function: RewardFunction | None) -> None:
+    def __init__(self, engines: Engines, calls: Calls | None) -> None:
         self._engines = engines
         self._spec: RLHFJobSpec = engines.spec
         self._samples = engines.store.samples
-        self._reward_function = reward_function
+        self._calls = calls
         self._loaded: dict[str, str] = {}
         self._colocated = {g.name for g in self._spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)}
         self._want = ["reference"]
-        if reward_function is None:
+        if calls is None:
             self._want.append("reward")
         if has_critic(self._spec):
             self._want.append("critic")
@@ -91,7 +92,7 @@ class ExperienceMaker:
 
     def discard(self, iteration: int) -> None:
         """Nothing is learnt from the iteration's samples: others are generated when the run goes on."""
-        self._samples.discard(iteration)
+        self._samples.forget(iteration)
 
     # ------------------------------------------------------------ scorers
 
@@ -146,7 +147,8 @@ class ExperienceMaker:
         self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
         total = len(prompts) * self._spec.ppo.samples_per_prompt
         engines.progress.update(samples_done=0, samples_total=total, phase="generation")
-        scored: dict[Key, Scores] = {}
+        if self._calls is not None:
+            await self._calls.open()
         begun = time.time()
         before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
 
@@ -171,19 +173,16 @@ class ExperienceMaker:
         rollouts = engines.fleet.eligible(ROLLOUT)
         async with (
             self._fusion.stage(iteration, lengths, rollouts) as fusion,
-            self._inference(fusion, scored) as inference,
+            self._inference(iteration, prompts, fusion) as inference,
         ):
             done = await generate_and_score(
                 iteration, self._samples, self._generator, inference, fusion, INFERENCE_SECONDS, phase, progress
             )
         generated = begun + engines.timeline.phases["generation"]
-        if self._reward_function is not None:
-            with phase("inference"):
-                await self._reward(iteration, prompts, scored)
         engines.metrics.samples.inc(done.samples)
         engines.metrics.tokens.inc(done.tokens)
         engines.timeline.add(done.spans)
-        self.facts = record(engines, iteration, fusion, done, begun, generated)
+        self.facts = record(engines, iteration, fusion, done, begun, generated) | self._reward_means(iteration)
         groups = {i.name: i.group for i in engines.fleet.instances()}
         # A sample that goes through several lanes is one sample.
         scoring = [
@@ -204,7 +203,7 @@ class ExperienceMaker:
             slot, [NewSample(r.index, 0, np.asarray(r.token_ids, np.int32), seed) for r, seed in pairs]
         )
         await self._generator.generate(slot)
-        return [self._text(s) for s in self._samples.samples(slot)]
+        return [self._text(s.tokens) for s in self._samples.samples(slot)]
 
     def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:
         return [
@@ -219,17 +218,14 @@ class ExperienceMaker:
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
 
-    def _inference(self, fusion: StageFusion, scored: dict[Key, Scores]) -> Lanes:
-        """Scores finished samples: stores them, or puts them into `scored` where the reward function must be called."""
+    def _inference(self, iteration: int, prompts: Sequence[PromptRecord], fusion: StageFusion) -> Lanes | WithRewards:
+        """Scores finished samples and stores their scores; with reward functions, once these have answered too."""
         engines = self._engines
 
+        joined = Joined(self._samples, engines.iteration)
+
         def keep(scores: list[Scores]) -> None:
-            if self._reward_function is not None:
-                scored.update((s.key, s) for s in scores)
-            else:
-                self._samples.score(
-                    ScoreRow(s.key, s.ref_logprobs, s.values, s.score, engines.iteration) for s in scores
-                )
+            self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, engines.iteration) for s in scores)
 
         def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
             return Inference(
@@ -248,7 +244,19 @@ class ExperienceMaker:
                 gone=lambda scorer: engines.fleet.gone(scorer.name, scorer.incarnation),
             )
 
-        return Lanes(self._lanes, lane_inference, keep)
+        if self._calls is None:
+            return Lanes(self._lanes, lane_inference, keep)
+        rewards = Rewards(
+            iteration,
+            self._calls,
+            self._samples,
+            prompts,
+            self._spec.ppo.samples_per_prompt,
+            lambda sample: self._text(sample.response),
+            joined.reward,
+            lambda span: engines.timeline.add([span]),
+        )
+        return WithRewards(Lanes(self._lanes, lane_inference, joined.scores), rewards)
 
     def _out_of_the_way(self, scorer: Scorer, fusion: StageFusion) -> bool:
         """A freed rollout that can sleep must do so first."""
@@ -261,43 +269,19 @@ class ExperienceMaker:
             known = self._fusion.measured(instance.group)
             (known.swapped_in if way == "in" else known.swapped_out)(seconds)
 
-    async def _reward(self, iteration: int, prompts: Sequence[PromptRecord], scored: dict[Key, Scores]) -> None:
-        """Once for all samples, as the function may compare them."""
-        todo = self._samples.samples(iteration, State.GENERATED)
-        if not todo:
-            return
-        rewards = await self._call_reward_function(todo, prompts)
-        self._samples.score(
-            ScoreRow(s.key, scored[s.key].ref_logprobs, scored[s.key].values, reward, self._engines.iteration)
-            for s, reward in zip(todo, rewards, strict=True)
-        )
+    def _reward_means(self, iteration: int) -> dict[str, float]:
+        """reward/<name> of each function: its mean over the iteration's samples, before its weight."""
+        by_function: dict[str, list[float]] = {}
+        for given in self._samples.rewards(iteration).values():
+            for title, reward in given.items():
+                by_function.setdefault(title, []).append(reward)
+        means = {title: math.fsum(rewards) / len(rewards) for title, rewards in sorted(by_function.items())}
+        for title, mean in means.items():
+            self._engines.metrics.reward_functions.labels(title).set(mean)
+        return {f"reward/{title}": mean for title, mean in means.items()}
 
-    async def _call_reward_function(self, todo: Sequence[Sample], prompts: Sequence[PromptRecord]) -> list[float]:
-        """In a thread (or awaited, if it is a coroutine function), with the prompts' other fields as keyword lists."""
-        assert self._reward_function is not None
-        records = [prompts[s.key.prompt] for s in todo]
-        names = sorted(set().union(*(r.fields for r in records)))
-        fields: dict[str, list[Any]] = {name: [r.fields.get(name) for r in records] for name in names}
-        texts = [r.text for r in records]
-        responses = [self._text(s) for s in todo]
-        started = time.time()
-        function = self._reward_function
-        if inspect.iscoroutinefunction(function):
-            rewards = await function(texts, responses, **fields)
-        else:
-            rewards = await asyncio.to_thread(function, texts, responses, **fields)
-        self._engines.timeline.add(
-            [Span(name="reward function", process="coordinator", lane="reward", start=started, end=time.time())]
-        )
-        rewards = [float(r) for r in rewards]
-        if len(rewards) != len(todo):
-            raise ValueError(
-                f"models.reward.function returned {len(rewards)} rewards for {len(todo)} responses; return one each"
-            )
-        return rewards
-
-    def _text(self, sample: Sample) -> str:
-        text = self._engines.prepared.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+    def _text(self, tokens: NDArray[np.int32]) -> str:
+        text = self._engines.prepared.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return str(text)
 
     def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
@@ -309,7 +293,7 @@ class ExperienceMaker:
         return Experience(
             iteration=iteration,
             prompts=[prompts[s.key.prompt].text for s in samples],
-            responses=[self._text(s) for s in samples],
+            responses=[self._text(s.tokens) for s in samples],
             arrays=arrays,
             fields=[s.fields for s in samples],
         )

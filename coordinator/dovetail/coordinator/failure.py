@@ -10,11 +10,12 @@ from dovetail.coordinator.changes import ChangeError
 from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.health import UnhealthyError
 from dovetail.coordinator.in_flight import GenerationError
+from dovetail.coordinator.rewards.calls import RewardError
 from dovetail.coordinator.store import StoreError
 from dovetail.coordinator.trainer_group import TrainerError
 
 # Errors whose message is a sentence for the user; of others a traceback helps, too.
-EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, UnhealthyError)
+EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, RewardError, UnhealthyError)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

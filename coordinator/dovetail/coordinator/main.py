@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.callables import load_callable
 from dovetail.api.env import ProcessEnv
 from dovetail.api.exit_codes import JOB_FAILED
 from dovetail.api.plan import Plan
@@ -92,14 +91,12 @@ def _text(path: Path) -> str:
 async def _run(env: ProcessEnv, log: EventLog) -> int:
     job = RLHFJob.model_validate_json(_text(env.job_file))
     plan = Plan.model_validate_json(_text(env.plan_file))
-    function = job.spec.models.reward.function
     settings = Settings(
         run_dir=env.run_dir,
         token=env.token,
         host=env.host,
         port=env.port,
         base_dir=Path.cwd(),
-        reward_function=load_callable(function, "spec.models.reward.function") if function else None,
         pods=env.config_dir is not None,
     )
     engines = Engines(job.spec, plan, settings, log)

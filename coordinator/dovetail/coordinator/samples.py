@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ __all__ = [
     "Tokens",
 ]
 
+_TABLES = ("chunks", "samples", "rewards")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
 
 
@@ -123,20 +124,14 @@ class SampleTable:
     def forget_before(self, iteration: int) -> None:
         """Delete all iterations of training, which count from 1, below `iteration`."""
         with self._db.transaction() as db:
-            db.execute("DELETE FROM chunks WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
-            db.execute("DELETE FROM samples WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
+            for table in _TABLES:
+                db.execute(f"DELETE FROM {table} WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
 
     def forget(self, iteration: int) -> None:
-        """Delete one iteration."""
+        """Delete one iteration; its prompts can be answered anew."""
         with self._db.transaction() as db:
-            db.execute("DELETE FROM chunks WHERE iteration=?", (iteration,))
-            db.execute("DELETE FROM samples WHERE iteration=?", (iteration,))
-
-    def discard(self, iteration: int) -> None:
-        """Delete an iteration, so that its prompts are answered anew."""
-        with self._db.transaction() as db:
-            db.execute("DELETE FROM chunks WHERE iteration=?", (iteration,))
-            db.execute("DELETE FROM samples WHERE iteration=?", (iteration,))
+            for table in _TABLES:
+                db.execute(f"DELETE FROM {table} WHERE iteration=?", (iteration,))
 
     # ------------------------------------------------------------ generation
 
@@ -241,7 +236,26 @@ class SampleTable:
                 done += 1
         return done
 
+    def add_rewards(self, function: str, rewards: Mapping[Key, float]) -> None:
+        """What one call of a reward function gave."""
+        with self._db.transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)",
+                [(*key, function, reward) for key, reward in rewards.items()],
+            )
+
     # ------------------------------------------------------------ queries
+
+    def rewards(self, iteration: int) -> dict[Key, dict[str, float]]:
+        """What reward functions gave so far, by sample and function."""
+        found: dict[Key, dict[str, float]] = {}
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT prompt_index, sample_index, function, reward FROM rewards WHERE iteration=?", (iteration,)
+            )
+            for prompt, sample, function, reward in rows:
+                found.setdefault(Key(iteration, prompt, sample), {})[function] = reward
+        return found
 
     def samples(self, iteration: int, *states: State) -> list[Sample]:
         """An iteration's samples in order of (prompt, sample); only those in `states`, if any are given."""

@@ -20,6 +20,12 @@ class Metrics:
         self.stage_step = Gauge("dovetail_stage_step", "Last finished step of a stage.", ["stage"], registry=registry)
         self.steps = Counter("dovetail_steps", "Finished steps, replays included.", ["stage"], registry=registry)
         self.reward = Gauge("dovetail_reward_mean", "Mean score of the last iteration's samples.", registry=registry)
+        self.reward_functions = Gauge(
+            "dovetail_reward_function_mean",
+            "Mean of each reward function over the last iteration's samples, before its weight.",
+            ["function"],
+            registry=registry,
+        )
         self.kl = Gauge("dovetail_kl_nats", "Mean KL per sample to the reference, last iteration.", registry=registry)
         self.samples = Counter("dovetail_samples", "Samples generated.", registry=registry)
         self.tokens = Counter("dovetail_response_tokens", "Response tokens generated.", registry=registry)

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.accelerators import no_gpus, on_cpus
-from dovetail.api.callables import load_callable
 from dovetail.api.files import model_configs
 from dovetail.api.manifest import ManifestError
 from dovetail.api.types import RLHFJob
@@ -33,8 +32,8 @@ from dovetail.api.validation import load_manifest, parse_manifest, resolve
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.eventlog import EventLog
 from dovetail.coordinator.experience import Experience
-from dovetail.coordinator.experience_maker import RewardFunction
 from dovetail.coordinator.failure import sentence
+from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.local.aftermath import leave_behind, with_cause
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
@@ -51,7 +50,8 @@ START_SECONDS = 300.0
 class Pipeline:
     """Synchronous; use from one thread, as a context manager. On leaving, every process it started is ended.
 
-    `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model.
+    `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model; it is
+    called in this process, for each prompt's responses (or for each one: docs/custom.md), while others are generated.
     `advantage_function(experience)` returns (advantages, returns), each (N,R) float32, and replaces the job's
     estimator. Errors of the job are raised as `RunError` with one sentence."""
 
@@ -60,7 +60,7 @@ class Pipeline:
         job: RLHFJob,
         run_dir: Path | str,
         *,
-        reward_function: RewardFunction | None = None,
+        reward_function: RewardCallable | None = None,
         advantage_function: AdvantageFunction | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -68,10 +68,7 @@ class Pipeline:
         self.job = job
         self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()))
         self.run_dir = Path(run_dir).resolve()
-        named = job.spec.models.reward.function
-        self._reward_function = reward_function or (
-            load_callable(named, "spec.models.reward.function") if named else None
-        )
+        self._reward_function = reward_function
         self._advantage_function = advantage_function
         self._launcher = Launcher(
             job, self.plan, self.run_dir, resume=resume, overwrite=overwrite, exclude={COORDINATOR}
@@ -201,7 +198,13 @@ class Pipeline:
             base_dir=Path.cwd(),
             reward_function=self._reward_function,
         )
-        return await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
+        engines = await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
+        try:
+            await engines.check_rewards()
+        except BaseException:
+            await engines.__aexit__(None, None, None)
+            raise
+        return engines
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

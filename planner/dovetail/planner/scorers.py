@@ -17,7 +17,7 @@ from dovetail.planner.memory.rollout import UTILISATION
 def scored_models(spec: RLHFJobSpec) -> list[Scored]:
     """What PPO asks scorers for."""
     found: list[Scored] = ["reference"]
-    if spec.models.reward.function is None:
+    if not spec.models.reward.calls:
         found.append("reward")
     if has_critic(spec):
         found.append("critic")

@@ -267,7 +267,7 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
         tasks.append(TaskPlacement(task="reward_training", groups=trainers))
     if Stage.PPO in spec.stages:
         tasks += [TaskPlacement(task="generation", groups=rollouts), TaskPlacement(task="reference", groups=rollouts)]
-        if spec.models.reward.function is None:
+        if not spec.models.reward.calls:
             tasks.append(TaskPlacement(task="reward", groups=rollouts))
         if has_critic(spec):
             tasks.append(TaskPlacement(task="critic", groups=rollouts))

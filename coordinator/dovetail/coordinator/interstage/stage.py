@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from dovetail.coordinator.generation import Generator
 from dovetail.coordinator.interstage.fusion import StageFusion
-from dovetail.coordinator.lanes import Lanes
 from dovetail.coordinator.samples import Sample, SampleTable, State
-from dovetail.coordinator.scoring import Finished, Inference
+from dovetail.coordinator.scoring import Finished
 from dovetail.coordinator.work import Generated
+
+
+class Scoring(Protocol):
+    """What becomes of finished samples: see `dovetail.coordinator.scoring.Inference`."""
+
+    def add(self, samples: Iterable[Finished]) -> None: ...
+    def poke(self) -> None: ...
+    def check(self) -> None: ...
+    async def finish(self, deadline_seconds: float) -> None: ...
 
 
 def _finished(sample: Sample) -> Finished:
@@ -21,7 +30,7 @@ async def generate_and_score(
     iteration: int,
     samples: SampleTable,
     generator: Generator,
-    inference: Inference | Lanes,
+    inference: Scoring,
     fusion: StageFusion,
     deadline_seconds: float,
     phase: Callable[[str], AbstractContextManager[None]],

@@ -72,7 +72,7 @@ def needed(spec: RLHFJobSpec, model: str) -> bool:
     """Whether the job runs the model."""
     ppo = Stage.PPO in spec.stages
     if model == "reward":
-        return Stage.REWARD in spec.stages or (ppo and spec.models.reward.function is None)
+        return Stage.REWARD in spec.stages or (ppo and not spec.models.reward.calls)
     return {"actor": True, "reference": ppo, "critic": ppo and has_critic(spec)}[model]
 
 

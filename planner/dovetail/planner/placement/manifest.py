@@ -34,7 +34,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
     """One PPO iteration. Prompts are taken to be half as long as they may be, responses to have a long tail, until
     some are measured."""
     longest = spec.data.max_prompt_tokens
-    function = spec.models.reward.function is not None
+    function = bool(spec.models.reward.calls)
     critic = spec.models.critic.lora or spec.models.reward.lora
     return Workload(
         actor=shapes["actor"],

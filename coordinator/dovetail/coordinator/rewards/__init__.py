@@ -1,0 +1,1 @@
+"""Reward functions: called in worker processes as samples finish, with a deadline, checked and tried again."""

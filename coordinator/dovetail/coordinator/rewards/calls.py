@@ -1,0 +1,122 @@
+"""One call of a reward function: what it is given, how it may fail, and when it is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+BACKOFF_SECONDS = 1.0
+MAX_BACKOFF_SECONDS = 30.0
+
+
+class RewardError(Exception):
+    """A reward function ends the job; the message is one sentence for the user."""
+
+
+@dataclass(eq=False)
+class CallFailed(Exception):
+    """`what` the function did, as a verb phrase. `again`: it may do better; `outside`: a connection or a file failed,
+    not the code. `frames`: the last ones of its traceback, "file:line in name"."""
+
+    what: str
+    frames: Sequence[str] = ()
+    again: bool = True
+    outside: bool = False
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function. `where`: its file and line; `needs`: what one call is given."""
+
+    title: str
+    weight: float
+    where: str
+    needs: Literal["Sample", "Group"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Responses to one prompt: a list each of prompts, responses and the record's other fields, all of one length.
+
+    `prompt` counts from 0 in the iteration; `sample` is the sample's number where there is one only."""
+
+    iteration: int
+    prompt: int
+    prompts: list[str]
+    responses: list[str]
+    fields: dict[str, list[Any]] = field(default_factory=dict)
+    sample: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One reward for each response; `started` and `ended` in seconds since the epoch."""
+
+    rewards: list[float]
+    started: float
+    ended: float
+
+
+class Caller(Protocol):
+    """Where functions run. `open` (idempotent) finds them, and raises RewardError; `call` raises CallFailed."""
+
+    async def open(self) -> list[Function]: ...
+    async def call(self, function: int, call: Call) -> Answer: ...
+    async def close(self) -> None: ...
+
+
+class Calls:
+    """A caller with retries: what raises, crashes or hangs is called again up to `retries` times, after 1, 2, 4, ...
+    seconds; nonsense is not, for it would come again."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        retries: int,
+        log: Callable[..., None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._caller = caller
+        self._retries = retries
+        self._log = log
+        self._sleep = sleep
+        self.functions: list[Function] = []
+
+    async def open(self) -> list[Function]:
+        """Find the functions, once. Raises RewardError."""
+        if not self.functions:
+            self.functions = await self._caller.open()
+        return self.functions
+
+    async def close(self) -> None:
+        """End the workers."""
+        await self._caller.close()
+
+    async def rewards(self, function: int, call: Call, rehearsal: bool = False) -> Answer:
+        """Raises RewardError with one sentence. A rehearsal tries again only what failed outside of the code."""
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return await self._caller.call(function, call)
+            except CallFailed as error:
+                text = sentence(self.functions[function], call, error, tries, rehearsal)
+                if not error.again or tries > self._retries or (rehearsal and not error.outside):
+                    raise RewardError(text) from error
+                seconds = min(BACKOFF_SECONDS * 2 ** (tries - 1), MAX_BACKOFF_SECONDS)
+                self._log("reward.failed", reason=text, again_in=seconds)
+                await self._sleep(seconds)
+
+
+def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehearsal: bool = False) -> str:
+    """What failed, where, on which prompt, and the traceback's last frames."""
+    sample = "" if call.sample is None else f", sample {call.sample}"
+    when = " (a rehearsal, before training)" if rehearsal else ""
+    often = "" if tries == 1 else f", {tries} times in a row"
+    frames = f"; last frames: {', '.join(error.frames)}" if error.frames else ""
+    return (
+        f"reward function {function.title} ({function.where}) {error.what}{often}, on prompt {call.prompt}{sample} of "
+        f"iteration {call.iteration}{when}{frames}"
+    )

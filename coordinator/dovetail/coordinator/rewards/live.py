@@ -1,0 +1,110 @@
+"""A reward function that the Python API was given, called in this process: one call at a time, in a thread, or awaited
+if it is a coroutine function."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from dovetail.coordinator.rewards.calls import Answer, Call, CallFailed, Function, RewardError
+from dovetail.coordinator.rewards.values import FRAMES, WrongRewards, checked, describe, raised
+
+RewardCallable = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
+
+
+class Live:
+    """What passes its deadline of `seconds` is left to itself, for a thread cannot be ended."""
+
+    def __init__(self, function: RewardCallable, seconds: float) -> None:
+        self._function = function
+        self._seconds = seconds
+        self._one = asyncio.Lock()
+
+    async def open(self) -> list[Function]:
+        """The one function. Raises RewardError for a bad attribute `needs`."""
+        title = getattr(self._function, "__name__", type(self._function).__name__)
+        try:
+            found = describe(self._function)
+        except ValueError as error:
+            raise RewardError(f"reward function {title}: {error}") from error
+        where = title if found["file"] is None else f"{found['file']}:{found['line']}"
+        return [Function(title, 1.0, where, found["needs"] or "Group")]
+
+    async def call(self, function: int, call: Call) -> Answer:
+        """Raises CallFailed."""
+        work: Callable[[], Any] = functools.partial(self._function, call.prompts, call.responses, **call.fields)
+        async with self._one:
+            started = time.time()
+            thread: _Thread | None = None
+            try:
+                async with asyncio.timeout(self._seconds) as limit:
+                    if inspect.iscoroutinefunction(self._function):
+                        result = await work()
+                    else:
+                        thread = _Thread(work)
+                        # Raised here, for a coroutine cannot raise StopIteration.
+                        result, failure = await thread.result()
+                        if failure is not None:
+                            raise failure
+                rewards = checked(result, len(call.responses))
+            except WrongRewards as error:
+                raise CallFailed(str(error), again=False) from error
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                if limit.expired():
+                    text = f"gave no answer within {self._seconds:g} s (spec.models.reward.timeoutSeconds)"
+                    raise CallFailed(text, [] if thread is None else thread.frames()) from error
+                found = raised(error, {__file__})
+                raise CallFailed(f"raised {found['what']}", found["frames"], outside=found["outside"]) from error
+            return Answer(rewards, started, time.time())
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Thread:
+    """Runs `work` in a daemon thread, which the interpreter does not wait for."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="reward function", daemon=True)
+        self._thread.start()
+
+    async def result(self) -> tuple[Any, BaseException | None]:
+        """What it returned, or raised."""
+        return await self._done
+
+    def frames(self) -> list[str]:
+        """The last frames of where it is now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        found = []
+        while frame is not None and frame.f_code.co_filename != __file__:
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
+        return found[:FRAMES][::-1]
+
+    def _run(self) -> None:
+        try:
+            self._tell(self._work(), None)
+        # SystemExit, too, is the function's.
+        except BaseException as error:
+            self._tell(None, error)
+
+    def _tell(self, result: Any, error: BaseException | None) -> None:
+        def tell() -> None:
+            if not self._done.done():
+                self._done.set_result((result, error))
+
+        # Late: the loop may be closed.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(tell)
