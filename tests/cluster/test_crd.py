@@ -93,7 +93,10 @@ def test_examples_are_accepted(server, path):
         {"plan.interStageFusion": "Off"},
         {"plan.parallelism": {"actor": {"dp": 2}}},
         {"models.reward": {"function": "a:b"}, "data.preferences": []},
-        {"models.reward": {"functions": [{"function": "a:b"}, {"function": "c:b", "name": "c"}]}, "data.preferences": []},
+        {
+            "models.reward": {"functions": [{"function": "a:b"}, {"function": "c:b", "name": "c"}]},
+            "data.preferences": [],
+        },
         {"groups.1.replicas": DELETE, "groups.1.minReplicas": 1, "groups.1.maxReplicas": 4},
         {"groups.1.podTemplate": {"spec": {"anything": [{"goes": 1}]}}, "models.actor.lora": {}},
     ],

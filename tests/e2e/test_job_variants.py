@@ -168,6 +168,6 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert metrics["reward"] == pytest.approx(float(experience.scores.mean()))
         assert pipeline.iteration == 1
         document = pipeline.finish()
-    assert calls == [1] * 18, "one for each prompt, after two that were for trial"
+    assert calls == [1] * 18, "one for each prompt, after a rehearsal on two"
     assert json.loads((tmp_path / "summary.json").read_text()) == document
     assert (tmp_path / "models" / "actor" / "config.json").exists()

@@ -203,6 +203,14 @@ def actor(path: str):
     return {"actor": {"source": {"path": path}}, "tokenizer": {}}
 
 
+def test_a_folder_of_reward_functions_must_be_there(tmp_path):
+    missing = {"reward": {"function": "a:b", "importPath": "code"}}
+    (found,) = files(tmp_path, models=missing)
+    assert found.startswith(f"spec.models.reward.importPath: {tmp_path}/code is no folder")
+    (tmp_path / "code").mkdir()
+    assert files(tmp_path, models=missing) == []
+
+
 def test_a_good_model_folder(tmp_path):
     assert files(tmp_path, models=actor(model_folder(tmp_path / "m"))) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -15,7 +16,10 @@ import numpy as np
 import psutil
 import pytest
 
-from dovetail.api.types import RewardModel
+from dovetail.api.env import ProcessEnv
+from dovetail.api.types import RewardModel, RLHFJob
+from dovetail.coordinator import main as coordinator_main
+from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.rewards.calls import Answer, Call, Calls, Function, RewardError
 from dovetail.coordinator.rewards.live import Live
@@ -25,6 +29,9 @@ from dovetail.coordinator.sample import Assignment, Delta
 from dovetail.coordinator.samples import Key, NewSample, State
 from dovetail.coordinator.scoring import Finished, Scores
 from dovetail.coordinator.store import Store
+from dovetail.planner.simple import make_plan
+from dovetail.trainer.loop import free_port
+from helpers.jobs import tiny_job
 
 CODE = """\
 import asyncio, ctypes, os, pathlib, sys, time
@@ -35,7 +42,7 @@ def good(prompts, responses, **fields):
     return [float(len(r)) for r in responses]
 
 def key_error(prompts, responses, **fields):
-    return [fields["score"] for _ in responses]
+    return fields["score"]
 
 def leaves(prompts, responses, **fields):
     sys.exit(3)
@@ -324,6 +331,63 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(folder: Path) -> None:
 
     first, second = run(reward("pid"), folder, work, retries=1)
     assert first != second
+
+
+# ---------------------------------------------------------------- before training
+
+
+def tiny(folder: Path, name: str) -> RLHFJob:
+    return tiny_job(
+        stages=["sft", "ppo"],
+        models={
+            "actor": tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True),
+            "reward": {"function": f"mine:{name}", "importPath": str(folder)},
+        },
+    )
+
+
+def test_a_broken_function_fails_the_job_before_anything_is_trained(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator's own main, without a trainer or a rollout."""
+    job = tiny(folder, "key_error")
+    (tmp_path / "job.json").write_text(job.model_dump_json(by_alias=True))
+    (tmp_path / "plan.json").write_text(make_plan(job.spec).model_dump_json(by_alias=True))
+    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1'))}"
+    env = ProcessEnv("tiny", "coordinator", tmp_path, url, "secret", "127.0.0.1", port, 0, "", 0, 1)
+    for key, value in env.write().items():
+        monkeypatch.setenv(key, value)
+    assert coordinator_main.main([]) == 1
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["state"] == "failed"
+    assert found["reason"] == (
+        f"reward function key_error ({folder}/mine.py:{line('key_error')}) raised KeyError: 'score', on prompt 0 of "
+        f"iteration 1 (a rehearsal, before training); last frames: {folder}/mine.py:9 in key_error"
+    )
+    (failed,) = [e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "job.failed"]
+    assert failed["reason"] == found["reason"]
+
+
+def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Path) -> None:
+    calls: list[tuple[list[str], list[str]]] = []
+
+    def mine(prompts: list[str], responses: list[str], **fields: Any) -> list[float]:
+        calls.append((prompts, responses))
+        return [0.0] * len(responses)
+
+    spec = tiny(tmp_path, "unused").spec
+
+    async def start() -> list[str]:
+        settings = Settings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path, mine)
+        async with Engines(spec, make_plan(spec), settings, lambda *_, **__: None) as engines:
+            await engines.check_rewards()
+            return [record.text for record in engines.prepared.prompts(1)]
+
+    texts = asyncio.run(start())
+    assert [prompts for prompts, _ in calls] == [[text] for text in texts[:2]]
+    assert all(response for _, (response,) in calls)
+    asyncio.run(start())
+    assert len(calls) == 2, "not again when the coordinator comes back"
 
 
 # ---------------------------------------------------------------- in this process
