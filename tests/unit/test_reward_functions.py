@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -331,6 +333,46 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(folder: Path) -> None:
 
     first, second = run(reward("pid"), folder, work, retries=1)
     assert first != second
+
+
+ORPHAN = """
+import asyncio, os, pathlib, sys
+from dovetail.api.types import RewardModel
+from dovetail.coordinator.rewards.calls import Call
+from dovetail.coordinator.rewards.workers import Workers
+
+async def main():
+    model = RewardModel(functions=[{"function": "mine:pid"}, {"function": "mine:hangs"}])
+    workers = Workers(model, pathlib.Path(sys.argv[1]))
+    await workers.open()
+    (pid,) = (await workers.call(0, Call(1, 0, ["p"], ["r"]))).rewards
+    print(int(pid), flush=True)
+    await workers.call(1, Call(1, 0, ["p"], ["r"]))
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_hangs_dies_with_its_coordinator(folder: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        worker = psutil.Process(int(coordinator.stdout.readline()))
+        coordinator.kill()
+    worker.wait(30)
+
+
+def test_workers_serve_a_loop_of_another_thread(folder: Path) -> None:
+    """As the Python API's."""
+    found = []
+
+    async def work(calls: Calls, _: Workers) -> Any:
+        return (await calls.rewards(0, of("abc"))).rewards
+
+    thread = threading.Thread(target=lambda: found.append(run(reward("good"), folder, work)))
+    thread.start()
+    thread.join(60)
+    assert found == [[3.0]]
 
 
 # ---------------------------------------------------------------- before training

@@ -326,6 +326,7 @@ class Engines:
         RewardError."""
         if self._rewards is None or Stage.PPO not in self.spec.stages or self.store.get("rewards/checked"):
             return
+        self.progress.update(message="trying the reward functions")
         await rehearse(self._rewards, self.prepared)
         self.store.put("rewards/checked", True)
 

@@ -152,6 +152,8 @@ class Pipeline:
         try:
             self._start_thread(self._run_loop, "dovetail-loop")
             self._engines = self._submit(self._open(), START_SECONDS)
+            # Each call has its own deadline.
+            self._submit(self._engines.check_rewards())
             self._start_thread(self._supervise, "dovetail-launcher")
         except BaseException as error:
             self.close()
@@ -198,13 +200,7 @@ class Pipeline:
             base_dir=Path.cwd(),
             reward_function=self._reward_function,
         )
-        engines = await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
-        try:
-            await engines.check_rewards()
-        except BaseException:
-            await engines.__aexit__(None, None, None)
-            raise
-        return engines
+        return await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
