@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from dovetail.api.env import ProcessEnv
+from dovetail.api.exit_codes import JOB_FAILED
 from dovetail.api.types import RewardModel, RLHFJob
 from dovetail.coordinator import main as coordinator_main
 from dovetail.coordinator.engines import Engines, Settings
@@ -399,7 +400,7 @@ def test_a_broken_function_fails_the_job_before_anything_is_trained(
     env = ProcessEnv("tiny", "coordinator", tmp_path, url, "secret", "127.0.0.1", port, 0, "", 0, 1)
     for key, value in env.write().items():
         monkeypatch.setenv(key, value)
-    assert coordinator_main.main([]) == 1
+    assert coordinator_main.main([]) == JOB_FAILED
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["state"] == "failed"
     assert found["reason"] == (
