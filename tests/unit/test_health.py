@@ -155,7 +155,7 @@ class Run:
         engines.session.save = self._save  # type: ignore[method-assign]
         samples = engines.store.samples
         maker = SimpleNamespace(
-            facts={}, in_batch=lambda i: None, trained=lambda i: None, rest=self._save, discard=samples.discard
+            facts={}, in_batch=lambda i: None, trained=lambda i: None, rest=self._save, discard=samples.forget
         )
         self.stage = PPOStage(engines, maker)  # type: ignore[arg-type]
 
