@@ -24,10 +24,11 @@ from dovetail.coordinator.results import Results, leave
 from dovetail.coordinator.store import Store, StoreError
 from dovetail.coordinator.summary import write_json
 from dovetail.coordinator.telemetry import History
-from dovetail.local.aftermath import full_disk, leave_behind, with_cause
+from dovetail.local.aftermath import DiskWatch, full_disk, leave_behind, reserve, with_cause
 from dovetail.local.report import read_history
 from dovetail.local.supervisor import Outcome
 from dovetail.planner.simple import make_plan
+from dovetail.trainer.events import Events
 from helpers.jobs import tiny_job
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -134,6 +135,7 @@ def test_a_log_on_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> No
         log = EventLog(Path("/dev/full"), "coordinator", stream=full)
         log("a.b", x=1)
         log.close()
+        Events("trainer-0", stream=full)("a.b", x=1)
         with pytest.raises(OSError, match="No space"):
             full.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
@@ -201,6 +203,29 @@ def test_a_full_disk_is_the_cause_whoever_failed(disk: Path, tmp_path: Path) -> 
     assert not (disk / "summary.tmp").exists()
     leave_behind(disk, died)  # raises nothing
     filler.unlink()
+
+
+def test_a_run_keeps_room_for_its_last_words(disk: Path) -> None:
+    reserve(disk)
+    fill(disk)
+    leave_behind(disk, with_cause(Outcome(False, "the disk that holds store.sqlite is full"), (disk,)))
+    told = f"the disk that holds {disk} is full; free some space, then continue with --resume"
+    assert json.loads((disk / "summary.json").read_text()) == {"state": "failed", "reason": told}
+    assert told in (disk / "report.html").read_text()
+
+
+def test_a_disk_that_is_full_is_told_once(disk: Path) -> None:
+    told: list[str] = []
+    now = [0.0]
+    watch = DiskWatch((disk,), told.append, lambda: now[0])
+    for filled in (False, True, True, False, True):
+        filler = fill(disk) if filled else None
+        watch.look()
+        watch.look()
+        now[0] += 10.0
+        if filler is not None:
+            filler.unlink()
+    assert told == [f"Warning: the disk that holds {disk} is full; free some space"] * 2
 
 
 def test_a_coordinator_on_a_full_disk_says_so_and_ends(disk: Path, tmp_path: Path) -> None:

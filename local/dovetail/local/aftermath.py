@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from dovetail.local.supervisor import Outcome
 
 # With less than this no checkpoint, no log and no database goes on.
 LEAST_BYTES = 1 << 20
+LOOK_SECONDS = 5.0
+RESERVE = ".reserve"
+RESERVE_BYTES = 1 << 19
 
 
 def full_disk(folders: Iterable[Path]) -> Path | None:
@@ -29,11 +32,45 @@ def full_disk(folders: Iterable[Path]) -> Path | None:
     return None
 
 
+def reserve(run_dir: Path) -> None:
+    """Take the room that summary.json and report.html need should the disk become full."""
+    with contextlib.suppress(OSError):
+        (run_dir / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+
+
+def give_back(run_dir: Path) -> None:
+    """Nobody needs the reserve any more, or now is the time."""
+    with contextlib.suppress(OSError):
+        (run_dir / RESERVE).unlink()
+
+
+class DiskWatch:
+    """Tells when a disk of the run becomes full: logs lose lines then, and the next checkpoint or the store's next
+    transaction fails. `clock`: monotonic seconds."""
+
+    def __init__(self, folders: Sequence[Path], tell: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._folders = folders
+        self._tell = tell
+        self._clock = clock
+        self._due = clock()
+        self._told: Path | None = None
+
+    def look(self) -> None:
+        """Call often; it looks every few seconds."""
+        if self._clock() < self._due:
+            return
+        self._due = self._clock() + LOOK_SECONDS
+        found = full_disk(self._folders)
+        if found is not None and found != self._told:
+            self._tell(f"Warning: the disk that holds {found} is full; free some space")
+        self._told = found
+
+
 def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
     """A failure on a full disk, as one sentence: who failed may have found no room to say why."""
     if outcome.succeeded or outcome.interrupted or (folder := full_disk(folders)) is None:
         return outcome
-    said = f" (last: {outcome.reason})" if outcome.reason else ""
+    said = f" (last: {outcome.reason})" if outcome.reason and "is full" not in outcome.reason else ""
     text = f"the disk that holds {folder} is full; free some space, then continue with --resume{said}"
     return replace(outcome, reason=text)
 
@@ -41,6 +78,7 @@ def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
 def leave_behind(run_dir: Path, outcome: Outcome) -> None:
     """Write both files, as far as the disk lets; what the coordinator wrote of its failure stays. For after the last
     process has ended."""
+    give_back(run_dir)
     with contextlib.suppress(OSError):
         if outcome.interrupted:
             leave(run_dir, "interrupted", None)

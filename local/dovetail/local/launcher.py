@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
 from dovetail.api.types import RLHFJob
-from dovetail.local.aftermath import leave_behind, with_cause
+from dovetail.local.aftermath import DiskWatch, give_back, leave_behind, reserve, with_cause
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
 from dovetail.local.ports import PortReservation
@@ -83,6 +84,11 @@ class Launcher:
         return self._dir.path
 
     @property
+    def _disks(self) -> tuple[Path, Path]:
+        """Folders that may be on disks of their own."""
+        return self.run_dir, self._dir.logs
+
+    @property
     def url(self) -> str:
         """The coordinator's address."""
         return f"http://{HOST}:{self.coordinator_port}"
@@ -139,17 +145,20 @@ class Launcher:
         """Start, wait for the end, stop. SIGINT and SIGTERM stop everything within seconds, a second one at once.
 
         `on_step` is called a few times a second. Signals are handled only when called from the main thread."""
+        disks = DiskWatch(self._disks, self._tell, time.monotonic)
         previous = self._catch_signals()
+        reserve(self.run_dir)
         try:
             self.start()
             outcome: Outcome | None = None
             while outcome is None:
                 outcome = self.step(0.2)
                 on_step()
+                disks.look()
                 if self._interrupts:
                     outcome = Outcome(False, "interrupted", interrupted=True)
             # Before processes tidy up as they end.
-            outcome = with_cause(outcome, (self.run_dir, self._dir.logs))
+            outcome = with_cause(outcome, self._disks)
             self.stop()
             if not outcome.succeeded:
                 leave_behind(self.run_dir, outcome)
@@ -159,6 +168,7 @@ class Launcher:
             leave_behind(self.run_dir, Outcome(False, str(error)))
             raise
         finally:
+            give_back(self.run_dir)
             for sig, handler in previous.items():
                 signal.signal(sig, handler)
 

@@ -40,7 +40,8 @@ def event_log(process: str) -> Log:
 
     def log(event: str, **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "process": process, "event": event, **fields}
-        print(json.dumps(line, default=str), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a line that a full disk does not take is lost, and nothing else
+            print(json.dumps(line, default=str), file=sys.stderr, flush=True)
 
     return log
 

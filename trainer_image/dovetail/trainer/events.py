@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -20,5 +21,6 @@ class Events:
 
     def __call__(self, event: str, **fields: Any) -> None:
         record = {"time": round(self._clock(), 3), "process": self._process, "event": event, **fields}
-        with self._lock:
+        # A line that a full disk does not take is lost, and nothing else.
+        with self._lock, contextlib.suppress(OSError):
             print(json.dumps(record, default=str), file=self._stream, flush=True)
