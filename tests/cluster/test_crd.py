@@ -88,7 +88,9 @@ def test_examples_are_accepted(server, path):
     "changes",
     [
         {},
-        {"ppo.valueClip": None, "ppo.ema": None},
+        {"ppo.valueClip": None, "ppo.ema": None, "ppo.rewardClip": None},
+        {"ppo.rewardClip": 2.5, "ppo.kl": {"in": "Loss", "estimator": "k2"}, "ppo.whitenAdvantages": False},
+        {"ppo.kl": {"estimator": "k3"}, "ppo.advantage": "grpo", "ppo.samplesPerPrompt": 2},
         {"plan.interStageFusion": 0.3},
         {"plan.interStageFusion": "Off"},
         {"plan.parallelism": {"actor": {"dp": 2}}},

@@ -180,6 +180,22 @@ RULES = [
     ),
     ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),
     ({"ppo.kl": {"coef": 0, "target": 1}}, "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move"),
+    ({"ppo.kl": {"estimator": "k3"}}, "spec.ppo.kl.estimator is k3, which in the reward lowers another quantity"),
+    ({"ppo.kl": {"estimator": "k2", "in": "Reward"}}, "spec.ppo.kl.estimator is k2, which in the reward lowers"),
+    (
+        {"ppo.kl": {"estimator": "k1", "in": "Loss"}, "ppo.whitenAdvantages": False},
+        "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0",
+    ),
+    (
+        {"ppo.kl": {"estimator": "k1"}, "ppo.advantage": "grpo", "ppo.samplesPerPrompt": 2},
+        "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0",
+    ),
+    ({"ppo.kl": {"in": "Loss"}}, "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages'"),
+    ({"ppo.normalizeStd": False}, "spec.ppo.normalizeStd is false, but gae does not divide by a group's deviation"),
+    (
+        {"ppo.whitenRewards": True, "ppo.advantage": "grpo", "ppo.samplesPerPrompt": 2},
+        "spec.ppo.whitenRewards has no effect with grpo",
+    ),
     ({"generation": {"minTokens": 9, "maxTokens": 8}}, "spec.generation.minTokens (9) is above"),
     ({"groups.1.name": "trainers"}, "spec.groups has 'trainers' twice"),
     ({"groups.0.roles": ["rollout"]}, "spec.groups has no group with the role trainer"),

@@ -3,7 +3,7 @@ in the same sentences. What CEL cannot see (free-form objects such as a scratch 
 
 The API server tries a rule also on the default of its object, before the fields inside have theirs: rules that read
 defaulted fields of an object with a default belong to `spec`, which has none.
-`function` is a reserved word in CEL, which Kubernetes escapes as `__function__`."""
+`function` and `in` are reserved words in CEL, which Kubernetes escapes as `__function__` and `__in__`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ _IN_STAGES = {stage: f"'{stage}' in self" for stage in ("sft", "reward", "ppo")}
 _PPO = "!('ppo' in self.stages) || "
 _CALLS = "(has(self.models.reward.__function__) || has(self.models.reward.functions))"
 _TRAINS_REWARD = f"'reward' in self.stages && !{_CALLS}"
+_KL_IN_LOSS = "(self.ppo.kl.__in__ == 'Loss' || (self.ppo.kl.__in__ == 'Auto' && self.ppo.advantage == 'grpo'))"
 _RESERVED = "[" + ", ".join(f"'{option}'" for option in RESERVED_VLLM_ARGS) + "]"
 _OPTION = "self.split('=', 2)[0].replace('_', '-')"
 
@@ -291,6 +292,37 @@ def _ppo() -> list[CelRule]:
             f"{_PPO}self.ppo.criticWarmupIterations < self.ppo.iterations",
             "spec.ppo.criticWarmupIterations ({self.ppo.criticWarmupIterations}) leaves no iteration that trains the "
             "actor; make it less than spec.ppo.iterations ({self.ppo.iterations}).",
+        ),
+        CelRule(
+            "spec",
+            f"{_PPO}!(self.ppo.kl.estimator in ['k2', 'k3']) || {_KL_IN_LOSS}",
+            "spec.ppo.kl.estimator is {self.ppo.kl.estimator}, which in the reward lowers another quantity than the "
+            "KL; use k1, or set spec.ppo.kl.in to Loss.",
+        ),
+        CelRule(
+            "spec",
+            f"{_PPO}self.ppo.kl.estimator != 'k1' || !{_KL_IN_LOSS}",
+            "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0 on average; use k2 or k3, or set "
+            "spec.ppo.kl.in to Reward.",
+        ),
+        CelRule(
+            "spec",
+            f"{_PPO}!{_KL_IN_LOSS} || self.ppo.advantage != 'gae' || !self.ppo.whitenAdvantages "
+            "|| has(self.ppo.advantageFunction)",
+            "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages' deviation, beside which "
+            "the penalty has no fixed weight; set whitenAdvantages to false, or kl.in to Reward.",
+        ),
+        CelRule(
+            "spec",
+            f"{_PPO}self.ppo.normalizeStd || self.ppo.advantage == 'grpo'",
+            "spec.ppo.normalizeStd is false, but {self.ppo.advantage} does not divide by a group's deviation; "
+            "remove it.",
+        ),
+        CelRule(
+            "spec",
+            f"{_PPO}!self.ppo.whitenRewards || self.ppo.advantage != 'grpo' || !self.ppo.normalizeStd",
+            "spec.ppo.whitenRewards has no effect with grpo, which divides by each group's own deviation; remove it, "
+            "or set spec.ppo.normalizeStd to false.",
         ),
         CelRule(
             "spec",

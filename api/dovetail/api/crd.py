@@ -180,6 +180,8 @@ def _union(branches: list[Schema]) -> Schema:
             alternatives.append({"enum": branch.get("enum") or [branch["const"]]})
         else:
             bounds: Schema = {key: branch[key] for key in ("minimum", "maximum") if key in branch}
+            if "exclusiveMinimum" in branch:
+                bounds |= {"minimum": branch["exclusiveMinimum"], "exclusiveMinimum": True}
             alternatives.append({**bounds, "minLength": 1, "maxLength": 0})
     return {"x-kubernetes-preserve-unknown-fields": True, "anyOf": alternatives}
 

@@ -191,6 +191,30 @@ def _ppo(spec: RLHFJobSpec) -> Iterator[str]:
             f"spec.ppo.criticWarmupIterations ({ppo.critic_warmup_iterations}) leaves no iteration that trains the "
             f"actor; make it less than spec.ppo.iterations ({ppo.iterations})."
         )
+    if ppo.kl.estimator in ("k2", "k3") and not ppo.kl_in_loss:
+        yield (
+            f"spec.ppo.kl.estimator is {ppo.kl.estimator}, which in the reward lowers another quantity than the KL; "
+            "use k1, or set spec.ppo.kl.in to Loss."
+        )
+    if ppo.kl.estimator == "k1" and ppo.kl_in_loss:
+        yield (
+            "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0 on average; use k2 or k3, or set "
+            "spec.ppo.kl.in to Reward."
+        )
+    if ppo.kl_in_loss and ppo.advantage == "gae" and ppo.whiten_advantages and ppo.advantage_function is None:
+        yield (
+            "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages' deviation, beside which "
+            "the penalty has no fixed weight; set whitenAdvantages to false, or kl.in to Reward."
+        )
+    if not ppo.normalize_std and ppo.advantage != "grpo":
+        yield (
+            f"spec.ppo.normalizeStd is false, but {ppo.advantage} does not divide by a group's deviation; remove it."
+        )
+    if ppo.whiten_rewards and ppo.advantage == "grpo" and ppo.normalize_std:
+        yield (
+            "spec.ppo.whitenRewards has no effect with grpo, which divides by each group's own deviation; remove it, "
+            "or set spec.ppo.normalizeStd to false."
+        )
     if ppo.kl.target is not None and ppo.kl.coef == 0:
         yield "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target."
 

@@ -10,6 +10,8 @@ from dovetail.api.base import Callable_, Fraction, Model, PositiveFloat, Positiv
 
 # As TRL and the shared-body setups after InstructGPT have it.
 SHARED_VALUE_COEF = 0.1
+# As DeepSpeed-Chat has it, for scores whose mean is 0.
+REWARD_CLIP = 5.0
 
 
 class Optimizer(Model):
@@ -48,15 +50,25 @@ class Supervised(Model):
 
 
 class KL(Model):
-    """KL penalty against the reference, in the reward."""
+    """KL penalty against the reference."""
 
     coef: float = Field(default=0.05, ge=0, description="Coefficient, or its start value when a target is given.")
+    place: Literal["Auto", "Reward", "Loss"] = Field(
+        default="Auto",
+        alias="in",
+        description="Reward: subtracted from each token's reward. Loss: a term of the policy's loss. Auto: Loss with "
+        "grpo, which divides rewards by their deviation, else Reward.",
+    )
     target: PositiveFloat | None = Field(
         default=None,
         description="Per-sample KL, nats, that the adaptive controller aims for (Ziegler et al. 2019); null: fixed.",
     )
     horizon: PositiveInt = Field(default=10_000, description="Samples over which the adaptive controller corrects.")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="Per-token estimator (Schulman 2020).")
+    estimator: Literal["Auto", "k1", "k2", "k3"] = Field(
+        default="Auto",
+        description="Per-token estimator (Schulman 2020): k1 in the reward, k2 or k3 in the loss (k3 with the gradient "
+        "of k2); others optimise something else and are refused. Auto: k1, or k3 in the loss.",
+    )
 
 
 class ImportanceSampling(Model):
@@ -89,6 +101,17 @@ class PPO(Model):
     advantage_function: Callable_ | None = Field(
         default=None, description="module:callable replacing `advantage`; see docs/custom.md."
     )
+    normalize_std: bool = Field(
+        default=True,
+        description="grpo: divide by the deviation of the group's scores (Shao et al. 2024); false: do not (Dr. GRPO, "
+        "Liu et al. 2025).",
+    )
+    loss_aggregation: Literal["Token", "Sequence", "Constant"] = Field(
+        default="Token",
+        description="What the policy's loss of a mini-batch is. Token: mean over all its tokens (DAPO). Sequence: mean "
+        "over samples of each one's token mean (GRPO's paper). Constant: sum over tokens by samples times "
+        "generation.maxTokens (Dr. GRPO).",
+    )
     gamma: Fraction = Field(default=1.0, description="Discount per token.")
     lam: Fraction = Field(default=0.95, description="Lambda of GAE.")
     clip: PositiveFloat = Field(default=0.2, description="Policy ratio clip range.")
@@ -104,7 +127,11 @@ class PPO(Model):
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     whiten_advantages: bool = Field(default=True, description="Give the batch's advantages mean 0 and variance 1.")
     whiten_rewards: bool = Field(default=False, description="Give the batch's rewards variance 1, keeping their mean.")
-    reward_clip: PositiveFloat | None = Field(default=5.0, description="Scores are clipped to +-this; null: not.")
+    reward_clip: Literal["Auto"] | PositiveFloat | None = Field(
+        default="Auto",
+        description=f"Scores are clipped to +-this; null: not. Auto: {REWARD_CLIP} with a reward model that the job "
+        "trains (its scores are centred), else not.",
+    )
     missing_eos_penalty: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Subtracted from the score of samples without an end token; null: none."
     )
@@ -128,6 +155,18 @@ class PPO(Model):
     critic_warmup_iterations: int = Field(default=0, ge=0, description="Iterations that train the critic alone first.")
     actor_optimizer: Optimizer = Field(default_factory=Optimizer, description="The actor's optimizer.")
     critic_optimizer: Optimizer = Field(default_factory=Optimizer, description="The critic's optimizer.")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Where `kl.in` puts the penalty."""
+        return self.kl.place == "Loss" or (self.kl.place == "Auto" and self.advantage == "grpo")
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """`kl.estimator`, Auto decided."""
+        if self.kl.estimator != "Auto":
+            return self.kl.estimator
+        return "k3" if self.kl_in_loss else "k1"
 
 
 class Generation(Model):

@@ -22,6 +22,7 @@ KL_JUMP = 3.0
 KL_JUMP_FROM_NATS_PER_TOKEN = 0.3
 FINISHED_SHARE = 0.05
 EQUAL_GROUPS_SHARE = 0.75
+CLIPPED_SHARE = 0.2
 
 MISMATCH = "LogProbMismatch"
 NOT_FINITE = "NotFinite"
@@ -32,6 +33,7 @@ TRUNCATED = "ResponsesTruncated"
 RESPONSES_EQUAL = "ResponsesEqual"
 REWARDS_EQUAL = "RewardsEqual"
 GROUPS_EQUAL = "GroupRewardsEqual"
+CLIPPED = "RewardsClipped"
 # The worst first.
 REASONS = (
     MISMATCH,
@@ -43,6 +45,7 @@ REASONS = (
     RESPONSES_EQUAL,
     REWARDS_EQUAL,
     GROUPS_EQUAL,
+    CLIPPED,
 )
 
 
@@ -102,6 +105,7 @@ def judge(
         _truncated(metrics, rules),
         _responses_equal(metrics),
         _groups_equal(metrics) if rules.grouped else _rewards_equal(metrics),
+        _clipped(metrics),
     ]
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -219,4 +223,15 @@ def _groups_equal(metrics: Mapping[str, float]) -> Verdict | None:
         f"in {share:.0%} of the prompts all samples have the same reward (healthy: below {EQUAL_GROUPS_SHARE:.0%}), "
         "and nothing is learnt from those; choose prompts that are neither too easy nor too hard, more "
         "samplesPerPrompt, or a reward with finer steps",
+    )
+
+
+def _clipped(metrics: Mapping[str, float]) -> Verdict | None:
+    share = metrics.get("reward_clipped", 0.0)
+    if not share > CLIPPED_SHARE:
+        return None
+    return Verdict(
+        CLIPPED,
+        f"{share:.0%} of the rewards lie beyond ppo.rewardClip and count as it (healthy: at most {CLIPPED_SHARE:.0%}), "
+        "so the best and the good look alike; raise it, or set it to null",
     )

@@ -14,7 +14,9 @@ ERROR_LIMIT = 0.2
 class KLController:
     """Holds `coef`; with a `target` (KL per sample, nats, summed over its tokens) `update` steers towards it.
 
-    `coef` is the whole state: a controller made anew with the saved coefficient goes on as before."""
+    The KL is k1, whichever estimator the penalty uses, and wherever it is (`kl.in`). verl steers the token mean: its
+    targets are lower by the response length. `coef` is the whole state: a controller made anew with the saved
+    coefficient goes on as before."""
 
     coef: float
     target: float | None = None

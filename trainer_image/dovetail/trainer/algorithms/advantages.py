@@ -1,11 +1,12 @@
 """Rewards per token, and advantages: GAE, GRPO, RLOO, or a function of the user's.
 
 Time counts response tokens only: tokens outside the mask are skipped, as if the row did not contain them, so
-holes (tool output, say) and right padding follow one rule. Results are 0 outside the mask."""
+holes and right padding follow one rule. Results are 0 outside the mask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from dovetail.api.callables import load_callable
 from dovetail.api.types import PPO
 from dovetail.trainer.algorithms.kl import kl_estimate
+from dovetail.trainer.algorithms.masks import inside, kept, wide
 
 BLOCK = 64
 CPU_BLOCK_ELEMENTS = 2**17
@@ -61,6 +63,20 @@ def discounted_sums(x: Tensor, w: float) -> Tensor:
     return local.view(batch, blocks * size)[:, :time]
 
 
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU: many small products, which threads that others keep from running would slow down a hundredfold."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) as one matrix product.
 
@@ -68,12 +84,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     (also of a truncated response). rewards, values, mask (batch, time); values[:, t] is the value of the
     state in which token t was chosen. Returns (advantages, returns = advantages + values), 0 outside the
     mask, no gradient, in float32 or wider. Equal to `gae_recursive`."""
-    with torch.no_grad():
+    with torch.no_grad(), _one_thread(rewards.device):
+        keep = kept(mask)
         dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
         advantages = torch.empty(rewards.shape, dtype=dtype, device=rewards.device)
         returns = torch.empty_like(advantages)
         for rows in _row_blocks(rewards):
-            _gae_block(rewards[rows], values[rows], mask[rows].bool(), gamma, lam, advantages[rows], returns[rows])
+            _gae_block(rewards[rows], values[rows], keep[rows], gamma, lam, advantages[rows], returns[rows])
         return advantages, returns
 
 
@@ -106,7 +123,8 @@ def gae_recursive(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, l
     """`gae` by its defining recursion A_t = delta_t + gamma lam A_{t+1}, from the last token to the first."""
     with torch.no_grad():
         dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
-        keep = mask.bool()
+        keep = kept(mask)
+        rewards, values = rewards.to(dtype), values.to(dtype)
         advantages = torch.zeros_like(rewards, dtype=dtype)
         next_advantage = torch.zeros(rewards.shape[0], dtype=dtype, device=rewards.device)
         next_value = torch.zeros_like(next_advantage)
@@ -133,13 +151,16 @@ def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def _spread(per_sample: Tensor, like: Tensor, mask: Tensor) -> Tensor:
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return per_sample.to(dtype).unsqueeze(1) * mask.to(dtype)
+    return torch.where(kept(mask), per_sample.to(dtype).unsqueeze(1), 0.0)
 
 
-def grpo(scores: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True) -> Tensor:
+def grpo(
+    scores: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True, penalty: Tensor | None = None
+) -> Tensor:
     """Group-relative advantages (Shao et al. 2024, section 4.1.2): (score - group mean) / (group std + 1e-6),
     on every token of a sample. std is unbiased; without `normalize_std` it is left out (Dr. GRPO, Liu et al.
-    2025).
+    2025). A `penalty` (batch,), less the mean of the group's others, is subtracted after that: divided by the deviation
+    of a group of like scores, it would drown them whatever its coefficient.
 
     scores (batch,) float; groups (batch,) integer, equal for samples of one prompt; mask (batch, time) of the
     result. A sample alone in its group gets 0: there is nothing to compare it with. Computed in float64, so
@@ -151,6 +172,10 @@ def grpo(scores: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = Tru
         if normalize_std:
             squares, _ = _group_sums(advantage.square(), groups)
             advantage = advantage / ((squares / (sizes - 1).clamp(min=1)).sqrt() + GRPO_EPS)
+        if penalty is not None:
+            p = penalty.double()
+            sums, _ = _group_sums(p, groups)
+            advantage = advantage - (p - (sums - p) / (sizes - 1).clamp(min=1))
         return _spread(torch.where(sizes > 1, advantage, 0.0), scores, mask)
 
 
@@ -175,8 +200,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     `shift_mean` False keeps the mean (rewards: their sign must survive). A single token: variance 0.
     Give the whole batch, not a micro-batch: statistics are not additive."""
     with torch.no_grad():
-        keep = mask.bool()
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        keep = kept(mask)
+        x = wide(x)
         blocks = _row_blocks(x)
         count = keep.sum()
 
@@ -186,12 +211,13 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
             return sum((torch.where(keep[b], part(b), 0.0).sum(dtype=torch.float64) for b in blocks), zero)
 
         mean = total(lambda b: x[b]) / count.clamp(min=1)
-        variance = total(lambda b: (x[b] - mean).square()) / (count - 1).clamp(min=1)
+        # A 0-dimensional mean would be rounded to x's precision first.
+        variance = total(lambda b: (x[b].double() - mean).square()) / (count - 1).clamp(min=1)
         scale = torch.rsqrt(variance + WHITEN_EPS)
         kept_mean = torch.zeros_like(mean) if shift_mean else mean
         result = torch.empty_like(x)
         for b in blocks:
-            result[b] = torch.where(keep[b], (x[b] - mean) * scale + kept_mean, 0.0)
+            result[b] = torch.where(keep[b], (x[b].double() - mean) * scale + kept_mean, 0.0)
         return result
 
 
@@ -229,14 +255,13 @@ def token_rewards(
     """Reward of each token: -kl_coef * kl, plus the sample's score at its last token (Ouyang et al. 2022, eq.
     2).
 
-    scores, finished (batch,); kl (an estimate of `kl.kl_estimate`, nats), mask (batch, time). Clip and
+    scores, finished (batch,); kl (k1 of `kl.kl_estimate`, nats: see there), mask (batch, time). Clip and
     penalty as in `sample_scores`; the KL term is not clipped. A row without tokens has no place for its score
     and stays 0."""
     with torch.no_grad():
-        keep = mask.bool()
+        keep = kept(mask)
         final = sample_scores(scores, finished, reward_clip=reward_clip, missing_eos_penalty=missing_eos_penalty)
-        rewards = torch.where(keep, -kl_coef * kl, 0.0)
-        rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+        rewards = inside(-kl_coef * wide(kl), keep)
         if not keep.shape[1]:
             return rewards
         positions = torch.arange(keep.shape[1], device=keep.device)
@@ -304,24 +329,28 @@ def compute_advantages(
     values: Tensor | None = None,
     function: AdvantageFunction | None = None,
 ) -> Advantages:
-    """Advantages of a whole iteration's batch, as `spec.ppo` says.
+    """Advantages of a whole iteration's batch, as `spec.ppo` says; `rewardClip: Auto` clips nothing here
+    (`dovetail.api.reward` decides it).
 
     scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time).
-    1. token rewards: clipped score, missing-end penalty, -kl_coef * KL; `whitenRewards` scales them, mean
-       kept;
-    2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`); grpo and rloo on each sample's
-       summed token rewards, that is the score less the KL penalty (their baseline is the group: they are not
-       whitened);
+    1. token rewards: clipped score, missing-end penalty, -kl_coef * k1 if the penalty is in the reward; `whitenRewards`
+       scales them, mean kept;
+    2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`); rloo on each sample's summed token
+       rewards, that is the score less the KL penalty, if that is there; grpo likewise, but the score alone is divided
+       by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened);
     3. or `function` (or the one that `advantageFunction` names): called with an `Experience`, used as it
-       comes. Raises ValueError when gae lacks values or a function returns the wrong shape."""
+       comes. Raises ValueError when gae lacks values, a function returns the wrong shape, or another estimator than k1
+       is to go into the reward."""
     with torch.no_grad():
-        keep = mask.bool()
-        kl = kl_estimate(logprobs, ref_logprobs, keep, config.kl.estimator)
-        final = sample_scores(
-            scores, finished, reward_clip=config.reward_clip, missing_eos_penalty=config.missing_eos_penalty
-        )
-        rewards = token_rewards(final, kl, keep, kl_coef)
-        if config.whiten_rewards:
+        keep = kept(mask)
+        if not config.kl_in_loss and config.kl_estimator != "k1":
+            raise ValueError(f"kl.estimator {config.kl_estimator} in the reward lowers another quantity than the KL")
+        kl = kl_estimate(logprobs, ref_logprobs, keep, "k1")
+        clip = None if config.reward_clip == "Auto" else config.reward_clip
+        final = sample_scores(scores, finished, reward_clip=clip, missing_eos_penalty=config.missing_eos_penalty)
+        rewards = token_rewards(final, kl, keep, 0.0 if config.kl_in_loss else kl_coef)
+        by_deviation = config.advantage == "grpo" and config.normalize_std
+        if config.whiten_rewards and not by_deviation:
             rewards = whiten(rewards, keep, shift_mean=False)
         chosen: Callable[..., object] | None = function
         if chosen is None and config.advantage_function is not None:
@@ -338,8 +367,11 @@ def compute_advantages(
             advantages, returns = gae(rewards, values, keep, config.gamma, config.lam)
             if config.whiten_advantages:
                 advantages = whiten(advantages, keep)
+        elif by_deviation:
+            penalty = None if config.kl_in_loss else kl_coef * kl.sum(dim=1)
+            advantages = grpo(final, groups, keep, penalty=penalty)
         elif config.advantage == "grpo":
-            advantages = grpo(rewards.sum(dim=1), groups, keep)
+            advantages = grpo(rewards.sum(dim=1), groups, keep, normalize_std=False)
         else:
             advantages = rloo(rewards.sum(dim=1), groups, keep)
         return Advantages(advantages, returns, rewards, kl)

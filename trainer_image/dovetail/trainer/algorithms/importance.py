@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.trainer.algorithms.kl import log_ratio
+from dovetail.trainer.algorithms.masks import kept, wide
 
 
 def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:
@@ -17,8 +18,9 @@ def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
     the ratio of the update itself is the policy loss's. An upper cap only, no lower one."""
     if cap <= 0:
         raise ValueError(f"importanceSampling.cap must be above 0, not {cap}")
-    ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), mask).exp()
-    return ratio.clamp(max=cap) * mask.to(ratio.dtype)
+    keep = kept(mask)
+    ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), keep).exp()
+    return torch.where(keep, ratio.clamp(max=cap), 0.0)
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> dict[str, Tensor]:
@@ -28,9 +30,9 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
     `mismatch_kl` log p_rollout - log p_trainer (k1 of KL(rollout || trainer)), `mismatch_ratio`,
     `mismatch_capped` (tokens above `cap`). A maximum, to be reduced by max: `mismatch_abs_max`.
     The ratio's logarithm is clamped to +-20, the others are raw."""
-    keep = mask.bool()
-    difference = torch.where(keep, logprobs.detach() - rollout_logprobs.detach(), 0.0).float()
-    ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), mask).float().exp()
+    keep = kept(mask)
+    difference = torch.where(keep, wide(logprobs.detach()) - wide(rollout_logprobs.detach()), 0.0).float()
+    ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), keep).float().exp()
     size = difference.abs()
     return {
         "mismatch_tokens": keep.sum().float(),

@@ -2,28 +2,26 @@
 
 Each takes `normaliser`, the token (or pair) count of the whole mini-batch over all micro-batches and ranks,
 and returns its share of the mini-batch's mean: shares add up to that mean exactly, however the mini-batch is
-cut. The second result holds detached sums (0-dimensional float32) that add over micro-batches and ranks
-likewise."""
+cut. Everything is computed in float32 or wider. The second result holds detached sums (0-dimensional float32) that add
+over micro-batches and ranks likewise. `aggregation_weights` turns the token mean into another one."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from dovetail.trainer.algorithms.kl import log_ratio
+from dovetail.trainer.algorithms.masks import inside, kept
 
 Stats = dict[str, Tensor]
-
-
-def _inside(x: Tensor, mask: Tensor) -> Tensor:
-    """x, and 0 outside the mask. Done to every input first: a nan in the padding must reach neither the loss
-    nor, through 0 * nan in a backward pass, the gradient."""
-    return torch.where(mask.bool(), x, 0.0)
+Aggregation = Literal["Token", "Sequence", "Constant"]
 
 
 def _sum(x: Tensor, mask: Tensor) -> Tensor:
-    return _inside(x, mask).sum()
+    return inside(x, mask).sum()
 
 
 def _stat(x: Tensor) -> Tensor:
@@ -50,13 +48,13 @@ def policy_loss(
     Stats: `tokens`; sums `policy_loss`, `ratio`, `clipped` (tokens whose clipped branch is strictly the
     larger loss), `dual_clipped` (tokens bounded by c), `approx_kl` (k3 of KL(old || new), (r - 1) - log
     r)."""
-    log_r = log_ratio(logprobs, old_logprobs.detach(), mask)
+    keep = kept(mask)
+    log_r = log_ratio(logprobs, old_logprobs.detach(), keep)
     ratio = log_r.exp()
-    advantages = _inside(advantages.detach(), mask)
+    advantages = inside(advantages.detach(), keep)
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
     losses = torch.maximum(plain, clipped)
-    keep = mask.bool()
     was_clipped = keep & (clipped > plain)
     was_dual = torch.zeros_like(was_clipped)
     if dual_clip is not None:
@@ -66,16 +64,16 @@ def policy_loss(
         was_dual = keep & (advantages < 0) & (losses > bound)
         losses = torch.where(was_dual, bound, losses)
     if weights is not None:
-        losses = losses * _inside(weights.detach(), mask)
-    total = _sum(losses, mask)
+        losses = losses * inside(weights.detach(), keep)
+    total = _sum(losses, keep)
     log_r, ratio = log_r.detach(), ratio.detach()
     stats = {
         "tokens": _stat(keep.sum()),
         "policy_loss": _stat(total),
-        "ratio": _stat(_sum(ratio, mask)),
+        "ratio": _stat(_sum(ratio, keep)),
         "clipped": _stat(was_clipped.sum()),
         "dual_clipped": _stat(was_dual.sum()),
-        "approx_kl": _stat(_sum(torch.expm1(log_r) - log_r, mask)),
+        "approx_kl": _stat(_sum(torch.expm1(log_r) - log_r, keep)),
     }
     return total / normaliser, stats
 
@@ -95,24 +93,24 @@ def value_loss(
     Stats: `value_tokens`; sums `value_loss` (with the factor 0.5), `value`, `return`, `return_square`,
     `value_error_square` ((V - R)^2, for the explained variance), `value_clipped` (clipped branch strictly
     larger)."""
-    values, returns = _inside(values, mask), _inside(returns.detach(), mask)
+    keep = kept(mask)
+    values, returns = inside(values, keep), inside(returns.detach(), keep)
     plain = (values - returns).square()
-    keep = mask.bool()
     was_clipped = torch.zeros_like(keep)
     losses = plain
     if clip is not None:
-        old = _inside(old_values.detach(), mask)
+        old = inside(old_values.detach(), keep)
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         was_clipped = keep & (clipped > plain)
         losses = torch.maximum(plain, clipped)
-    total = 0.5 * _sum(losses, mask)
+    total = 0.5 * _sum(losses, keep)
     stats = {
         "value_tokens": _stat(keep.sum()),
         "value_loss": _stat(total),
-        "value": _stat(_sum(values, mask)),
-        "return": _stat(_sum(returns, mask)),
-        "return_square": _stat(_sum(returns.square(), mask)),
-        "value_error_square": _stat(_sum(plain, mask)),
+        "value": _stat(_sum(values, keep)),
+        "return": _stat(_sum(returns, keep)),
+        "return_square": _stat(_sum(returns.square(), keep)),
+        "value_error_square": _stat(_sum(plain, keep)),
         "value_clipped": _stat(was_clipped.sum()),
     }
     return total / normaliser, stats
@@ -128,17 +126,17 @@ def reward_loss(
     `chosen`, `rejected`."""
     if mask is None:
         mask = torch.ones_like(chosen, dtype=torch.bool)
-    wide = torch.promote_types(chosen.dtype, torch.float32)
-    chosen, rejected = _inside(chosen.to(wide), mask), _inside(rejected.to(wide), mask)
+    keep = kept(mask)
+    chosen, rejected = inside(chosen, keep), inside(rejected, keep)
     margin = chosen - rejected
-    total = _sum(-logsigmoid(margin), mask)
+    total = _sum(-logsigmoid(margin), keep)
     stats = {
-        "pairs": _stat(mask.bool().sum()),
+        "pairs": _stat(keep.sum()),
         "reward_loss": _stat(total),
-        "correct": _stat((mask.bool() & (margin > 0)).sum()),
-        "margin": _stat(_sum(margin, mask)),
-        "chosen": _stat(_sum(chosen, mask)),
-        "rejected": _stat(_sum(rejected, mask)),
+        "correct": _stat((keep & (margin > 0)).sum()),
+        "margin": _stat(_sum(margin, keep)),
+        "chosen": _stat(_sum(chosen, keep)),
+        "rejected": _stat(_sum(rejected, keep)),
     }
     return total / normaliser, stats
 
@@ -147,8 +145,9 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor) -> t
     """Token cross entropy, nats: -sum(log p) / normaliser over the tokens of `mask`, (batch, time).
 
     Stats: `tokens`, and the sum `loss`."""
-    total = -_sum(logprobs, mask)
-    return total / normaliser, {"tokens": _stat(mask.bool().sum()), "loss": _stat(total)}
+    keep = kept(mask)
+    total = -_sum(logprobs, keep)
+    return total / normaliser, {"tokens": _stat(keep.sum()), "loss": _stat(total)}
 
 
 def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
@@ -156,12 +155,37 @@ def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef
 
     `normaliser` counts the mini-batch's ptx tokens, not its responses'. Stats (without coef): `ptx_tokens`,
     `ptx_loss`."""
-    total = -_sum(logprobs, mask)
-    stats = {"ptx_tokens": _stat(mask.bool().sum()), "ptx_loss": _stat(total)}
+    keep = kept(mask)
+    total = -_sum(logprobs, keep)
+    stats = {"ptx_tokens": _stat(keep.sum()), "ptx_loss": _stat(total)}
     return coef * total / normaliser, stats
 
 
-def entropy_bonus(entropy: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
-    """-coef times the mean entropy (nats) of the policy at the tokens of `mask`. Stats: the sum `entropy`."""
-    total = _sum(entropy, mask)
-    return -coef * total / normaliser, {"entropy": _stat(total)}
+def entropy_bonus(
+    entropy: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float, weights: Tensor | None = None
+) -> tuple[Tensor, Stats]:
+    """-coef times the mean entropy (nats) of the policy at the tokens of `mask`; `weights` multiply the tokens. Stats:
+    the plain sum `entropy`."""
+    keep = kept(mask)
+    plain = _sum(entropy, keep)
+    total = plain if weights is None else _sum(inside(entropy, keep) * inside(weights.detach(), keep), keep)
+    return -coef * total / normaliser, {"entropy": _stat(plain)}
+
+
+def aggregation_weights(
+    lengths: Tensor, aggregation: Aggregation, *, tokens: float, samples: int, longest: int
+) -> Tensor | None:
+    """Weight of each token of a sample, (batch,), such that the sum of weighted token losses by `tokens` is the
+    aggregated loss of the mini-batch; None where all are 1.
+
+    lengths (batch,): response tokens of some of the mini-batch's samples; `tokens`, `samples`: those of all of it.
+    Token: mean over tokens. Sequence: mean over samples of each one's token mean (one without tokens counts as 0).
+    Constant: sum over tokens by samples * `longest`. Weights depend on the mini-batch alone, so shares of micro-batches
+    and ranks add up exactly here too. Raises ValueError for another name."""
+    if aggregation == "Token":
+        return None
+    if aggregation == "Sequence":
+        return tokens / (samples * lengths.clamp(min=1).double())
+    if aggregation == "Constant":
+        return torch.full(lengths.shape, tokens / (samples * longest), dtype=torch.float64, device=lengths.device)
+    raise ValueError(f"lossAggregation must be Token, Sequence or Constant, not {aggregation!r}")

@@ -121,13 +121,15 @@ def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
 @dataclass(frozen=True)
 class Targets:
     """What the losses need beside the model's outputs, all (N, R): `old_logprobs`, `advantages`, `returns` and
-    `old_values` for the critic, `weights` for truncated importance sampling; `metrics` of the batch."""
+    `old_values` for the critic, `weights` for truncated importance sampling; `kl_coef` of a penalty in the loss;
+    `metrics` of the batch."""
 
     old_logprobs: Tensor
     advantages: Tensor
     returns: Tensor | None
     old_values: Tensor | None
     weights: Tensor | None
+    kl_coef: float
     metrics: Metrics
 
 
@@ -170,8 +172,10 @@ def targets(
             raise BadCommand(str(error)) from error
         advantages, returns, rewards = made.advantages, made.returns, made.rewards
     kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
+    clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip
     metrics |= {
         "reward": float(samples.scores.double().mean()),
+        "reward_clipped": 0.0 if clip is None else float((samples.scores.abs() > clip).double().mean()),
         "reward_std": float(samples.scores.double().std()) if len(samples) > 1 else 0.0,
         "kl": float(kl.double().mean()),
         "kl_coef": kl_coef,
@@ -181,13 +185,13 @@ def targets(
         "samples": float(len(samples)),
         "tokens": float(mask.sum()),
     }
-    if rewards is not None:
+    if rewards is not None and not config.kl_in_loss:
         metrics["reward_with_kl"] = float(rewards.double().sum(dim=1).mean())
     if returns is not None and samples.values is not None:
         spread = variance(returns[mask])
         left = variance((returns - samples.values)[mask])
         metrics["explained_variance"] = 1.0 - left / spread if spread > 0 else 0.0
-    return Targets(old, advantages, returns, samples.values, weights, metrics)
+    return Targets(old, advantages, returns, samples.values, weights, kl_coef, metrics)
 
 
 def mismatch(logprobs: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Metrics:

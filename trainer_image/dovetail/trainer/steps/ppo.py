@@ -11,11 +11,13 @@ from torch import Tensor
 
 from dovetail.api.critic import value_coef
 from dovetail.api.messages import Action, Step
+from dovetail.api.reward import reward_clip
 from dovetail.api.wire import Arrays
 from dovetail.models import Outputs
 from dovetail.trainer.algorithms.importance import mismatch_metrics
+from dovetail.trainer.algorithms.kl import kl_loss
 from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
-from dovetail.trainer.algorithms.losses import entropy_bonus, policy_loss, ptx_loss, value_loss
+from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, policy_loss, ptx_loss, value_loss
 from dovetail.trainer.batches import Packed, Sequences, mini_batches, read, split, split_padded, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
@@ -61,7 +63,7 @@ class MiniBatch:
 
 def prepare_step(context: Context, step: Step) -> Run:
     """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
-    config = context.spec.ppo
+    config = context.spec.ppo.model_copy(update={"reward_clip": reward_clip(context.spec)})
     models = ["actor"] if step.train_actor else []
     shared = context.require("actor").head == "lm+value"
     if shared and not step.train_actor:
@@ -195,6 +197,8 @@ def _train(
             "approx_kl": mean(totals, "approx_kl", "tokens"),
             "entropy": mean(totals, "entropy", "tokens"),
         }
+        if "kl_loss" in totals:
+            metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
         if totals.get("mismatch_tokens"):
             for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
                 metrics[name] = mean(totals, name, "mismatch_tokens")
@@ -229,12 +233,19 @@ def _responses(samples: Samples, rows: list[int]) -> tuple[Packed, Tensor]:
 def _actor_micro_batch(
     context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
-    """Clipped policy loss plus entropy bonus over the response tokens of `rows`; where the actor has a value head, plus
-    `valueCoef` times the value loss: one backward pass for both."""
+    """Clipped policy loss plus KL penalty (if it is in the loss) and entropy bonus over the response tokens of `rows`;
+    where the actor has a value head, plus `valueCoef` times the value loss: one backward pass for both."""
     config = context.spec.ppo
     temperature = context.spec.generation.temperature
     packed, keep = _responses(samples, rows)
     normaliser = max(1, mini.response_tokens)
+    share = aggregation_weights(
+        samples.response_lengths[rows],
+        config.loss_aggregation,
+        tokens=normaliser,
+        samples=config.mini_batch_size,
+        longest=context.spec.generation.max_tokens,
+    )
 
     def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
         logits = _logits(output)
@@ -251,6 +262,10 @@ def _actor_micro_batch(
             with torch.no_grad():
                 spread = entropy(logits, temperature)
         mask = torch.ones_like(wanted, dtype=torch.bool)
+        aggregated = None if share is None else share.float().unsqueeze(1).expand(keep.shape)[keep].to(device)
+        weights = aggregated
+        if goals.weights is not None:
+            weights = cut(goals.weights) if weights is None else weights * cut(goals.weights)
         total, stats = policy_loss(
             logprobs,
             cut(goals.old_logprobs),
@@ -259,10 +274,21 @@ def _actor_micro_batch(
             normaliser=normaliser,
             clip=config.clip,
             dual_clip=config.dual_clip,
-            weights=None if goals.weights is None else cut(goals.weights),
+            weights=weights,
         )
-        bonus, more = entropy_bonus(spread, mask, normaliser=normaliser, coef=config.entropy_coef)
+        bonus, more = entropy_bonus(spread, mask, normaliser=normaliser, coef=config.entropy_coef, weights=aggregated)
         stats |= more
+        if config.kl_in_loss:
+            penalty, more = kl_loss(
+                logprobs,
+                cut(samples.ref_logprobs),
+                mask,
+                normaliser=normaliser,
+                coef=goals.kl_coef,
+                estimator=config.kl_estimator,
+                weights=weights,
+            )
+            total, stats = total + penalty, stats | more
         if mini.first and goals.weights is None and "mismatch_abs" not in goals.metrics:
             # Before the first update these are the log-probabilities of the weights that sampled.
             rollout = cut(samples.rollout_logprobs)
@@ -333,7 +359,7 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
             logits = _logits(output)
             logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
             coef = context.spec.ppo.ptx_coef
-            return ptx_loss(logprobs, torch.ones_like(logprobs), normaliser=normaliser, coef=coef)
+            return ptx_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser, coef=coef)
 
         work.append(MicroBatch(packed, loss))
     return context.engine.run(schedule, {"actor": work})["actor"]

@@ -45,7 +45,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
-            return sft_loss(logprobs, torch.ones_like(logprobs), normaliser=normaliser)
+            return sft_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser)
 
         return MicroBatch(packed, loss)
 
