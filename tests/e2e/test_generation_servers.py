@@ -27,7 +27,7 @@ from dovetail.coordinator.store import Store
 from dovetail.coordinator.weights import push_offer
 from dovetail.coordinator.work import Generated, Settings
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
-from helpers.weight_trainer import Alone, actor_of
+from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -92,14 +92,14 @@ class Run:
         offers: queue.Queue[Offer] = queue.Queue()
         sender = WeightSender(Alone(), offers.put, host="127.0.0.1")
         command = Publish(id="p", version=version, epoch=version, receivers=receivers, deadline_seconds=60.0)
-        sending = asyncio.create_task(
-            asyncio.to_thread(sender.publish, command, {"actor": lambda: model.state_dict().items()})
-        )
+        sending = asyncio.create_task(asyncio.to_thread(sender.publish, command, {"actor": lambda: weights_of(model)}))
         offer = await asyncio.to_thread(offers.get, True, 60)
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
             pairs = list(zip(receivers, (t.url for t in targets), strict=True))
             assert await push_offer(session, offer, pairs, True) == {t.name: None for t in targets}
-        await sending
+            await sending
+            for target in targets:
+                assert await prove(session, target.url, probe_of(model, version)) is None
         sender.close()
         for t in targets:
             self.fleet.weights_acked(t.name, t.incarnation, version)

@@ -25,7 +25,7 @@ from dovetail.api.messages import Offer, Publish
 from dovetail.api.sampling import sampling_params
 from dovetail.api.types import Generation
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
-from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, publish_command, push
+from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, publish_command, push, weights_of
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -241,7 +241,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
     # A forked child would hang in its first parallel region: this process has used OpenMP's threads.
     spawning = multiprocessing.get_context("spawn")
     here, there = spawning.Pipe()
-    process = spawning.Process(target=send_and_stall, args=(command, dict(model.state_dict()), there))
+    process = spawning.Process(target=send_and_stall, args=(command, dict(weights_of(model)), there))
     process.start()
     try:
         assert here.poll(180), "no offer"
@@ -272,7 +272,7 @@ def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: Worl
     trainer.epoch = next(EPOCHS)
     command = publish_command(world.servers, 7, trainer.epoch, 3.0)
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(trainer.sender.publish, command, {"actor": lambda: model.state_dict().items()})
+        sending = pool.submit(trainer.sender.publish, command, {"actor": lambda: weights_of(model)})
         trainer.offers.get(timeout=30)
         with pytest.raises(TransferError, match="rollout-0, rollout-1"):
             sending.result(timeout=30)

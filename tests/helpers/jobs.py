@@ -35,7 +35,7 @@ spec:
         scratch:
           architecture: llama
           config: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,
-                   num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}
+                   num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: true}
     tokenizer: {train: {vocabSize: 300}}
   data:
     demonstrations: [{synthetic: {size: 200}}]

@@ -25,7 +25,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": Tru
 
 
 def tiny_llama(**changes: Any) -> Any:
-    """A LlamaConfig of some 300,000 parameters, with the least head size that vLLM's CPU attention takes."""
+    """A LlamaConfig of some 300,000 parameters, tied as most small models are, with the least head size that vLLM's CPU
+    attention takes."""
     from transformers import LlamaConfig
 
     fields = {
@@ -36,7 +37,7 @@ def tiny_llama(**changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": True,
         "architectures": ["LlamaForCausalLM"],
         "initializer_range": 0.05,
         "bos_token_id": 1,

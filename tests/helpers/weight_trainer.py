@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 import torch
 
-from dovetail.api.messages import Offer, Publish, Receiver
-from dovetail.coordinator.weights import push_offer
+from dovetail.api.messages import Offer, Probe, Publish, Receiver
+from dovetail.coordinator import probing
+from dovetail.coordinator.weights import ReceiverError, push_offer
 from helpers.vllm_servers import TOKEN, Server
 
 EPOCHS = itertools.count(1)
@@ -43,6 +44,11 @@ def actor_of(config: Any, seed: int) -> Any:
     return LlamaForCausalLM(config).float().eval()
 
 
+def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """What trainers send: a tied weight once, under the embedding's name."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
 def publish_command(servers: Sequence[Server], version: int, epoch: int, seconds: float) -> Publish:
     receivers, offset = [], 1
     for s in servers:
@@ -63,6 +69,27 @@ def push(servers: Sequence[Server], command: Publish, offer: Offer, new: bool) -
     return asyncio.run(run())
 
 
+def probe_of(model: Any, version: int) -> Probe:
+    """As trainers make it; `model`: of transformers, or a whole stage."""
+    from dovetail.trainer.probe import TOKENS, probe_tokens
+
+    tokens = probe_tokens(model.config.vocab_size, TOKENS)
+    with torch.no_grad():
+        output = model(torch.tensor([tokens]))
+    logprobs = getattr(output, "logits", output)[0, :-1].log_softmax(-1)
+    said = logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+    return Probe(version=version, tokens=tokens, logprobs=said.tolist(), dtype="float32")
+
+
+async def prove(session: aiohttp.ClientSession, url: str, probe: Probe) -> str | None:
+    """Why a server may not serve what it took, or None: it does from now on."""
+    try:
+        await probing.prove(session, probing.Server(url, dtype="float32"), probe, probe.version)
+    except ReceiverError as error:
+        return str(error)
+    return None
+
+
 class Trainer:
     """A real WeightSender of one rank; small buckets, so that a tiny model makes several."""
 
@@ -80,7 +107,7 @@ class Trainer:
         command = publish_command(self.servers, version, self.epoch, seconds)
         new, self.new = self.new, False
         with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(self.sender.publish, command, {"actor": lambda: model.state_dict().items()})
+            sending = pool.submit(self.sender.publish, command, {"actor": lambda: weights_of(model)})
             try:
                 offer = self.offers.get(timeout=30)
             except queue.Empty:
@@ -92,4 +119,8 @@ class Trainer:
                 sending.exception()
                 return errors
             assert sending.result()["bytes"] >= sum(p.numel() * 4 for p in model.parameters())
-        return errors
+        return asyncio.run(self._prove(probe_of(model, version)))
+
+    async def _prove(self, probe: Probe) -> dict[str, str | None]:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            return {server.name: await prove(session, server.url, probe) for server in self.servers}

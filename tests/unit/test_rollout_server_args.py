@@ -20,7 +20,7 @@ from dovetail.api.plan import Plan, Rollout
 from dovetail.api.types import RLHFJob
 from dovetail.rollout import auth, server
 from dovetail.rollout.register import Registrar
-from dovetail.rollout.routes import STATE, InfoRoutes, ServerState
+from dovetail.rollout.routes import STATE, InfoRoutes, ServerState, dtype_of
 
 CONFIG = {
     "hidden_size": 128,
@@ -105,14 +105,17 @@ def test_a_planned_server_has_pipeline_stages_and_leaves_memory(tmp_path: Path) 
 def test_a_server_tells_how_many_of_its_workers_receive_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next server's would have ranks that its own have already."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=7),
+        model_config=SimpleNamespace(max_model_len=7, dtype="torch.bfloat16", quantization=None),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=None,
         parallel_config=SimpleNamespace(world_size=4, data_parallel_size=1),
     )
     for name, was in vars(STATE).copy().items():
         monkeypatch.setattr(STATE, name, was)
     asyncio.run(InfoRoutes().init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
-    assert STATE.abilities()["world"] == 4
+    assert (STATE.abilities()["world"], STATE.abilities()["dtype"]) == (4, "bfloat16")
+    config.cache_config.cache_dtype = "fp8"
+    assert dtype_of(config) is None
 
 
 def test_a_server_sleeps_where_it_shares_gpus_with_trainers(tmp_path: Path) -> None:
@@ -253,6 +256,10 @@ def test_no_generation_without_whole_weights(monkeypatch: pytest.MonkeyPatch) ->
     assert ask(app, "/inference/v1/generate", []) == 503
     assert ask(app, "/v1/chat/completions", []) == 503
     assert ask(app, "/update_weights", []) == 200
+    monkeypatch.setattr(STATE, "arrived", 0)
+    assert ask(app, "/inference/v1/generate", []) == 503, "not before it has shown what it serves"
+    assert ask(app, "/inference/v1/generate", [(b"x-dovetail-probe", b"1")]) == 503
+    assert ask(app, "/inference/v1/generate", [(b"x-dovetail-probe", b"0")]) == 200
     monkeypatch.setattr(STATE, "weight_version", 0)
     assert ask(app, "/inference/v1/generate", []) == 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 Weights = dict[str, torch.Tensor]
+EPOCHS = itertools.count(1)
 
 
 @pytest.fixture(params=[{}, {"models": {"actor": {"lora": {"rank": 4}}}}], ids=["whole", "adapters"])
@@ -44,7 +46,7 @@ def publish(trainer: LocalTrainer, seconds: float, here: bool = True) -> Weights
     offers: queue.Queue[Offer] = queue.Queue()
     trainer.client.offer = offers.put  # type: ignore[attr-defined]
     who = Receiver(name="r", kind="rollout", models=["actor"], rank_offset=1)
-    command = Publish(id="publish", version=1, epoch=1, receivers=[who], deadline_seconds=seconds)
+    command = Publish(id="publish", version=1, epoch=next(EPOCHS), receivers=[who], deadline_seconds=seconds)
 
     def receive() -> Weights:
         if not here:
@@ -56,6 +58,8 @@ def publish(trainer: LocalTrainer, seconds: float, here: bool = True) -> Weights
         receiving = pool.submit(receive)
         result = trainer.execute(command)
         assert result.ok == here, result.error
+        assert (result.probe is not None) == here
+        trainer.probe = result.probe  # type: ignore[attr-defined]
         return receiving.result()
 
 
@@ -78,6 +82,51 @@ def test_weights_are_stepped_as_they_leave(trainer: LocalTrainer) -> None:
     assert not equal(raw, stepped), "the step was applied before its weights were asked for"
     for model, weights in expected.items():
         assert equal(copies(trainer, model), weights), model
+
+
+def test_the_probe_is_of_the_weights_that_left(trainer: LocalTrainer) -> None:
+    """Of the step that was applied on their way, adapters merged."""
+    from transformers import LlamaForCausalLM
+
+    after_step(trainer)
+    weights = publish(trainer, 60.0)
+    probe = trainer.probe  # type: ignore[attr-defined]
+    model = LlamaForCausalLM(trainer.runner.engine.models["actor"].config).float().eval()
+    model.load_state_dict(weights)
+    tokens = torch.tensor([probe.tokens])
+    with torch.no_grad():
+        logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
+    assert len(set(probe.tokens)) > 10
+    assert (probe.version, probe.dtype) == (1, "float32")
+    assert torch.tensor(probe.logprobs).allclose(expected, atol=1e-5)
+    # The same again for one that comes late, and nothing else changed by it.
+    again = publish(trainer, 60.0)
+    assert trainer.probe == probe  # type: ignore[attr-defined]
+    assert equal(again, weights)
+
+
+def test_weights_that_are_not_finite_are_not_served(trainer: LocalTrainer) -> None:
+    after_step(trainer)
+    trainer.runner.engine.settle()
+    name, parameter = next(iter(trainer.runner.engine.models["actor"].trainable().items()))
+    with torch.no_grad():
+        parameter.fill_(float("nan"))
+    who = Receiver(name="r", kind="rollout", models=["actor"], rank_offset=1)
+    command = Publish(id="publish", version=1, epoch=next(EPOCHS), receivers=[who], deadline_seconds=60.0)
+    offers: queue.Queue[Offer] = queue.Queue()
+    trainer.client.offer = offers.put  # type: ignore[attr-defined]
+
+    def receive() -> None:
+        message = Receive(offer=offers.get(timeout=60), rank_offset=1, world_size=2)
+        list(WeightReceiver().receive(message))
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        result = trainer.execute(command)
+        receiving.result()
+    assert not result.ok, name
+    assert "not finite" in (result.error or "")
 
 
 def test_a_publish_that_fails_leaves_the_same_weights(trainer: LocalTrainer) -> None:

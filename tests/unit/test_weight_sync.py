@@ -13,7 +13,7 @@ DEADLINE, START = 20.0, 900.0
 
 class World:
     """Fleet, publisher and trainers at once. `cut`: instances that no transfer reaches; `along`: those that fail at the
-    same moment as they, and are blamed too."""
+    same moment as they, and are blamed too; `unproved`: those that take the weights and serve others."""
 
     step = 1
 
@@ -23,17 +23,21 @@ class World:
         self.targets = {name: Target(name, name.split("-")[0], f"http://{hosts[name]}:1", "first") for name in names}
         self.held = dict.fromkeys(names, 0)
         self.cut, self.along, self.rounds, self.failures = set(), set(), [], []
+        self.unproved, self.events = set(), []
         self.sync = WeightSync(
             self,
             self,
             self,
             self.prepare,
             ("rollout", "scorer"),
-            lambda *_, **__: None,
+            self.log,
             deadline,
             START,
             lambda: self.now,
         )
+
+    def log(self, event, **fields):
+        self.events.append((event, fields))
 
     async def prepare(self, target):
         pass
@@ -66,7 +70,8 @@ class World:
         self.now += DEADLINE if lost else 1.0
         if lost:
             return Published(dict.fromkeys(names, "the connection broke"), None, frozenset(lost | names & self.along))
-        return Published(dict.fromkeys(names), object())
+        found = {name: "it serves others" if name in self.unproved else None for name in names}
+        return Published(found, object(), frozenset(names & self.unproved))
 
     def publish_version(self, version):
         self.step = version
@@ -101,6 +106,20 @@ def test_one_that_cannot_be_reached_costs_the_others_one_attempt(world):
     assert world.failures == ["rollout-b", "scorer-b"], "the others did nothing wrong"
     world.publish_version(3)
     assert world.rounds[-1][1] == ["rollout-a", "scorer-a"], "no second attempt before the others have been served"
+
+
+def test_one_that_serves_other_weights_gets_no_work_and_is_told_of(world):
+    world.unproved = {"rollout-b"}
+    world.publish_version(2)
+    assert world.held == {"rollout-a": 2, "rollout-b": 1, "scorer-a": 2, "scorer-b": 2}
+    assert world.failures == ["rollout-b"]
+    reason = {"instance": "rollout-b", "version": 2, "reason": "it serves others"}
+    assert ("weights.failed", reason) in world.events
+    world.publish_version(3)
+    assert world.rounds[-1][1] == ["rollout-a", "scorer-a", "scorer-b"], "by itself, after the others"
+    world.unproved = set()
+    world.hold(60)
+    assert world.held["rollout-b"] == 3
 
 
 def test_what_is_alone_at_its_address_is_tried_before_a_whole_pod(world):

@@ -194,6 +194,15 @@ class StageTimes(Message):
     )
 
 
+class Probe(Message):
+    """What the weights of a version say; servers are judged by it before they serve them (`coordinator/probing.py`)."""
+
+    version: int
+    tokens: list[int]
+    logprobs: list[float] = Field(description="Of tokens[1:], each after all before it, at temperature 1.")
+    dtype: str = Field(description="In which the trainers computed: float32 or bfloat16.")
+
+
 class CommandResult(Message):
     id: str
     ok: bool
@@ -202,6 +211,7 @@ class CommandResult(Message):
     metrics: dict[str, float] = Field(default_factory=dict)
     spans: list[Span] = Field(default_factory=list)
     times: list[StageTimes] = Field(default_factory=list, description="PPO step: of every rank and model.")
+    probe: Probe | None = Field(default=None, description="Publish to rollouts: of the weights that were sent.")
 
 
 class NextRequest(Message):

@@ -255,7 +255,9 @@ class Engines:
         self._publisher.offer(message)
 
     def status(self) -> dict[str, Any]:
-        instances = {i.name: {"kind": i.kind, "state": i.health.value} for i in self.fleet.instances()}
+        instances = {
+            i.name: {"kind": i.kind, "state": i.health.value, "reason": i.reason} for i in self.fleet.instances()
+        }
         document = self.progress.document(instances)
         stage = document["stage"]
         step, path = self.session.checkpoint(Stage(stage)) if stage else (0, None)

@@ -236,7 +236,15 @@ class Fleet:
         self.tick()
         now = self._clock()
         return [
-            Target(i.name, i.kind, i.url, i.incarnation, int(i.abilities.get("world", 1)))
+            Target(
+                name=i.name,
+                kind=i.kind,
+                url=i.url,
+                incarnation=i.incarnation,
+                world=int(i.abilities.get("world", 1)),
+                max_model_len=i.abilities.get("max_model_len"),
+                dtype=i.abilities.get("dtype"),
+            )
             for i in sorted(self._instances.values(), key=lambda i: i.name)
             if self._versioned(i)
             and i.ready

@@ -11,8 +11,9 @@ from typing import Any
 import aiohttp
 
 from dovetail.api.messages import CommandResult, Offer, Publish, Receiver
+from dovetail.coordinator.probing import Server, prove
 from dovetail.coordinator.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.weights import push_offer
+from dovetail.coordinator.weights import ReceiverError, push_offer
 
 GRACE_SECONDS = 10.0
 # Receivers that fail so soon after the first one may be what it failed of; later ones waited for them in vain.
@@ -21,19 +22,23 @@ BLAME_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Target:
-    """An instance that shall hold the new weights. `incarnation` tells a restarted process from the one before."""
+    """An instance that shall hold the new weights. `incarnation` tells a restarted process from the one before;
+    `max_model_len`, `dtype`: see `dovetail.coordinator.probing.Server`."""
 
     name: str
     kind: str
     url: str
     incarnation: str
     world: int = 1
+    max_model_len: int | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
 class Published:
-    """`errors` by receiver, None where the version arrived whole; `result` is None if the trainers failed to send.
-    `blamed`: those that failed first, which may have kept the others from it."""
+    """`errors` by receiver, None where the version arrived whole and is what a server serves; `result` is None if the
+    trainers failed to send. `blamed`: those that failed first, which may have kept the others from it, and those that
+    serve something else."""
 
     errors: dict[str, str | None]
     result: CommandResult | None
@@ -128,9 +133,27 @@ class Publisher:
             if not sending.done():
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
+        unproved = await self._prove(version, [t for t in targets if errors[t.name] is None], result)
+        errors |= unproved
         if any(text is not None for text in errors.values()):
             self._members = None
-        return Published(errors, result, _first(failed))
+        return Published(errors, result, _first(failed) | unproved.keys())
+
+    async def _prove(self, version: int, targets: Sequence[Target], result: CommandResult) -> dict[str, str | None]:
+        """Let the servers among `targets` serve what they took, once each has shown that it does; errors of those that
+        do not."""
+
+        async def one(target: Target) -> str | None:
+            try:
+                server = Server(target.url, target.max_model_len, target.dtype)
+                await prove(self._session, server, result.probe, version)
+            except ReceiverError as error:
+                return str(error)
+            return None
+
+        servers = [target for target in targets if target.kind == "rollout"]
+        found = await asyncio.gather(*(one(target) for target in servers))
+        return {target.name: error for target, error in zip(servers, found, strict=True) if error is not None}
 
 
 def _first(failed: Mapping[str, float]) -> frozenset[str]:

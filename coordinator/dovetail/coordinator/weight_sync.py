@@ -181,6 +181,7 @@ class WeightSync:
                 self._doubts.pop(name, None)
                 self._fleet.weights_acked(name, target.incarnation, version)
             elif problem is not None and (name in published.blamed or not published.blamed):
+                self._log("weights.failed", instance=name, version=version, reason=problem)
                 self._fleet.failed(name, f"weight transfer: {problem}")
                 if name in published.blamed:
                     self._doubt(target, seconds if len(targets) == 1 else None)

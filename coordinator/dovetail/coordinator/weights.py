@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -47,7 +48,8 @@ async def push_offer(
 
     Returns for each name None if it now holds the whole version, else what went wrong. A rollout that fails before
     its weights were touched goes on with the old ones; one that fails later stays paused and refuses to generate
-    until a later offer gets through. `pause_mode` says what happens to requests in flight (vLLM's /pause).
+    until a later offer gets through. One that does not fail refuses it too, until it has proved what it serves
+    (`dovetail.coordinator.probing`). `pause_mode` says what happens to requests in flight (vLLM's /pause).
     `on_error(name, what)` is called as soon as one fails, while others may still wait for it."""
     everyone = [receiver for receiver, _ in receivers]
 
@@ -58,7 +60,7 @@ async def push_offer(
             if not receive.offer.segments:
                 return f"the offer has no weights of {', '.join(receiver.models)}"
             if receiver.kind == "scorer":
-                await _post(session, f"{base}/v1/weights", offer.deadline_seconds + GRACE_SECONDS, _json(receive))
+                await post(session, f"{base}/v1/weights", offer.deadline_seconds + GRACE_SECONDS, _json(receive))
             else:
                 await _update_rollout(session, base, receive, epoch_is_new, pause_mode)
         except (ReceiverError, ValueError) as error:
@@ -75,37 +77,50 @@ async def _update_rollout(
 ) -> None:
     long = receive.offer.deadline_seconds + GRACE_SECONDS
     body = {"receive": _json(receive)}
-    await _post(session, f"{base}/pause?mode={pause_mode}", long)
+    await post(session, f"{base}/pause?mode={pause_mode}", long)
     try:
         if epoch_is_new:
-            await _post(session, f"{base}/init_weight_transfer_engine", long, {"init_info": body})
+            await post(session, f"{base}/init_weight_transfer_engine", long, {"init_info": body})
     except ReceiverError:
         # Its weights are whole: it may go on with them.
         with suppress(ReceiverError):
-            await _post(session, f"{base}/resume", CALL_SECONDS)
+            await post(session, f"{base}/resume", CALL_SECONDS)
         raise
-    await _post(session, f"{base}/start_weight_update", CALL_SECONDS)
-    await _post(session, f"{base}/update_weights", long, {"update_info": body})
+    await post(session, f"{base}/start_weight_update", CALL_SECONDS)
+    await post(session, f"{base}/update_weights", long, {"update_info": body})
     # Keys and values of the old weights are worthless now.
-    await _post(session, f"{base}/reset_prefix_cache?reset_running_requests=true", CALL_SECONDS)
-    await _post(session, f"{base}/finish_weight_update", CALL_SECONDS, {"weight_version": str(receive.offer.version)})
-    await _post(session, f"{base}/resume", CALL_SECONDS)
+    await post(session, f"{base}/reset_prefix_cache?reset_running_requests=true", CALL_SECONDS)
+    await post(session, f"{base}/finish_weight_update", CALL_SECONDS, {"weight_version": str(receive.offer.version)})
+    await post(session, f"{base}/resume", CALL_SECONDS)
 
 
 def _json(receive: Receive) -> dict[str, Any]:
     return receive.model_dump(mode="json")
 
 
-async def _post(session: aiohttp.ClientSession, url: str, seconds: float, body: dict[str, Any] | None = None) -> None:
+async def post(
+    session: aiohttp.ClientSession,
+    url: str,
+    seconds: float,
+    body: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> Any:
+    """The answer as JSON, or None if it is something else. Raises ReceiverError."""
     route = "/" + url.split("://", 1)[-1].split("/", 1)[-1].split("?", 1)[0]
     try:
-        async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as reply:
+        limit = aiohttp.ClientTimeout(total=seconds)
+        async with session.post(url, json=body, timeout=limit, headers=headers) as reply:
+            text = await reply.text()
             if reply.status >= 400:
-                raise ReceiverError(f"{route} answered {reply.status}: {_reason(await reply.text())}")
+                raise ReceiverError(f"{route} answered {reply.status}: {_reason(text)}")
     except TimeoutError as error:
         raise ReceiverError(f"{route} did not answer within {seconds:g} s") from error
     except aiohttp.ClientError as error:
         raise ReceiverError(f"{route} failed: {type(error).__name__}: {error}") from error
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _reason(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from dovetail.api.env import TOKEN
+from dovetail.api.probe import HEADER
 from dovetail.rollout.routes import STATE
 
 Scope = MutableMapping[str, Any]
@@ -45,16 +46,26 @@ class RequireToken:
 
 
 class RequireWeights:
-    """ASGI middleware: 503 for generation while no complete version of the weights is loaded."""
+    """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
+    probe, which is itself let through."""
 
     def __init__(self, app: App):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and STATE.weight_version is None and scope["path"].startswith(GENERATING):
-            await _refuse(send, 503, "this server holds no complete version of the weights yet", [])
+        generates = scope["type"] == "http" and scope["path"].startswith(GENERATING)
+        if generates and STATE.weight_version is None and not _is_probe(scope):
+            await _refuse(send, 503, "this server holds no complete version of the weights that passed its probe", [])
             return
         await self._app(scope, receive, send)
+
+
+def _is_probe(scope: Scope) -> bool:
+    """Whether a request asks for what the version that has arrived says."""
+    name = HEADER.lower().encode()
+    return STATE.arrived is not None and (name, str(STATE.arrived).encode()) in (
+        (key, value) for key, value in scope.get("headers", ())
+    )
 
 
 class Guard:

@@ -12,8 +12,10 @@ from dovetail.rollout.kv.config import CONNECTORS
 
 @dataclass
 class ServerState:
-    """This API server process's own view. `weight_version` is None from the start of an update to its end, after a
-    failed one, and before the first: the server then refuses to generate."""
+    """This API server process's own view. `weight_version` is None from the start of an update until the coordinator
+    has seen that the new weights are served, after a failed one, and before the first: the server then refuses to
+    generate. `arrived`: a whole version came, and may be asked for by a probe.
+    `dtype`: see `dtype_of`."""
 
     name: str = ""
     incarnation: str = ""
@@ -21,6 +23,8 @@ class ServerState:
     sampler: str = "counter"
     weight_engine: str = "dovetail"
     weight_version: int | None = None
+    arrived: int | None = None
+    dtype: str | None = None
     kv_connector: str | None = None
     kv: KVAbility | None = None
     max_model_len: int = 0
@@ -30,7 +34,7 @@ class ServerState:
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""
-        own = ("name", "incarnation", "weight_version")
+        own = ("name", "incarnation", "weight_version", "arrived")
         return {key: value for key, value in self.described().items() if key not in own}
 
     def described(self) -> dict[str, Any]:
@@ -41,8 +45,17 @@ class ServerState:
 STATE = ServerState()
 
 
+def dtype_of(config: Any) -> str | None:
+    """torch's name of the weights' dtype in a VllmConfig; None where they are quantised, or keys and values have a
+    dtype of their own."""
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    whole = config.model_config.quantization is None and config.cache_config.cache_dtype in ("auto", dtype)
+    return dtype if whole else None
+
+
 class InfoRoutes:
-    """GET /dovetail/info, and the two ends of a weight update: vLLM's own routes, plus the bookkeeping of `STATE`."""
+    """GET /dovetail/info, the two ends of a weight update (vLLM's own routes, plus the bookkeeping of `STATE`), and
+    POST /dovetail/serve, by which the coordinator lets the server answer with a version that has passed its probe."""
 
     name = "dovetail_info"
     required_tasks = None
@@ -59,7 +72,7 @@ class InfoRoutes:
 
         async def start_weight_update(request: Request) -> Any:
             # Before the engine hears of it: from here on its weights may be in pieces.
-            STATE.weight_version = None
+            STATE.weight_version = STATE.arrived = None
             with weight_operation_metrics().record("start"):
                 await request.app.state.engine_client.start_weight_update()
             return JSONResponse({"message": "Weight update started"})
@@ -73,14 +86,24 @@ class InfoRoutes:
                 )
             with weight_operation_metrics().record("finish"):
                 await request.app.state.engine_client.finish_weight_update(weight_version)
-            STATE.weight_version = version
+            STATE.arrived = version
             return JSONResponse({"message": "Weight update finished"})
+
+        async def serve(weight_version: int = Body(embed=True)) -> Any:
+            if STATE.arrived != weight_version:
+                held = "no whole version" if STATE.arrived is None else f"version {STATE.arrived}"
+                message = f"this server holds {held} of the weights, not version {weight_version}"
+                return JSONResponse({"error": {"message": message}}, 409)
+            STATE.weight_version = weight_version
+            return JSONResponse({"message": "Serving"})
 
         # Real types, not this module's postponed annotations: FastAPI inspects them.
         start_weight_update.__annotations__ = {"request": Request}
         finish_weight_update.__annotations__ = {"request": Request, "weight_version": str | None}
+        serve.__annotations__ = {"weight_version": int}
         info.__annotations__ = {}
         router.add_api_route("/dovetail/info", info, methods=["GET"])
+        router.add_api_route("/dovetail/serve", serve, methods=["POST"])
         router.add_api_route("/start_weight_update", start_weight_update, methods=["POST"])
         router.add_api_route("/finish_weight_update", finish_weight_update, methods=["POST"])
         app.include_router(router)
@@ -89,6 +112,7 @@ class InfoRoutes:
         if engine_client is not None:
             config = engine_client.vllm_config
             STATE.max_model_len = int(config.model_config.max_model_len)
+            STATE.dtype = dtype_of(config)
             parallel = config.parallel_config
             STATE.world = int(parallel.world_size) * int(parallel.data_parallel_size)
             transfer = config.kv_transfer_config

@@ -22,6 +22,7 @@ from dovetail.api.messages import (
     Export,
     Load,
     Offer,
+    Probe,
     Publish,
     Save,
     Span,
@@ -35,6 +36,7 @@ from dovetail.trainer.client import CoordinatorClient, Refused
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
+from dovetail.trainer.probe import take_probe
 from dovetail.trainer.steps import ppo, reward, sft
 from dovetail.trainer.steps.context import Context, Metrics, Run
 from dovetail.trainer.timeline import Timeline
@@ -73,6 +75,7 @@ class CommandRunner:
         self._timed_messages: set[str] = set()  # models
         self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
         self._dirty = False
+        self._probe: Probe | None = None  # of the command that runs
 
     @property
     def stage(self) -> Stage | None:
@@ -94,6 +97,7 @@ class CommandRunner:
         started = time.time()
         self._running = command.id
         self._damaged = False
+        self._probe = None
         run: Run | None = None
         error: str | None = None
         try:
@@ -126,6 +130,7 @@ class CommandRunner:
             metrics=metrics if error is None else {},
             spans=spans,
             times=times if error is None else [],
+            probe=self._probe if error is None else None,
         )
 
     def _transfers(self) -> dict[str, float]:
@@ -260,9 +265,12 @@ class CommandRunner:
         weights = {name: self.engine.sendable(name, most) for name in sorted(wanted & set(self.engine.models))}
         with self.timeline.phase("publish"):
             try:
-                return self._sender.publish(command, weights)
+                sent = self._sender.publish(command, weights)
             finally:
                 self.engine.settle()
+            if any(receiver.kind == "rollout" for receiver in command.receivers):
+                self._probe = take_probe(self._context, command.version)
+        return sent
 
     # ------------------------------------------------------------ parts
 

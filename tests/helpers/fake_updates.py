@@ -1,0 +1,115 @@
+"""Fake vLLM servers that take weights and answer a probe of them, and fake trainers that send some."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from dovetail.api.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment
+from dovetail.api.probe import HEADER
+from dovetail.coordinator.publishing import Publisher, Target
+from helpers.fake_vllm import TOKEN
+
+
+def logprobs_of(version: int, tokens: list[int]) -> list[float]:
+    """Of tokens[1:], with the weights of a version."""
+    return [-1.0 - version - (token % 7) / 4 for token in tokens[1:]]
+
+
+class UpdatableVllm:
+    """A server that takes weights. `serves`: the version of its head, where that is another one than it took; `probe`
+    changes its answers to probes."""
+
+    def __init__(self, name: str, dtype: str | None = "float32") -> None:
+        self.name, self.dtype = name, dtype
+        self.arrived: int | None = None
+        self.weight_version: int | None = None
+        self.serves: int | None = None
+        self.probe: Any = None
+        self.hangs = False
+        self.asked: list[list[int]] = []
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def target(self) -> Target:
+        return Target(self.name, "rollout", self.url, "1", 1, 64, self.dtype)
+
+    async def start(self) -> None:
+        app = web.Application()
+        for path in ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights", "/reset_prefix_cache"):
+            app.router.add_post(path, self._fine)
+        app.router.add_post("/start_weight_update", self._start)
+        app.router.add_post("/finish_weight_update", self._finish)
+        app.router.add_post("/dovetail/serve", self._serve)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _fine(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        return web.Response()
+
+    async def _start(self, _: web.Request) -> web.Response:
+        self.arrived = self.weight_version = None
+        return web.json_response({})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        self.arrived = int((await request.json())["weight_version"])
+        return web.json_response({})
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        version = (await request.json())["weight_version"]
+        if version != self.arrived:
+            return web.json_response({"error": {"message": "not that version"}}, status=409)
+        self.weight_version = version
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert self.arrived is not None
+        assert request.headers[HEADER] == str(self.arrived), "it would answer 503"
+        assert len(body["token_ids"]) < 64, "it would answer 400"
+        self.asked.append(body["token_ids"])
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.probe is not None:
+            return web.json_response(self.probe)
+        tokens = body["token_ids"]
+        said = logprobs_of(self.arrived if self.serves is None else self.serves, tokens)
+        rows = [{str(t): {"logprob": p, "rank": 1}} for t, p in zip(tokens[1:], said, strict=True)]
+        return web.json_response({"choices": [{"token_ids": [0]}], "prompt_logprobs": [None, *rows]})
+
+
+class FakeTrainers:
+    """The part of TrainerGroup that publishing needs: one sender, which has sent when all receivers are there."""
+
+    generation = 1
+
+    def __init__(self, tokens: list[int], dtype: str = "float32") -> None:
+        self.tokens, self.dtype = tokens, dtype
+        self.publisher: Publisher | None = None
+        self.cancelled: list[str] = []
+
+    async def execute(self, command: Publish, timeout: float) -> CommandResult:
+        assert self.publisher is not None
+        bucket = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)
+        segment = Segment(index=0, model="actor", host="127.0.0.1", port=1, buckets=[bucket])
+        offer = Offer(version=command.version, epoch=command.epoch, backend="gloo", segments=[segment])
+        self.publisher.offer(offer)
+        said = logprobs_of(command.version, self.tokens)
+        probe = Probe(version=command.version, tokens=self.tokens, logprobs=said, dtype=self.dtype)
+        return CommandResult(id=command.id, ok=True, probe=probe)
+
+    def cancel(self, command: str) -> None:
+        self.cancelled.append(command)

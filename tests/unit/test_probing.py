@@ -1,0 +1,136 @@
+"""A server serves nothing before it has shown that it serves the weights that it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dovetail.api.messages import Probe
+from dovetail.coordinator import probing
+from dovetail.coordinator.publishing import Published, Publisher
+from helpers.fake_updates import FakeTrainers, UpdatableVllm
+from helpers.fake_vllm import TOKEN
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def with_servers(
+    servers: list[UpdatableVllm],
+    work: Callable[[Publisher], Awaitable[None]],
+    tokens: list[int] = TOKENS,
+    dtype: str = "float32",
+) -> None:
+    async def run() -> None:
+        trainers = FakeTrainers(tokens, dtype)
+        for server in servers:
+            await server.start()
+        try:
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+                trainers.publisher = Publisher(trainers, session, 20.0)  # type: ignore[arg-type]
+                await work(trainers.publisher)
+        finally:
+            for server in servers:
+                await server.stop()
+
+    asyncio.run(run())
+
+
+def publish(servers: list[UpdatableVllm], version: int = 4, **more: Any) -> Published:
+    found: list[Published] = []
+
+    async def work(publisher: Publisher) -> None:
+        found.append(await publisher.publish(version, [server.target for server in servers]))
+
+    with_servers(servers, work, **more)
+    return found[0]
+
+
+def test_a_server_that_says_what_the_trainers_say_serves_the_version() -> None:
+    servers = [UpdatableVllm("a"), UpdatableVllm("b")]
+    published = publish(servers)
+    assert published.errors == {"a": None, "b": None}
+    assert [server.weight_version for server in servers] == [4, 4]
+    assert servers[0].asked == [TOKENS], "a few tokens, once"
+
+
+def test_a_server_of_other_weights_serves_nothing_says_why_and_hurts_nobody() -> None:
+    good, stale = UpdatableVllm("good"), UpdatableVllm("stale")
+    stale.serves = 1
+    published = publish([good, stale])
+    assert published.errors["good"] is None
+    said = published.errors["stale"] or ""
+    assert said.count(".") < 15
+    for part in ("does not serve the weights of version 4", "7 tokens", "by 3 on average", "limit 0.01", "no samples"):
+        assert part in said
+    assert (good.weight_version, stale.weight_version) == (4, None)
+    assert published.result is not None
+    assert published.blamed == {"stale"}
+
+
+def test_it_may_serve_again_once_it_passes() -> None:
+    server = UpdatableVllm("a")
+    server.serves = 1
+
+    async def work(publisher: Publisher) -> None:
+        assert (await publisher.publish(4, [server.target])).errors["a"]
+        server.serves = None
+        assert (await publisher.publish(4, [server.target])).errors == {"a": None}
+
+    with_servers([server], work)
+    assert server.weight_version == 4
+
+
+def test_a_server_that_does_not_answer_its_probe_fails_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "PROBE_SECONDS", 0.3)
+    good, frozen = UpdatableVllm("good"), UpdatableVllm("frozen")
+    frozen.hangs = True
+    published = publish([good, frozen])
+    assert "did not answer within 0.3 s" in (published.errors["frozen"] or "")
+    assert (good.weight_version, frozen.weight_version) == (4, None)
+
+
+@pytest.mark.parametrize("answer", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None, {}]}, [], "x"])
+def test_an_answer_that_is_none_is_a_failure(answer: Any) -> None:
+    server = UpdatableVllm("a")
+    server.probe = answer
+    published = publish([server])
+    assert "without log-probabilities" in (published.errors["a"] or "")
+    assert server.weight_version is None
+
+
+def test_numbers_that_are_none_fail() -> None:
+    probe = Probe(version=2, tokens=[1, 2], logprobs=[-1.0], dtype="float32")
+    assert "version 2" in (probing.verdict(probe, [float("nan")], "float32") or "")
+
+
+def test_the_limit_is_that_of_the_coarser_dtype() -> None:
+    assert probing.tolerance("float32", "float32") == 0.01
+    assert probing.tolerance("float32", "bfloat16") == probing.tolerance("bfloat16", "float32") == 0.5
+    assert probing.tolerance("bfloat16", None) == 2.0, "quantised"
+    probe = Probe(version=2, tokens=[1, 2, 3], logprobs=[-1.0, -2.0], dtype="bfloat16")
+    assert probing.verdict(probe, [-1.3, -2.1], "bfloat16") is None
+    assert probing.verdict(probe, [-8.3, -2.1], "bfloat16") is not None
+
+
+def test_a_prompt_never_exceeds_what_the_server_takes() -> None:
+    server = UpdatableVllm("a")
+    published = publish([server], tokens=list(range(100)))
+    assert published.errors == {"a": None}
+    assert server.asked == [list(range(63))]
+
+
+def test_without_a_probe_whole_weights_are_served() -> None:
+    """Where servers take no two tokens as a prompt, there is nothing to compare."""
+    server = UpdatableVllm("a")
+
+    async def work(publisher: Publisher) -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            server.arrived = 7
+            await probing.prove(session, probing.Server(server.url), None, 7)
+
+    with_servers([server], work)
+    assert server.weight_version == 7
