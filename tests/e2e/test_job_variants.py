@@ -17,7 +17,7 @@ from dovetail.coordinator.data.synthetic import quality
 from dovetail.coordinator.experience import Experience
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
-from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tiny_job
+from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -25,13 +25,10 @@ PIPELINE = {"parallelism": {"actor": {"pp": 2, "dp": 1}, "critic": {"pp": 1, "dp
 
 
 def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
-    """Actor in two pipeline stages with LoRA, demonstrations mixed in and an averaged copy; critic data-parallel;
-    truncated sampling, so that the policy ratio's denominator is recomputed by the trainer."""
-    base = tiny_job()
-    source = base.spec.models.actor.source
-    assert source is not None
+    """A tied actor in two pipeline stages with LoRA, demonstrations mixed in and an averaged copy; critic
+    data-parallel; truncated sampling, so that the policy ratio's denominator is recomputed by the trainer."""
     job = tiny_job(
-        models={"actor": {"source": source.model_dump(by_alias=True, exclude_none=True), "lora": {"rank": 4}}},
+        models={"actor": {**tied_actor(), "lora": {"rank": 4}}},
         ppo={"iterations": 2, "ptxCoef": 0.5, "ema": 0.9, "epochs": 2},
         generation={"temperature": 0.8, "topP": 0.9, "topK": 40},
         plan=PIPELINE,
@@ -61,11 +58,11 @@ def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
 
 
 def test_a_critic_on_the_actor_s_body(tmp_path: Path) -> None:
-    """Two pipeline stages; a trainer dies between two checkpoints, a scorer never gets weights."""
+    """A tied one in two pipeline stages; a trainer dies between two checkpoints, a scorer never gets weights."""
     job = tiny_job(
         stages=["sft", "ppo"],
         models={
-            "actor": tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True),
+            "actor": tied_actor(),
             "critic": {"shareActorBody": True},
             "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
         },

@@ -24,8 +24,9 @@ import torch
 from dovetail.api.messages import Offer, Publish
 from dovetail.api.sampling import sampling_params
 from dovetail.api.types import Generation
+from helpers import weight_trainer
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
-from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, publish_command, push, weights_of
+from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, probe_of, publish_command, push, weights_of
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -280,6 +281,21 @@ def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: Worl
     assert world.servers[0].weight_version() == 6
     trainer.epoch, trainer.new = next(EPOCHS), True
     assert trainer.publish(model, 8) == {"rollout-0": None, "rollout-1": None}
+
+
+def test_a_server_that_serves_other_weights_than_it_was_sent_answers_nobody(
+    world: World, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = actor_of(world.config, 15), actor_of(world.config, 16)
+    monkeypatch.setattr(weight_trainer, "probe_of", lambda _, version: probe_of(other, version))
+    for server, error in zip(world.servers, trainer.publish(model, 9).values(), strict=True):
+        assert "does not serve the weights of version 9" in (error or "")
+        assert server.weight_version() is None
+        assert server.call("/inference/v1/generate", {"token_ids": [1], "sampling_params": GREEDY})[0] == 503
+        assert server.call("/dovetail/serve", {"weight_version": 8})[0] == 409
+    monkeypatch.undo()
+    assert trainer.publish(model, 10) == {"rollout-0": None, "rollout-1": None}
+    assert world.servers[0].generate([8, 8], **GREEDY)[0] == hf_greedy(model, [8, 8], 40)[0]
 
 
 def children(pid: int) -> list[int]:

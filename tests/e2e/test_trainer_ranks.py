@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from dovetail.api.messages import CommandResult, Publish, Receive, Receiver, Stop
+from dovetail.api.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
 from dovetail.api.types import RLHFJob, Stage
 from dovetail.coordinator.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
 from dovetail.rollout.weights import WeightReceiver
@@ -87,6 +88,7 @@ def check_publish(ranks: TrainerRanks, folder: Path) -> None:
     sending.join(60)
     assert answers[0].metrics["bytes"] > 0
     coordinator.execute(ranks.export("actor", folder / "published"))
+    check_probe(answers[0].probe, folder / "published")
     stored: dict[str, torch.Tensor] = {}
     for file in (folder / "published").glob("*.safetensors"):  # one of each pipeline stage
         stored |= load_file(file)
@@ -108,6 +110,16 @@ def check_damage(ranks: TrainerRanks, folder: Path) -> None:
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     coordinator.execute(ranks.load(Stage.PPO, checkpoint=folder, id="load/again"))
+
+
+def check_probe(probe: Probe | None, folder: Path) -> None:
+    """It is what the exported model says."""
+    assert probe is not None
+    tokens = torch.tensor([probe.tokens])
+    with torch.no_grad():
+        logprobs = AutoModelForCausalLM.from_pretrained(folder).float()(tokens).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
+    assert torch.tensor(probe.logprobs).allclose(expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])

@@ -35,7 +35,7 @@ spec:
         scratch:
           architecture: llama
           config: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,
-                   num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: true}
+                   num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}
     tokenizer: {train: {vocabSize: 300}}
   data:
     demonstrations: [{synthetic: {size: 200}}]
@@ -68,6 +68,13 @@ def tiny_job(**spec: Any) -> RLHFJob:
         old = document["spec"].get(name)
         document["spec"][name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return RLHFJob.model_validate(document)
+
+
+def tied_actor() -> dict[str, Any]:
+    """`models.actor` of the manifest above, but with one matrix for embedding and head, as most small models have."""
+    actor: dict[str, Any] = yaml.safe_load(MANIFEST)["spec"]["models"]["actor"]
+    actor["source"]["scratch"]["config"]["tie_word_embeddings"] = True
+    return actor
 
 
 # A job that is as fast as it can would be over before the last fault.

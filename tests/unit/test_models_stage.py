@@ -217,6 +217,24 @@ def test_unusable_folders_are_named(changes: dict[str, Any], sentence: str, tmp_
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tied_folder_with_a_head_of_its_own_is_refused(size: int, tmp_path: Path) -> None:
+    """transformers would use that head, and vLLM too."""
+    from safetensors.torch import load_file, save_file
+
+    hugging_face(build_stage(ref("qwen3", tie_word_embeddings=True))).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    folder = ModelRef(head="lm", path=str(tmp_path))
+    build_stage(folder, 0, size)
+    weights["lm_head.weight"][3, 1] += 1.0
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lm_head\.weight; set tie_word_embeddings to false"):
+        build_stage(folder, 0, size)
+    build_stage(ModelRef(head="value", path=str(tmp_path)), 0, size)
+
+
 def test_truncated_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         load_config(ModelRef(head="lm", path=str(tmp_path / "nowhere")))

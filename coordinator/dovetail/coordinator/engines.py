@@ -450,4 +450,4 @@ class Engines:
             self.metrics.generations.inc()
 
     def _record_result(self, result: CommandResult) -> None:
-        self.store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans"}))
+        self.store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans", "probe"}))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.api.messages import ModelRef
-from dovetail.models.config import ModelError, load_config
+from dovetail.models.config import ModelError, is_tied, load_config
 from dovetail.models.source import Folder, Seed, Source
 from dovetail.models.stage import VALUE_HEAD, Stage
 
@@ -45,7 +45,7 @@ def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
 
     `names` maps a parameter's name to its name in the stage without wrappers. A value head that the source lacks is
     zeroed; a vocabulary projection that it lacks is read from the embedding (tied checkpoints); any other missing
-    tensor raises `ModelError`."""
+    tensor raises `ModelError`, and so does a head beside a tied embedding that differs from it."""
     parameters = dict(stage.named_parameters())
     for name, plain in names.items():
         parameter = parameters[name]
@@ -57,8 +57,22 @@ def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
             value = torch.zeros_like(local)
         if value is None:
             raise ModelError(f"{getattr(source, 'path', 'the model')}: tensor {plain} is missing from the weights")
+        if plain == stage.embedding_name and stage.head != "value" and is_tied(stage.config):
+            _check_tied(source, value, parameter.shape, box)
         with torch.no_grad():
             local.copy_(value)
+
+
+def _check_tied(source: Source, embedding: Tensor, shape: torch.Size, box: tuple[slice, ...]) -> None:
+    """Raises `ModelError` where a folder's weights have a head that is not the embedding: transformers would use it."""
+    if not isinstance(source, Folder):
+        return
+    head = source.read("lm_head.weight", shape, box)
+    if head is not None and not torch.equal(head, embedding):
+        raise ModelError(
+            f"{source.path}: config.json says that head and embedding are tied, but the weights hold a different "
+            "lm_head.weight; set tie_word_embeddings to false in config.json"
+        )
 
 
 def local_part(parameter: nn.Parameter | Tensor) -> tuple[Tensor, tuple[slice, ...]]:
