@@ -124,7 +124,7 @@ def test_the_stage_exports_what_the_evaluation_says(
         centred=centred,
         demonstrations=["demonstrations/0"],
     )
-    hooks = Hooks(lambda *_: None, lambda *_: None)
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda: 0.0)
     asyncio.run(run_supervised(stage, session, Facts(), hooks))  # type: ignore[arg-type]
     assert session.exported == [("reward", subtract)]
     assert session.evaluated == [[], ["demonstrations/0"]]
