@@ -17,7 +17,7 @@ from dovetail.api.messages import CommandResult
 from dovetail.coordinator.engines import Engines, Settings
 from dovetail.coordinator.experience import Experience
 from dovetail.coordinator.health import REASONS, Rules, UnhealthyError, judge
-from dovetail.coordinator.ppo import distinct_responses, equal_groups
+from dovetail.coordinator.ppo import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.ppo_stage import PPOStage
 from dovetail.coordinator.samples import NewSample
 from dovetail.planner.simple import make_plan
@@ -109,7 +109,9 @@ def test_what_does_not_fit_the_job_is_not_judged() -> None:
 
 def test_rules_follow_the_job() -> None:
     assert Rules.of(tiny_job().spec) == Rules(comparable=True, exact=True, grouped=False, max_tokens=48)
-    assert not Rules.of(tiny_job(generation={"temperature": 0.7}).spec).comparable
+    warm = {"generation": {"temperature": 0.7, "maxTokens": 48}}
+    assert Rules.of(tiny_job(**warm).spec).comparable
+    assert not Rules.of(tiny_job(**warm, ppo={"oldLogProbs": "Rollout"}).spec).comparable
     assert Rules.of(tiny_job(ppo={"advantage": "rloo", "samplesPerPrompt": 2}).spec).grouped
 
 
@@ -127,6 +129,16 @@ def arrays(scores: list[float], responses: list[list[int]], groups: list[int]) -
         "groups": np.array(groups, np.int32),
         "finished": np.ones(count, np.uint8),
     }
+
+
+def test_at_another_temperature_the_trainers_kl_counts() -> None:
+    found = arrays([1.0, 2.0], [[1, 2], [3]], [0, 1])
+    found["ref_logprobs"] = found["rollout_logprobs"] - 1.0
+    trained = {"kl": 0.25, "kl_ci95": 0.1}
+    assert mean_kl(found, trained, 1.0)["mean"] == 1.5
+    assert mean_kl(found, trained, 0.7) == {"mean": 0.25, "ci95": 0.1}
+    assert mean_kl(found, {}, 0.7)["mean"] == 1.5, "a result that was lost"
+    assert iteration_metrics(found, trained, {}, None, 0.7)["kl_ci95"] == 0.1
 
 
 def test_equal_samples_are_counted_by_their_tokens_alone() -> None:

@@ -217,6 +217,18 @@ def test_group_baselines_need_no_critic(advantage: str) -> None:
     assert "value_loss" not in metrics
 
 
+def test_rollouts_are_compared_at_temperature_1_whatever_they_sample_at() -> None:
+    arrays = unpack(ppo_batch(1))
+    arrays["rollout_logprobs"] = np.zeros_like(arrays["rollout_logprobs"])  # the mismatch is the trainer's own, then
+    found = []
+    for temperature in (1.0, 0.5):
+        with LocalTrainer(job(generation={"temperature": temperature})) as trainer:
+            trainer.metrics(load_command(Stage.PPO))
+            found.append(trainer.metrics(ppo_step(trainer, ["actor", "critic"], pack(arrays))))
+    assert found[1]["mismatch_kl"] == pytest.approx(found[0]["mismatch_kl"], abs=1e-6)
+    assert found[1]["kl"] != pytest.approx(found[0]["kl"], abs=1e-2), "the penalty is at the sampling temperature"
+
+
 def test_ptx_pulls_the_actor_towards_the_demonstrations() -> None:
     losses = {}
     for coef in (0.0, 5.0):

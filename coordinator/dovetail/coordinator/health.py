@@ -70,7 +70,7 @@ class Verdict:
 class Rules:
     """What of the job decides which verdicts make sense.
 
-    `comparable`: rollouts report log-probabilities of the distribution that trainers compute (temperature 1).
+    `comparable`: trainers compare with log-probabilities at temperature 1, of which the rollouts' are.
     `exact`: nothing random lies between them, so a mismatch is an error. `grouped`: advantages come from rewards
     within a prompt's samples. `max_tokens`: the longest response."""
 
@@ -83,7 +83,7 @@ class Rules:
     def of(spec: RLHFJobSpec) -> Rules:
         lora = spec.models.actor.lora
         return Rules(
-            comparable=spec.generation.temperature == 1.0,
+            comparable=spec.generation.temperature == 1.0 or spec.ppo.old_log_probs != "Rollout",
             exact=lora is None or lora.dropout == 0.0,
             grouped=spec.ppo.advantage in ("grpo", "rloo") and spec.ppo.advantage_function is None,
             max_tokens=spec.generation.max_tokens,

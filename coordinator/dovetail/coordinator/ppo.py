@@ -73,12 +73,16 @@ def ppo_step(
 
 
 def iteration_metrics(
-    arrays: Arrays, trained: Mapping[str, float], phases: Mapping[str, float], wall_seconds: float | None
+    arrays: Arrays,
+    trained: Mapping[str, float],
+    phases: Mapping[str, float],
+    wall_seconds: float | None,
+    temperature: float = 1.0,
 ) -> dict[str, float]:
     """One row of history.jsonl: rewards, KL, lengths, the trainers' own metrics, and (with `wall_seconds`) where the
     time went."""
     scores = arrays["scores"].tolist()
-    reward, kl = mean_ci95(scores), mean_ci95(kl_per_sample(arrays).tolist())
+    reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature)
     lengths = arrays["response_lengths"].astype(np.float64)
     metrics = {
         **trained,
@@ -99,6 +103,14 @@ def iteration_metrics(
         metrics |= {"samples_per_second": len(scores) / wall_seconds, "iteration_seconds": wall_seconds}
         metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
     return metrics
+
+
+def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float) -> dict[str, float]:
+    """Mean KL per sample to the reference, nats, and its interval. Rollouts report log-probabilities at temperature 1,
+    so at another the trainers' own count."""
+    if temperature != 1.0 and "kl" in trained:
+        return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
+    return mean_ci95(kl_per_sample(arrays).tolist())
 
 
 def distinct_responses(arrays: Arrays) -> int:

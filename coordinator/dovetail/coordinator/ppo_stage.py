@@ -11,12 +11,12 @@ from dovetail.api.messages import CommandResult, Span, Step
 from dovetail.api.types import Stage
 from dovetail.api.wire import Arrays, unpack
 from dovetail.coordinator import clock
-from dovetail.coordinator.experience import Experience, kl_per_sample
+from dovetail.coordinator.experience import Experience
 from dovetail.coordinator.experience_maker import ExperienceMaker
 from dovetail.coordinator.health import UnhealthyError, Verdict
 from dovetail.coordinator.health_watch import HealthWatch
 from dovetail.coordinator.kl import KLController
-from dovetail.coordinator.ppo import StepFacts, iteration_metrics, optimizer_steps, other_seconds, ppo_step
+from dovetail.coordinator.ppo import StepFacts, iteration_metrics, mean_kl, optimizer_steps, other_seconds, ppo_step
 from dovetail.coordinator.prepare import PromptRecord
 from dovetail.coordinator.schedule_words import applies, scheduled
 from dovetail.coordinator.summary import mean_ci95
@@ -124,7 +124,8 @@ class PPOStage:
             if self._scheduling is not None:
                 self._scheduling.learn(result)
             self._refuse_untrue(iteration, experience.arrays, result)
-            self._kl.update(float(experience.kl.mean()), len(experience.responses))
+            kl = mean_kl(experience.arrays, result.metrics, self._spec.generation.temperature)["mean"]
+            self._kl.update(kl, len(experience.responses))
             self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             self._maker.trained(iteration)
         with self._engines.timeline.phase("weights"):
@@ -144,7 +145,7 @@ class PPOStage:
     def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
         """Raise UnhealthyError if nothing learnt from the iteration is true; it has not happened then, for a run that
         is taken up again."""
-        metrics = iteration_metrics(arrays, result.metrics, {}, None)
+        metrics = iteration_metrics(arrays, result.metrics, {}, None, self._spec.generation.temperature)
         untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
         if not untrue:
             return
@@ -207,13 +208,13 @@ class PPOStage:
     ) -> dict[str, float]:
         """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
         engines = self._engines
-        metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds), **(more or {})}
+        temperature = self._spec.generation.temperature
+        metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds, temperature), **(more or {})}
         engines.history.add(Stage.PPO, iteration, metrics)
         for when in ["first"] * (iteration == 1) + ["last"]:
             engines.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
-            engines.results.fact(f"ppo.kl_{when}", mean_ci95(kl_per_sample(arrays).tolist()))
-        # The KL that trainers measure is at the sampling temperature.
-        self._verdicts = self._health.judge(iteration, metrics | {"kl": result.metrics.get("kl", metrics["kl"])})
+            engines.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
+        self._verdicts = self._health.judge(iteration, metrics)
         health = self._health.note(iteration, metrics, self._verdicts)
         gauges = engines.metrics
         gauges.reward.set(metrics["reward"])

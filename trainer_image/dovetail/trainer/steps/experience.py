@@ -139,18 +139,21 @@ def targets(
     kl_coef: float,
     recomputed: Tensor | None,
     function: AdvantageFunction | None = None,
+    compared: Tensor | None = None,
 ) -> Targets:
     """Advantages and the rest over the global batch. `recomputed` (N, R) are the trainer's own log-probabilities at
-    the weights that sampled, None to use the rollout's. Raises BadCommand when a setting and the batch do not fit."""
+    the weights that sampled, None to use the rollout's; `compared` the same at temperature 1, of which the rollout's
+    always are, None where that is no other. Raises BadCommand when a setting and the batch do not fit."""
     mask = samples.mask
     old = samples.rollout_logprobs if recomputed is None else recomputed
     weights = None
     metrics: Metrics = {}
     if recomputed is not None:
         cap = config.importance_sampling.cap
+        same = recomputed if compared is None else compared
         if config.importance_sampling.mode == "Truncated":
-            weights = truncated_weights(old, samples.rollout_logprobs, mask, cap)
-        metrics |= mismatch(old, samples.rollout_logprobs, mask, cap)
+            weights = truncated_weights(same, samples.rollout_logprobs, mask, cap)
+        metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
     rewards = None
     if samples.advantages is not None:
         advantages, returns = samples.advantages, samples.returns
@@ -178,6 +181,7 @@ def targets(
         "reward_clipped": 0.0 if clip is None else float((samples.scores.abs() > clip).double().mean()),
         "reward_std": float(samples.scores.double().std()) if len(samples) > 1 else 0.0,
         "kl": float(kl.double().mean()),
+        "kl_ci95": 1.96 * float(kl.double().std()) / len(samples) ** 0.5 if len(samples) > 1 else 0.0,
         "kl_coef": kl_coef,
         "response_length": float(samples.response_lengths.double().mean()),
         "finished_fraction": float(samples.finished.double().mean()),

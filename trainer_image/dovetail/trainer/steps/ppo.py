@@ -98,9 +98,9 @@ def prepare_step(context: Context, step: Step) -> Run:
     def run() -> Metrics:
         if recompute or shared:
             with context.timeline.phase("old log-probabilities"):
-                old, values = _before_step(context, samples)
+                old, values, compared = _before_step(context, samples)
             with_values = replace(samples, values=values) if shared else samples
-            goals = targets(with_values, config, step.kl_coef, old if recompute else None)
+            goals = targets(with_values, config, step.kl_coef, old if recompute else None, compared=compared)
             _check_returns(learns_values, goals)
         else:
             goals = ready
@@ -365,9 +365,10 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
-def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | None]:
-    """The actor's log-probabilities of the response tokens, (N, R), at its present weights, and the values of its value
-    head, if it has one, before each of them. One forward pass for both; a collective call."""
+def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value
+    head, if it has one, before each of them, and where it samples at another temperature, the log-probabilities at
+    temperature 1. One forward pass for all; a collective call."""
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
 
@@ -376,10 +377,15 @@ def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | N
         found = unpacked(gather_logprobs(logits, packed.targets.to(logits.device), temperature), samples.mask[rows])
         if isinstance(output, Outputs):
             found = torch.cat([found, unpacked(output.values, samples.mask[rows])], dim=1)
+        if temperature != 1.0:
+            plain = gather_logprobs(logits, packed.targets.to(logits.device))
+            found = torch.cat([found, unpacked(plain, samples.mask[rows])], dim=1)
         return found
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
-    columns = width if context.require("actor").head == "lm" else 2 * width
+    valued, warm = context.require("actor").head != "lm", temperature != 1.0
+    columns = width * (1 + valued + warm)
     table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of)
-    return table[:, :width], table[:, width:] if columns > width else None
+    values = table[:, width : 2 * width] if valued else None
+    return table[:, :width], values, table[:, -width:] if warm else None
