@@ -1,4 +1,4 @@
-# make install | demo | test | test-fast | lint | generate | requirements | bench-...
+# make install | demo | drill | test | test-fast | lint | generate | requirements | bench-...
 # Needs python3.11 and the package registry that pip is configured for; everything goes into .venv.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+DRILL_ARGS ?=
 
-.PHONY: help install demo test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
+.PHONY: help install demo drill test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -63,6 +64,11 @@ requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyprojec
 			--extra $$image pyproject.toml -o requirements/$$image.txt || exit 1; done
 	$(COMPILE) --constraint requirements/trainer.txt --extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
 	$(COMPILE) requirements/build.in -o requirements/build.txt
+
+DRILL_SECONDS ?= 600
+
+drill: install ## Freeze and kill a tiny job's processes at random; it must end with the same weights
+	PYTHONPATH=tests $(BIN)/python -m helpers.drill --seconds $(DRILL_SECONDS) $(DRILL_ARGS)
 
 bench-gae: install ## Advantage estimation against the plain recursion
 	$(BIN)/python benchmarks/bench_gae.py

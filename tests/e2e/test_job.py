@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.store import open_records
-from helpers.jobs import Fault, Injector, events, history, run_job, sample_rows, summary, tiny_job
+from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -113,6 +114,33 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         summary(peaceful)["ppo"]["reward_last"]["mean"], abs=1e-3
     )
     assert summary(tmp_path)["evaluation"] == summary(peaceful)["evaluation"]
+
+
+def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> None:
+    """SIGSTOP of one of each: the spawner that forks, the coordinator, a trainer rank, the only server, its engine
+    core, the only scorer. Each is killed after peerTimeoutSeconds, the run goes on, and ends in the same bits."""
+    frozen = [
+        ("forker", False, in_stage("sft", 4)),
+        ("coordinator", False, in_stage("reward", 4)),
+        ("rollouts-0", False, in_phase("generation", 1)),
+        ("rollouts-0", True, in_phase("generation", 2)),
+        ("trainer-1", False, in_phase("training", 2)),
+        ("rollouts-0-scorer", False, in_phase("generation", 3)),
+    ]
+    faults = [Fault(name, when, child, signal=signal.SIGSTOP) for name, child, when in frozen]
+    groups = [
+        {"name": "trainers", "roles": ["trainer"], "replicas": 2},
+        {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
+    ]
+    fragile = job(failurePolicy={"peerTimeoutSeconds": 6}, groups=groups, checkpoint={"everySteps": 100})
+    outcome, told = run_job(fragile, tmp_path, Injector(faults))
+    assert outcome.succeeded, (outcome.reason, told)
+    assert [f.process for f in faults if not f.done] == []
+    for name in ("coordinator", "trainer-1", "rollouts-0", "rollouts-0-scorer"):
+        assert [t for t in told if t.startswith(f"{name} died (killed, as it hung: stopped for ")], (name, told)
+    assert [t for t in told if "rollouts-0 died (killed, as it hung: its process " in t], told
+    assert [t for t in told if "its spawner killed, as it hung: stopped for " in t], told
+    assert same_weights(peaceful, tmp_path) == []
 
 
 def flip_a_bit(file: Path) -> None:

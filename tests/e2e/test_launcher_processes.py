@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.local.liveness import Limits, Liveness
 from dovetail.local.processes import ProcessSpec
 from dovetail.local.spawn import ExecSpawner, Exited, ForkSpawner, Started
 from dovetail.local.supervisor import Supervisor
@@ -221,6 +222,54 @@ def test_a_process_that_dies_is_started_again(spawner, folder):
     assert log.count("shared" if isinstance(spawner, ForkSpawner) else "alone") == 2
 
 
+@pytest.mark.parametrize("whose", ["process", "child", "spawner"])
+def test_what_is_stopped_for_good_is_replaced(spawner, folder, whose):
+    """SIGSTOP of a process, of one below it in a session of its own, and of the spawner, which could not tell of it."""
+    told = []
+    supervisor = Supervisor(
+        [(spec(folder, "gen-0", "dv_family", PIDS=folder / "pids"), spawner)],
+        3,
+        tell=told.append,
+        liveness=Liveness(Limits(2.0, 600.0, 600.0, 600.0), lambda name: None),
+    )
+    supervisor.start()
+    try:
+        until(lambda: supervisor.step(0.1) or (folder / "pids").exists(), what="the first life")
+        first = family(folder)
+        (folder / "pids").unlink()
+        os.kill({"process": first[0], "child": first[2], "spawner": spawner.zygote_pid}[whose], signal.SIGSTOP)
+        until(lambda: supervisor.step(0.1) or (folder / "pids").exists(), what="the second life")
+        assert not set(first) & set(family(folder))
+        gone(first)
+    finally:
+        supervisor.stop(2.0)
+    where = {"process": "killed, as it hung: ", "child": f"killed, as it hung: its process {first[2]} "}
+    assert where.get(whose, "its spawner killed, as it hung: ") + "stopped for 2 s" in told[0]
+    assert len(told) == 1
+
+
+def test_restarts_are_counted_by_the_hour(folder):
+    """A run that loses a process now and then goes on; one that loses them in quick succession fails."""
+    now = [0.0]
+
+    class Dying(ExecSpawner):
+        def start(self) -> None: ...
+        def spawn(self, spec) -> None: ...
+        def poll(self):
+            return [Exited("gen-0", -9)]
+
+    made = Dying({}, folder / "spawner.log")
+    supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], 3, clock=lambda: now[0])
+    supervisor.start()
+    for _ in range(20):
+        assert supervisor.step(0) is None
+        now[0] += 1300.0  # three an hour
+    now[0] += 4000.0
+    assert [supervisor.step(0) for _ in range(3)] == [None] * 3
+    outcome = supervisor.step(0)
+    assert "gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts, 3 within an hour, is reached" in outcome.reason
+
+
 def test_giving_up_names_process_code_and_last_line(spawner, folder):
     supervisor = Supervisor(
         [
@@ -232,7 +281,7 @@ def test_giving_up_names_process_code_and_last_line(spawner, folder):
     outcome = run_to_end(supervisor)
     assert not outcome.succeeded
     assert "trainer-0 died (exit code 1)" in outcome.reason
-    assert "maxRestarts, 2," in outcome.reason
+    assert "maxRestarts, 2 within" in outcome.reason
     assert "RuntimeError: the frobnicator is missing" in outcome.reason
     gone([int(p) for p in (folder / "pids").read_text().split()] if (folder / "pids").exists() else [])
 

@@ -214,7 +214,7 @@ def test_dead_processes_come_back_on_their_ports_until_there_were_too_many(run):
     os.kill(run.wait_for("gen-0", 2)[0], signal.SIGKILL)
     code, output = run.end()
     assert code == 1
-    assert "gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts, 3, is reached" in output
+    assert "gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts, 3 within an hour, is reached" in output
     assert len(re.findall("starting it again", output)) == 3
     assert run.summary()["state"] == "failed"
     assert run.summary()["reason"].startswith("gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts")

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import yaml
+from safetensors.numpy import load_file
 
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.samples import Sample
@@ -110,12 +112,14 @@ def set_pace(told: Path, seconds: float) -> None:
 
 @dataclass
 class Fault:
-    """SIGKILL `process` (or, with `child`, the process it started) once `when(status)` holds for the first time."""
+    """Send `process` (a spawner, too; or, with `child`, the process it started) a signal once `when(status)` holds for
+    the first time."""
 
     process: str
     when: Callable[[dict[str, Any]], bool]
     child: bool = False
     done: bool = False
+    signal: int = signal.SIGKILL
 
 
 @dataclass
@@ -134,17 +138,43 @@ class Injector:
             self.interrupt_when = None
             os.kill(os.getpid(), signal.SIGINT)
         for fault in self.faults:
-            pid = launcher.pids.get(fault.process)
+            pid = {**launcher.pids, **launcher.spawner_pids}.get(fault.process)
             if fault.done or pid is None or not fault.when(status):
                 continue
             if fault.child:
-                children = psutil.Process(pid).children()
+                children = children_of(pid)
                 if not children:
                     continue
-                pid = children[0].pid
-            os.kill(pid, signal.SIGKILL)
+                pid = children[0]
+            os.kill(pid, fault.signal)
             fault.done = True
             self.killed.append(fault.process)
+
+
+def children_of(pid: int) -> list[int]:
+    """Of a process that may just be ending."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def same_weights(one: Path, other: Path) -> list[str]:
+    """Tensors of two runs' models that are not the same bits; what only one of them has, too."""
+    files = {p.relative_to(run) for run in (one, other) for p in (run / "models").rglob("*.safetensors")}
+    assert files, "no weights were written"
+    different = []
+    for name in sorted(files):
+        if not (one / name).exists() or not (other / name).exists():
+            different.append(str(name))
+            continue
+        a, b = load_file(one / name), load_file(other / name)
+        different += [f"{name}: {key}" for key in sorted(a.keys() | b.keys()) if not _same(a.get(key), b.get(key))]
+    return different
+
+
+def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def read_status(launcher: Launcher) -> dict[str, Any] | None:

@@ -17,8 +17,10 @@ from golden import make_objects
 from dovetail.api.env import ProcessEnv
 from dovetail.api.manifest import parse
 from dovetail.api.resolve import resolve
+from dovetail.local.liveness import Limits
 from dovetail.local.pod import Pod, PodProcess, drain, main, pod_processes
 from dovetail.local.processes import ProcessSpec
+from dovetail.local.proctree import snapshot
 from dovetail.local.spawn import ExecSpawner, Exited
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.simple import make_plan
@@ -117,6 +119,39 @@ def test_a_killed_process_counts_as_a_signal(modules):
     assert message == "dies ended (signal SIGKILL)"
 
 
+def test_a_process_that_is_stopped_for_good_is_killed(modules):
+    write, environ = modules
+    stops = write("stops", "import os, signal\nprint('up')\nos.kill(os.getpid(), signal.SIGSTOP)")
+    code, message = run([stops], environ, limits=Limits(1.0, 600.0, 600.0, 600.0))
+    assert code == 128 + signal.SIGKILL
+    assert message.startswith("stops ended (killed, as it hung: stopped for 1 s)")
+
+
+def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tmp_path):
+    write, environ = modules
+    code = "import subprocess, sys, time\n"
+    code += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    code += f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+    code += "child.send_signal(19)\ntime.sleep(600)"
+    code, message = run([write("serves", code)], environ, limits=Limits(1.0, 600.0, 600.0, 600.0))
+    assert code == 128 + signal.SIGKILL
+    child = int((tmp_path / "child").read_text())
+    assert f"its process {child} stopped for 1 s" in message
+    deadline = time.monotonic() + SECONDS
+    while any(process.pid == child and not process.zombie for process in snapshot()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_process_whose_pulse_stops_is_killed(modules):
+    """It lives, and its connections would, too: but nothing is done any more."""
+    write, environ = modules
+    quiet = "import time\nfrom dovetail.api.pulse import Pulse\ntime.sleep(0.3)\nPulse.read().beat()\ntime.sleep(600)"
+    code, message = run([write("quiet", quiet)], environ, limits=Limits(10.0, 3.0, 600.0, 600.0))
+    assert code == 128 + signal.SIGKILL
+    assert message.startswith("quiet ended (killed, as it hung: silent for ")
+
+
 def test_the_pod_is_done_when_all_that_finish_have(modules):
     write, environ = modules
     first, second = write("one", "print(1)", finishes=True), write("two", "import time\ntime.sleep(0.5)", finishes=True)
@@ -177,6 +212,7 @@ def test_modules_in_the_current_folder_stand_for_no_others_in_a_local_run(hostil
 
 def test_main_refuses_a_pod_without_a_job(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("DOVETAIL_JOB", "demo")
+    monkeypatch.setenv("DOVETAIL_TOKEN", "secret")
     assert main([]) == 2
     assert "DOVETAIL_RUN_DIR is not set" in capsys.readouterr().err
 

@@ -191,14 +191,16 @@ def test_the_end_is_written_before_anything_is_deleted():
     controller, client = a_controller(failurePolicy={"maxRestarts": 0})
     asyncio.run(controller.process(KEY))
     jobset = copy.deepcopy(controller.store.children(KEY).get("JobSet", "demo"))
-    labels = jobset["metadata"]["labels"]
-    metadata = {"name": "demo-train-0", "namespace": "default", "uid": "j", "resourceVersion": "9", "labels": labels}
-    controller.store.put({"kind": "Job", "metadata": metadata, "spec": {}, "status": {"failed": 1}})
+    labels = jobset["metadata"]["labels"] | {names.ROLE_LABEL: "trainer"}
+    at = START.isoformat(timespec="seconds").replace("+00:00", "Z")
+    metadata = {"name": "p", "namespace": "default", "uid": "j", "resourceVersion": "9", "labels": labels}
+    status = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "finishedAt": at}}}]}
+    controller.store.put({"kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
     client.calls.clear()
     metrics = {"reward": 1.0}
     controller._coordinators.told.take([{"stage": "ppo", "step": 1, "time": 1.0, "metrics": metrics}])
     asyncio.run(controller.process(KEY))
-    assert condition(client, "Failed")["reason"] == "MaxRestartsExceeded"
+    assert condition(client, "Failed")["reason"] == "TrainerFailed"
     calls = [call for call in client.calls if call[0] != "create"]
     assert calls == [("apply", "ConfigMap"), ("status", ""), ("delete", "JobSet")], "its history before that"
     kept = controller.store.children(KEY).get("ConfigMap", "demo-history")

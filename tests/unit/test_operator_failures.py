@@ -74,9 +74,22 @@ def test_restarts_are_counted_over_all_pods():
         cluster.settle()
     failed = cluster.condition("Failed")
     assert failed["reason"] == "TrainerFailed"
-    assert failed["message"].endswith("(failures of pods: 3, failurePolicy.maxRestarts: 2)")
+    assert failed["message"].endswith("(failures of pods within an hour: 3, failurePolicy.maxRestarts: 2)")
     assert "trainer died" in failed["message"]
     assert ("JobSet", "demo") not in cluster.objects, "it would hold GPUs"
+
+
+def test_a_long_run_may_lose_a_pod_now_and_then():
+    """Restarts are counted by the hour: by Kubernetes's own count, over a run's life, the third one would end it."""
+    cluster = running(failurePolicy=restarting(2))
+    for _ in range(10):
+        cluster.pass_time(1900)
+        cluster.end(cluster.pod("trainer"), 1, "trainer died")
+        cluster.settle()
+        assert not cluster.over()
+    cluster.end(cluster.pod("rollout"), 1, "rollout died")
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "RolloutFailed"
 
 
 def test_disruptions_do_not_count():

@@ -395,14 +395,21 @@ class FailurePolicy(Model):
     """How much failure the job puts up with."""
 
     max_restarts: int = Field(
-        default=10, ge=0, description="Process restarts before the job fails, all processes together."
+        default=10,
+        ge=0,
+        description="Most restarts within an hour, of all processes together (on a cluster: of all pods the job cannot "
+        "run without); one more fails the job.",
     )
     reward_retries: int = Field(
         default=3,
         ge=0,
         description="How often a call of a reward function is tried again that raised, crashed or took too long.",
     )
-    peer_timeout_seconds: PositiveInt = Field(default=120, description="Silence after which a worker counts as dead.")
+    peer_timeout_seconds: PositiveInt = Field(
+        default=120,
+        description="Silence after which a worker counts as dead. A process that is stopped for as long is killed and "
+        "restarted.",
+    )
     on_unhealthy: Literal["Warn", "Stop"] = Field(
         default="Warn",
         description="What an unhealthy PPO iteration does (docs/health.md): a warning, or the end of the run. Where "

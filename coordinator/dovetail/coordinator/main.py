@@ -19,6 +19,7 @@ from typing import Any
 from dovetail.api.env import ProcessEnv
 from dovetail.api.exit_codes import JOB_FAILED
 from dovetail.api.plan import Plan
+from dovetail.api.pulse import Pulse
 from dovetail.api.types import RLHFJob
 from dovetail.coordinator.driver import run_job
 from dovetail.coordinator.engines import Engines, Settings
@@ -106,6 +107,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     failed = False
+    beating = asyncio.create_task(Pulse.read().forever())
     try:
         async with engines:
             try:
@@ -126,6 +128,8 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
         if not failed:
             raise
         return JOB_FAILED  # closing what the failure left is not the cause
+    finally:
+        beating.cancel()
     return 0
 
 

@@ -8,16 +8,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
+from dovetail.api.pulse import PULSE
 from dovetail.api.types import RLHFJob
 from dovetail.local.aftermath import DiskWatch, give_back, leave_behind, reserve, with_cause
 from dovetail.local.devices import cuda_devices
 from dovetail.local.errors import RunError
+from dovetail.local.files import allow_files, files_needed
+from dovetail.local.liveness import Limits, Liveness, Pulses
 from dovetail.local.ports import PortReservation
 from dovetail.local.processes import COORDINATOR, HOST, ProcessSpec, process_names, render
 from dovetail.local.rundir import RunDir
@@ -75,6 +79,7 @@ class Launcher:
         self._interrupts = 0
         self._supervisor: Supervisor | None = None
         self._stopwatch: Stopwatch | None = None
+        self._pulses: Pulses | None = None
         self.specs: list[ProcessSpec] = []
         self.token = ""
         self.coordinator_port = 0
@@ -98,9 +103,15 @@ class Launcher:
         """Process ids of what runs now, by name."""
         return {} if self._supervisor is None else self._supervisor.pids
 
+    @property
+    def spawner_pids(self) -> dict[str, int]:
+        """Process ids of what starts the others, by name: `spawner`, and `forker` where processes are forked."""
+        return {} if self._supervisor is None else self._supervisor.spawner_pids
+
     def __enter__(self) -> Launcher:
         devices = cuda_devices(self._environ)
         kind = spawn_kind(self._environ, devices)
+        allow_files(files_needed(self._job.spec, self._plan))
         self._dir.open(resume=self._resume, overwrite=self._overwrite)
         try:
             self._dir.write_job(self._job, self._plan, resume=self._resume)
@@ -186,6 +197,8 @@ class Launcher:
             if self._stopwatch is not None:
                 self._stopwatch.write()
             self._supervisor = self._stopwatch = None
+            if self._pulses is not None:
+                self._pulses.close()
             self._ports.close()
             self._dir.close()
 
@@ -202,19 +215,29 @@ class Launcher:
             devices=devices,
             threads=threads,
         )
-        self.specs = [spec for spec in specs if spec.name not in self._exclude]
+        self._pulses = pulses = Pulses()
+
+        def pulse(name: str) -> dict[str, str]:
+            return {PULSE: str(pulses.path(name))}
+
+        mine = [spec for spec in specs if spec.name not in self._exclude]
+        self.specs = [replace(spec, env=spec.env | pulse(spec.name)) for spec in mine]
         zygote_env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | self._environ
         if kind == "fork":
             # One OpenMP or BLAS thread pool in the zygote, and its children would wait for threads they don't have.
             zygote_env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         log = self._dir.logs / "spawner.log"
-        direct: Spawner = ExecSpawner(zygote_env, log)
-        shared: Spawner = ForkSpawner(zygote_env, log) if kind == "fork" else direct
+        direct: Spawner = ExecSpawner(zygote_env | pulse("spawner"), log, "spawner")
+        shared: Spawner = direct
+        if kind == "fork":
+            shared = ForkSpawner(zygote_env | pulse("forker"), log, "forker")
+        policy = self._job.spec.failure_policy
         self._supervisor = Supervisor(
             [(spec, shared if spec.shares_imports else direct) for spec in self.specs],
-            self._job.spec.failure_policy.max_restarts,
+            policy.max_restarts,
             failure_reason=self._failure_reason,
             tell=self._tell,
+            liveness=Liveness(Limits.of(policy.peer_timeout_seconds), pulses.mark),
         )
 
     def _failure_reason(self) -> str | None:

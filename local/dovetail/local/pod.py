@@ -2,7 +2,8 @@
 
 A pod of a trainer group runs one rank a GPU, one of a rollout group a vLLM server and its scorer, which share the GPUs
 of one container (Kubernetes gives a GPU to a single container). When a process dies, the others are ended and the
-container exits with its code: the pod's Job replaces it, and the job's status quotes the last line.
+container exits with its code: the pod's Job replaces it, and the job's status quotes the last line. One that hangs
+(`liveness`) is killed.
 
 `--drain` (the pod's preStop hook) tells the coordinator to give this pod's instances no more work."""
 
@@ -25,8 +26,11 @@ from dovetail.api import env
 from dovetail.api.env import ProcessEnv
 from dovetail.api.exit_codes import BAD_CONFIGURATION
 from dovetail.api.plan import Plan
+from dovetail.api.pulse import PULSE
 from dovetail.api.types import Group, RLHFJob, Role
 from dovetail.local.devices import cuda_devices
+from dovetail.local.liveness import Limits, Liveness, Pulses
+from dovetail.local.proctree import descendants, snapshot
 from dovetail.local.supervisor import cpu_threads, how_it_ended
 
 GRACE_SECONDS = 30.0
@@ -96,10 +100,15 @@ def _with(variables: dict[str, str], devices: Sequence[str], threads: int) -> di
 
 
 class Pod:
-    """Runs the processes side by side until all have finished, one has failed, or `stop` was called."""
+    """Runs the processes side by side until all have finished, one has failed, or `stop` was called. `limits`: when one
+    hangs."""
 
     def __init__(
-        self, processes: Sequence[PodProcess], environ: Mapping[str, str], grace: float = GRACE_SECONDS
+        self,
+        processes: Sequence[PodProcess],
+        environ: Mapping[str, str],
+        grace: float = GRACE_SECONDS,
+        limits: Limits | None = None,
     ) -> None:
         self._processes = processes
         self._environ = dict(environ)
@@ -107,6 +116,9 @@ class Pod:
         self._stop = asyncio.Event()
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._last: dict[str, str] = {}
+        self._pulses = Pulses()
+        self._liveness = Liveness(limits, self._pulses.mark) if limits is not None else None
+        self._killed_as: dict[str, str] = {}
         self.message = ""
 
     def stop(self) -> None:
@@ -120,6 +132,7 @@ class Pod:
     async def run(self) -> int:
         """The container's exit code: 0 when all finished, 143 when stopped, else that of the first that failed."""
         stopping = asyncio.create_task(self._stop.wait())
+        watching = asyncio.create_task(self._end_hung())
         tasks = {asyncio.create_task(self._one(process)): process for process in self._processes}
         waiting: set[asyncio.Task[int]] = set(tasks)
         finishing = {task for task, process in tasks.items() if process.finishes}
@@ -139,33 +152,51 @@ class Pod:
             stopping.cancel()
             await self._end()
             await asyncio.gather(*tasks, return_exceptions=True)
+            watching.cancel()
+            self._pulses.close()
         return code
+
+    async def _end_hung(self) -> None:
+        while self._liveness is not None:
+            for name, why in self._liveness.look().items():
+                self._killed_as[name] = f"killed, as it hung: {why}"
+                started = self._running[name]
+                tree = descendants(started.pid, snapshot())
+                for pid in (started.pid, *tree):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(self._liveness.period / 2)
 
     def _judge(self, process: PodProcess, code: int) -> int:
         """0 for an expected end; else the code, its reason kept as `message`."""
         if code == 0 and process.finishes:
             return 0
         last = words(self._last.get(process.name, ""))
-        self.message = f"{process.name} ended ({how_it_ended(code)})" + (f": {last}" if last else "")
+        how = self._killed_as.get(process.name) or how_it_ended(code)
+        self.message = f"{process.name} ended ({how})" + (f": {last}" if last else "")
         return 128 - code if code < 0 else code or 1
 
     async def _one(self, process: PodProcess) -> int:
         started = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", process.module),
-            env=self._environ | process.env,
+            env=self._environ | process.env | {PULSE: str(self._pulses.path(process.name))},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
         self._running[process.name] = started
+        if self._liveness is not None:
+            self._liveness.begin(process.name, started.pid)
         if self._stop.is_set():
             started.terminate()
         assert started.stdout is not None
         ended = asyncio.create_task(started.wait())
         copying = asyncio.create_task(self._copy(process.name, started.stdout))
         code = await ended
+        if self._liveness is not None:
+            self._liveness.end(process.name)
         # What it left behind may hold the pipe open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
@@ -207,8 +238,9 @@ def words(line: str) -> str:
     return line
 
 
-def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv]:
-    """The processes of this pod. Raises ValueError (also for files that are no job or plan) or OSError."""
+def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv, Limits]:
+    """The processes of this pod; when they hang. Raises ValueError (also for files that are no job
+    or plan) or OSError."""
     base = ProcessEnv.read({env.NAME: "pod", **environ})
     job = RLHFJob.model_validate_json(base.job_file.read_text(encoding="utf-8"))
     plan = Plan.model_validate_json(base.plan_file.read_text(encoding="utf-8"))
@@ -218,7 +250,8 @@ def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv]:
     index = int(environ.get(env.INDEX, "0"))
     devices = [] if group.on_cpu else cuda_devices(environ)
     count = 2 if Role.ROLLOUT in group.roles else max(1, group.gpu.per_pod)
-    return pod_processes(job, plan, group, index, base, devices, cpu_threads(count)), base
+    limits = Limits.of(job.spec.failure_policy.peer_timeout_seconds)
+    return pod_processes(job, plan, group, index, base, devices, cpu_threads(count)), base, limits
 
 
 def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
@@ -236,8 +269,8 @@ def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
             opener.open(request, timeout=DRAIN_SECONDS).close()
 
 
-async def _run(processes: Sequence[PodProcess], environ: Mapping[str, str]) -> tuple[int, str]:
-    pod = Pod(processes, environ)
+async def _run(processes: Sequence[PodProcess], environ: Mapping[str, str], limits: Limits) -> tuple[int, str]:
+    pod = Pod(processes, environ, limits=limits)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, pod.stop)
@@ -249,14 +282,14 @@ def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
     parser.add_argument("--drain", action="store_true", help="retire this pod's instances, and exit")
     options = parser.parse_args(argv)
     try:
-        processes, base = read_pod(os.environ)
+        processes, base, limits = read_pod(os.environ)
     except (OSError, ValueError) as error:
         print(f"dovetail pod: {error}", file=sys.stderr)
         return BAD_CONFIGURATION
     if options.drain:
         drain(processes, base)
         return 0
-    code, message = asyncio.run(_run(processes, os.environ))
+    code, message = asyncio.run(_run(processes, os.environ, limits))
     if message and log.exists():
         with contextlib.suppress(OSError):
             log.write_text(message[-4000:], encoding="utf-8")

@@ -45,11 +45,14 @@ Event = Started | Exited
 class Spawner:
     """Runs processes through a zygote, which it starts on first use and replaces when it dies.
 
-    To be used from one thread, which must outlive the zygote's start-up. `env` and `log` are the zygote's own."""
+    To be used from one thread, which must outlive the zygote's start-up. `env` and `log` are the zygote's own; `name`
+    tells spawners apart."""
 
     preload: str | None = None
 
-    def __init__(self, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, env: Mapping[str, str], log: Path, name: str = "spawner") -> None:
+        self.name = name
+        self.killed_as: str | None = None
         self._env = dict(env)
         self._log = log
         self._zygote: subprocess.Popen[bytes] | None = None
@@ -58,6 +61,7 @@ class Spawner:
         self._asked: set[str] = set()
         self._pids: dict[str, int] = {}
         self._sessions: set[int] = set()
+        self._below: set[int] = set()
         self._log_start = 0
 
     @property
@@ -78,6 +82,7 @@ class Spawner:
         if self._zygote is not None:
             return
         proctree.adopt_orphans()
+        self.killed_as = None
         self._log_start = logs.size(self._log)
         ours, theirs = socket.socketpair()
         # -P: a module in the current folder must not stand for one of ours or of a library.
@@ -107,6 +112,14 @@ class Spawner:
         """Send a signal to a process (not to its descendants); nothing happens if it is gone."""
         if name in self._pids:
             self._send({"op": "signal", "pid": self._pids[name], "signal": int(sig)})
+
+    def kill(self, why: str) -> None:
+        """End a zygote that hangs, and with it its processes; `poll` then tells of them, and `killed_as` says why."""
+        if self._zygote is not None:
+            self.killed_as = why
+            # Known only as long as it lives: those below it that have sessions of their own.
+            self._below = proctree.descendants(self._zygote.pid, proctree.snapshot())
+            self._zygote.kill()
 
     def fileno(self) -> int | None:
         """Readable when `poll` has something to say; None before the zygote starts."""
@@ -186,10 +199,15 @@ class Spawner:
             zygote.kill()
             code = zygote.wait()
         # Its children die with it (PR_SET_PDEATHSIG); theirs became ours, and are known by their sessions.
-        sessions = self._sessions | {zygote.pid}
-        proctree.kill_until_gone(lambda found: {p.pid for p in found if p.session in sessions and not p.zombie})
+        sessions, below = self._sessions | {zygote.pid}, self._below
+
+        def left(found: list[proctree.Process]) -> set[int]:
+            return {p.pid for p in found if (p.session in sessions or p.pid in below) and not p.zombie}
+
+        proctree.kill_until_gone(left)
         _reap(p.pid for p in proctree.snapshot() if p.session in sessions and p.parent == os.getpid() and p.zombie)
         self._sessions.clear()
+        self._below = set()
         return code
 
 

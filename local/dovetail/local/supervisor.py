@@ -7,11 +7,13 @@ import os
 import select
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dovetail.api.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.local import logs
+from dovetail.local.liveness import Liveness
 from dovetail.local.processes import COORDINATOR, ProcessSpec
 from dovetail.local.spawn import Event, Exited, Spawner, Started
 
@@ -19,6 +21,8 @@ FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
 # A process that lived this long is counted as healthy again: its next restart is quick.
 HEALTHY_SECONDS = 60.0
+# What `max_restarts` counts: those of the last hour. A long run may have many, one that goes nowhere soon has them.
+WINDOW_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class _Process:
     log_start: int = 0
     failures: int = 0
     due: float | None = None
+    killed_as: str | None = None
 
 
 def how_it_ended(code: int) -> str:
@@ -52,8 +57,9 @@ def how_it_ended(code: int) -> str:
 
 class Supervisor:
     """Runs `processes`, each with its spawner. The job succeeds when the process called `coordinator` exits with 0,
-    fails when that one exits with 3, when any exits with 2, or after `max_restarts` restarts of all together (those of
-    processes that died with their spawner count as one). All methods from one thread. `tell` hears one-line events."""
+    fails when that one exits with 3, when any exits with 2, or after `max_restarts` restarts of all together within an
+    hour (those of processes that died with their spawner count as one). What `liveness` finds to hang, spawners too, is
+    killed, and so started again. All methods from one thread. `tell` hears one-line events."""
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class Supervisor:
         failure_reason: Callable[[], str | None] = lambda: None,
         tell: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        liveness: Liveness | None = None,
     ) -> None:
         self._processes = {spec.name: _Process(spec, spawner) for spec, spawner in processes}
         self._spawners: Sequence[Spawner] = list(dict.fromkeys(p.spawner for p in self._processes.values()))
@@ -70,12 +77,26 @@ class Supervisor:
         self._failure_reason = failure_reason
         self._tell = tell
         self._clock = clock
-        self.restarts = 0
+        self._liveness = liveness
+        self._zygotes: dict[Spawner, int | None] = {}
+        self._restarted: deque[float] = deque()
+
+    @property
+    def restarts(self) -> int:
+        """Within the last hour."""
+        while self._restarted and self._restarted[0] <= self._clock() - WINDOW_SECONDS:
+            self._restarted.popleft()
+        return len(self._restarted)
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of what runs now, by name."""
         return {name: p.pid for name, p in self._processes.items() if p.pid is not None}
+
+    @property
+    def spawner_pids(self) -> dict[str, int]:
+        """Process ids of the spawners' own processes, by the spawner's name."""
+        return {s.name: s.zygote_pid for s in self._spawners if s.zygote_pid is not None}
 
     def start(self) -> None:
         for spawner in self._spawners:
@@ -93,6 +114,7 @@ class Supervisor:
                 lost_counted |= isinstance(event, Exited) and event.lost
                 if outcome is not None:
                     return outcome
+        self._end_hung()
         now = self._clock()
         for process in self._processes.values():
             if process.due is not None and now >= process.due:
@@ -126,23 +148,51 @@ class Supervisor:
         with contextlib.suppress(InterruptedError):
             select.select(descriptors, [], [], timeout)
 
+    def _count(self) -> str:
+        return f"{self.restarts} of {self._max_restarts} restarts within an hour"
+
     def _spawn(self, process: _Process) -> None:
         process.due = None
         process.log_start = logs.size(process.spec.log)
         process.started_at = self._clock()
         process.spawner.spawn(process.spec)
 
+    def _end_hung(self) -> None:
+        """SIGKILL, which a stopped process obeys as well; its zygote then ends what is below it."""
+        if self._liveness is None:
+            return
+        for spawner in self._spawners:
+            if self._zygotes.get(spawner) != spawner.zygote_pid:
+                self._zygotes[spawner] = spawner.zygote_pid
+                self._liveness.end(spawner.name)
+                if spawner.zygote_pid is not None:
+                    self._liveness.begin(spawner.name, spawner.zygote_pid, below=False)
+        for name, why in self._liveness.look().items():
+            if name in self._processes:
+                self._processes[name].killed_as = why
+                self._processes[name].spawner.signal(name, signal.SIGKILL)
+            for spawner in self._spawners:
+                if spawner.name == name:
+                    spawner.kill(why)
+
     def _handle(self, event: Event, count: bool) -> Outcome | None:
         process = self._processes[event.name]
         if isinstance(event, Started):
             process.pid = event.pid
             process.started_at = self._clock()
+            if self._liveness is not None:
+                self._liveness.begin(event.name, event.pid)
             return None
         process.pid = None
+        if self._liveness is not None:
+            self._liveness.end(event.name)
         name, how = event.name, how_it_ended(event.code)
+        if process.killed_as is not None:
+            how, process.killed_as = f"killed, as it hung: {process.killed_as}", None
         last = logs.last_line(process.spec.log, process.log_start)
         if event.lost:
-            how = f"{how} of its spawner"
+            hung = process.spawner.killed_as
+            how = f"its spawner killed, as it hung: {hung}" if hung else f"{how_it_ended(event.code)} of its spawner"
             last = process.spawner.last_words()
         said = f"; it said last: {last}" if last else ""
         if name == COORDINATOR and event.code == 0:
@@ -153,9 +203,9 @@ class Supervisor:
             return Outcome(False, f"{name} cannot run ({how}){said} (log: {process.spec.log})")
         if count:
             if self.restarts >= self._max_restarts:
-                limit = f"failurePolicy.maxRestarts, {self._max_restarts}, is reached"
+                limit = f"failurePolicy.maxRestarts, {self._max_restarts} within an hour, is reached"
                 return Outcome(False, f"{name} died ({how}) and {limit}{said} (log: {process.spec.log})")
-            self.restarts += 1
+            self._restarted.append(self._clock())
         if self._clock() - process.started_at > HEALTHY_SECONDS:
             process.failures = 0
         delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**process.failures)
@@ -164,7 +214,7 @@ class Supervisor:
             delay = LONGEST_DELAY_SECONDS
         process.failures += 1
         process.due = self._clock() + delay
-        self._tell(f"{name} died ({how}); starting it again ({self.restarts} of {self._max_restarts} restarts){said}")
+        self._tell(f"{name} died ({how}); starting it again ({self._count()}){said}")
         return None
 
 

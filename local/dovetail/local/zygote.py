@@ -27,6 +27,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from dovetail.api.pulse import Pulse
 from dovetail.local.proctree import (
     Process,
     adopt_orphans,
@@ -116,6 +117,7 @@ class Zygote:
         self._wake = (wake_read, wake_write)
         self._own = descendants(os.getpid(), snapshot())  # helpers that the preloaded libraries run
         self._send({"event": "ready"})
+        pulse = Pulse.read()
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._channel, selectors.EVENT_READ)
@@ -128,6 +130,7 @@ class Zygote:
                     else:
                         self._receive()
                 self._reap()
+                pulse.beat()
         kill_until_gone(lambda processes: descendants(os.getpid(), processes), seconds=5.0)
 
     def _on_term(self, *_: object) -> None:

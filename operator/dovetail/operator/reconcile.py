@@ -37,6 +37,8 @@ from dovetail.operator.replan import Outlook
 from dovetail.operator.settings import Settings
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
+# What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
+RESTART_WINDOW = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class _Reconciler:
             return Refused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
         if self._context.job.spec.suspend or jobset["spec"].get("suspend") or deleting(jobset):
             return None
-        return self._too_many_restarts(cause) or self._too_long() or self._never_started()
+        return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started()
 
     def _of_failed_jobs(self) -> rootcause.Cause | None:
         """Of the pods whose Job gave up first."""
@@ -267,15 +269,13 @@ class _Reconciler:
         pods = [p for p in self._pods if label(p, names.JOB_NAME_LABEL) == name]
         return rootcause.worst(p for p in pods if p.get("status", {}).get("phase") == "Failed")
 
-    def _too_many_restarts(self, cause: rootcause.Cause | None) -> Refused | None:
+    def _too_many_restarts(self, cause: rootcause.Cause) -> Refused | None:
         most = self._context.job.spec.failure_policy.max_restarts
-        mine = [j for j in self._children.jobs(surplus=False) if label(j, names.UID_LABEL) == self._context.uid]
-        failed = sum(int(j.get("status", {}).get("failed") or 0) for j in mine)
+        since = self._now - RESTART_WINDOW
+        failed = sum((at := rootcause.failed_at(pod)) is not None and at > since for pod in self._pods)
         if failed <= most:
             return None
-        count = f"failures of pods: {failed}, failurePolicy.maxRestarts: {most}"
-        if cause is None:
-            return Refused(reasons.MAX_RESTARTS, count)
+        count = f"failures of pods within an hour: {failed}, failurePolicy.maxRestarts: {most}"
         return Refused(cause.reason, f"{cause.sentence} ({count})")
 
     def _too_long(self) -> Refused | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from dovetail.api.types import Role
 from dovetail.operator import names, reasons
-from dovetail.operator.children import Object, condition, deleting, is_ready, is_true, label
+from dovetail.operator.children import Object, condition, deleting, is_ready, is_true, label, parse_time
 
 SIGTERM_EXIT = 143
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
@@ -64,6 +65,16 @@ def creating(pod: Object) -> bool:
         return False
     states = [c.get("state", {}).get("waiting") or {} for c in status.get("containerStatuses") or []]
     return all(state.get("reason") in _CREATING for state in states)
+
+
+def failed_at(pod: Object) -> datetime | None:
+    """When it failed by itself; None for one that has not, or that was disrupted (evicted, or its node lost)."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed" or is_true(pod, "DisruptionTarget"):
+        return None
+    ends = [c.get("state", {}).get("terminated") or {} for c in status.get("containerStatuses") or []]
+    at = max((end["finishedAt"] for end in ends if end.get("finishedAt")), default=None)
+    return parse_time(at or pod["metadata"].get("creationTimestamp"))
 
 
 def worst(pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS) -> Cause | None:

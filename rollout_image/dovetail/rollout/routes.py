@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dovetail.api.kv import KVAbility
+from dovetail.api.pulse import BEAT_SECONDS, Pulse
 from dovetail.rollout.kv.config import CONNECTORS
 
 
@@ -51,6 +54,16 @@ def dtype_of(config: Any) -> str | None:
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     whole = config.model_config.quantization is None and config.cache_config.cache_dtype in ("auto", dtype)
     return dtype if whole else None
+
+
+async def beat(engine_client: Any, pulse: Pulse) -> None:
+    """Beats for as long as the engine core answers: it does so between two steps, through the queue that requests take.
+    Ends when the engine has died; the server then does, too."""
+    while not engine_client.errored:
+        with contextlib.suppress(Exception):  # an error is an answer, too
+            await engine_client.is_paused()
+        pulse.beat()
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 class InfoRoutes:
@@ -110,6 +123,7 @@ class InfoRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:
+            self._beating = asyncio.create_task(beat(engine_client, Pulse.read()))
             config = engine_client.vllm_config
             STATE.max_model_len = int(config.model_config.max_model_len)
             STATE.dtype = dtype_of(config)

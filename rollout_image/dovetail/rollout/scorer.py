@@ -26,6 +26,7 @@ from dovetail.api import serving
 from dovetail.api.env import ProcessEnv
 from dovetail.api.messages import Register
 from dovetail.api.plan import Plan
+from dovetail.api.pulse import Pulse
 from dovetail.api.types import Dtype, RLHFJob
 from dovetail.rollout.host_weights import CudaCopies
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
@@ -167,8 +168,10 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
         async with aiohttp.ClientSession() as session:
             task = asyncio.create_task(register_forever(session, env, url, uuid.uuid4().hex, service, log))
             stopping = asyncio.create_task(stop.wait())
+            beating = asyncio.create_task(Pulse.read().forever(service.alive))
             await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
+            beating.cancel()
             if task.done():
                 task.result()
             task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from dovetail.api import serving
 from dovetail.api.messages import ModelRef, Receive
+from dovetail.api.pulse import Progress
 from dovetail.api.wire import CONTENT_TYPE, pack, unpack
 from dovetail.rollout.samples import Samples
 from dovetail.rollout.scoring import NotReady, Scorer
@@ -86,11 +88,29 @@ class ScorerService:
         self.scorer, self.log, self.temperature = scorer, log, temperature
         self.metrics = metrics or Metrics()
         self._receiver: Receiving = receiver or WeightReceiver(scorer.device)
-        self._forward = ThreadPoolExecutor(1, thread_name_prefix="forward")
+        self._forward = ThreadPoolExecutor(1, thread_name_prefix="forward", initializer=self._begin)
         self._transfer = ThreadPoolExecutor(1, thread_name_prefix="transfer")
 
+        self._at_work = False
+        self._progress: Progress | None = None
+
+    def _begin(self) -> None:
+        self._progress = Progress(threading.get_ident())
+
+    def alive(self) -> bool:
+        """Whether the thread of forward passes does something, if it has something to do. For the event loop."""
+        moved = self._progress is None or self._progress.moved()
+        return moved or not self._at_work
+
     async def _run(self, function: Callable[..., R], *args: Any) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._forward, function, *args)
+        def work() -> R:
+            self._at_work = True
+            try:
+                return function(*args)
+            finally:
+                self._at_work = False
+
+        return await asyncio.get_running_loop().run_in_executor(self._forward, work)
 
     async def load(self, models: dict[str, ModelRef]) -> None:
         """`Scorer.load`, after the forward passes under way."""

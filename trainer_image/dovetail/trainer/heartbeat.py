@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 from dovetail.api.exit_codes import SUPERSEDED
 from dovetail.api.messages import Heartbeat
+from dovetail.api.pulse import Progress, Pulse
 from dovetail.trainer.client import CoordinatorClient
 
 INTERVAL_SECONDS = 2.0
 
 
 class HeartbeatThread:
-    """Beats every 2 s from `start` on.
+    """Beats every 2 s from `start` on, for the coordinator; the pulse beats only while the main thread does something.
 
     A rank that waits for a dead peer normally gets a broken connection at once and leaves by itself. For the other
     cases (a frozen peer, one that never came) `superseded` becomes true as soon as the coordinator names a newer
@@ -101,6 +102,9 @@ class HeartbeatThread:
             self._exit(SUPERSEDED)
 
     def _run(self) -> None:
+        pulse, main = Pulse.read(), Progress.of_main_thread()
         while not self._stop.is_set():
+            if main.moved():
+                pulse.beat()
             self.beat()
             self._stop.wait(INTERVAL_SECONDS)

@@ -6,9 +6,12 @@ from dovetail.api.exit_codes import BAD_CONFIGURATION
 from dovetail.operator import names
 from dovetail.operator.render.context import Object
 
+# A Job counts failures over its whole life. Those of an hour are counted by the operator, which ends the job.
+NO_LIMIT = 2**31 - 1
+
 
 def job_spec(
-    template: Object, pods: int, max_restarts: int, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)
+    template: Object, pods: int, max_restarts: int = NO_LIMIT, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)
 ) -> Object:
     """`pods` pods, each replaced when it dies: up to `max_restarts` times in all, disruptions (eviction, preemption,
     a lost node) not counted; never after an exit code of `hopeless`."""

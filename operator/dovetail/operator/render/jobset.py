@@ -14,11 +14,10 @@ API_VERSION = "jobset.x-k8s.io/v1alpha2"
 def jobset(context: Context) -> Object:
     """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
     nothing here says in which order they start."""
-    restarts = context.job.spec.failure_policy.max_restarts
     final = (BAD_CONFIGURATION, JOB_FAILED)
-    jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, restarts, hopeless=final))]
+    jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, hopeless=final))]
     jobs += [
-        (group.name, job_spec(group_pod(context, group), context.guaranteed(group), restarts))
+        (group.name, job_spec(group_pod(context, group), context.guaranteed(group)))
         for group in context.job.spec.groups
     ]
     metadata = context.metadata(context.name, "jobset")

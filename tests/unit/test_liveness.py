@@ -1,0 +1,242 @@
+"""Who hangs: the rule on made-up processes with a made-up clock, and what a thread's progress is on real threads."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from dovetail.api.pulse import PULSE, Progress, Pulse
+from dovetail.local.liveness import Limits, Liveness, Pulses
+from dovetail.local.proctree import Process
+from dovetail.rollout import routes
+from dovetail.rollout.scorer_app import ScorerService
+
+LIMITS = Limits(stopped=60, silent=180, busy=1800, starting=1800)
+
+
+class World:
+    """A machine with one process of ours (pid 10) and its child (pid 11)."""
+
+    def __init__(self, limits=LIMITS):
+        self.now, self.beats = 0.0, 0
+        self.states, self.cpu = {10: "S", 11: "S"}, {10: 0.0, 11: 0.0}
+        self.liveness = Liveness(limits, lambda name: self.beats, lambda: self.now, self.processes)
+        self.liveness.begin("gen-0", 10)
+
+    def processes(self):
+        return [Process(pid, {10: 1, 11: 10}[pid], 10, state, self.cpu[pid]) for pid, state in self.states.items()]
+
+    def pass_time(self, seconds, *, beating=False, cpu=0.0):
+        """What is found within `seconds`, and when; `cpu`: the share of a core that the child uses."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            self.beats += beating
+            self.cpu[11] += cpu
+            if found := self.liveness.look():
+                return self.now, found["gen-0"]
+        return None
+
+
+def test_what_beats_is_left_alone():
+    assert World().pass_time(100_000, beating=True) is None
+
+
+@pytest.mark.parametrize(("pid", "said"), [(10, "stopped for 60 s"), (11, "its process 11 stopped for 60 s")])
+def test_a_stopped_process_is_found_whoever_still_beats(pid, said):
+    world = World()
+    world.pass_time(100, beating=True)
+    world.states[pid] = "T"
+    at, why = world.pass_time(100, beating=True)
+    assert 160 <= at <= 160 + 3 * world.liveness.period
+    assert why == said
+    assert world.pass_time(1000) is None, "named once"
+
+
+def test_a_stop_that_ends_in_time_costs_nothing():
+    world = World()
+    for _ in range(20):
+        world.states[11] = "T"
+        assert world.pass_time(50, beating=True) is None
+        world.states[11] = "S"
+        assert world.pass_time(20, beating=True) is None
+
+
+def test_silence_counts_from_the_last_beat():
+    world = World()
+    world.pass_time(100, beating=True)
+    at, why = world.pass_time(1000, cpu=0.005)
+    assert 280 <= at <= 280 + 3 * world.liveness.period
+    assert why == "silent for 180 s, doing nothing"
+
+
+def test_long_work_is_not_silence():
+    world = World()
+    world.pass_time(100, beating=True)
+    assert world.pass_time(1700, cpu=0.9) is None, "a prefill, a long pass"
+    assert world.pass_time(10, beating=True) is None
+    world.states[11] = "D"
+    assert world.pass_time(1700) is None, "reading from a slow disk"
+    at, why = world.pass_time(1000)
+    assert at == pytest.approx(3610, abs=3 * world.liveness.period)
+    assert why.endswith("though it used the CPU")
+
+
+def test_a_start_takes_as_long_as_it_takes_if_something_happens():
+    world = World()
+    assert world.pass_time(20_000, cpu=0.5) is None, "compiling, loading"
+    world = World()
+    at, why = world.pass_time(20_000)
+    assert at == pytest.approx(1800, abs=3 * world.liveness.period)
+    assert "doing nothing" in why
+
+
+def test_a_watcher_that_was_stopped_itself_blames_nobody():
+    world = World()
+    world.pass_time(100, beating=True)
+    world.now += 10_000.0
+    assert world.pass_time(10) is None
+
+
+def test_processes_without_a_pulse_are_watched_for_stops_only():
+    world = World()
+    world.beats = None
+    liveness = Liveness(LIMITS, lambda name: None, lambda: world.now, world.processes)
+    liveness.begin("gen-0", 10)
+    for _ in range(5000):
+        world.now += 1.0
+        assert liveness.look() == {}
+
+
+def test_limits_follow_the_peer_timeout():
+    assert Limits.of(60) == Limits(60, 180, 1800, 1800)
+    assert Limits.of(600) == Limits(600, 1200, 6000, 6000)
+
+
+def test_a_beat_changes_the_mark():
+    pulses = Pulses()
+    path = pulses.path("a")
+    pulse = Pulse.read({PULSE: str(path)})
+    os.utime(path, ns=(1, 1))
+    before = pulses.mark("a")
+    pulse.beat()
+    assert pulses.mark("a") != before
+    assert pulses.mark("unknown") is None
+    pulses.close()
+    pulse.beat()  # the launcher has gone: no error
+    Pulse.read({}).beat()
+
+
+def test_a_blocked_thread_makes_no_progress_and_a_working_one_does():
+    work, stop = threading.Event(), threading.Event()
+
+    def worker():
+        work.wait()
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=worker, daemon=True)
+    thread.start()
+    progress = Progress(thread.ident)
+    deadline = time.monotonic() + 30
+    while progress.moved():  # it goes to sleep first
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not progress.moved()
+    work.set()
+    while not progress.moved():
+        assert time.monotonic() < deadline
+    stop.set()
+    thread.join()
+
+
+def until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def eventually(condition):
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+
+
+class Engine:
+    """An engine core's client: answers while it may."""
+
+    def __init__(self):
+        self.errored, self.asked, self.may_answer = False, 0, asyncio.Event()
+
+    async def is_paused(self):
+        self.asked += 1
+        await self.may_answer.wait()
+        if self.asked == 2:
+            raise RuntimeError("the engines do not agree")
+        return False
+
+
+class Counting(Pulse):
+    def __init__(self):
+        super().__init__(None)
+        self.beats = 0
+
+    def beat(self):
+        self.beats += 1
+
+
+def test_a_server_beats_only_after_answers_of_its_engine_core(monkeypatch):
+    monkeypatch.setattr(routes, "BEAT_SECONDS", 0.01)
+
+    async def serve():
+        engine, pulse = Engine(), Counting()
+        task = asyncio.create_task(routes.beat(engine, pulse))
+        await asyncio.sleep(0.2)  # the event loop turns all the while
+        assert (engine.asked, pulse.beats) == (1, 0)
+        engine.may_answer.set()
+        await eventually(lambda: pulse.beats >= 3)
+        engine.may_answer.clear()
+        beats, asked = pulse.beats, engine.asked
+        await asyncio.sleep(0.2)
+        assert pulse.beats <= beats + 1
+        assert engine.asked <= asked + 1
+        engine.errored = True
+        engine.may_answer.set()
+        await task
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+
+
+def test_a_scorer_is_alive_while_it_idles_or_works_and_not_while_a_pass_hangs():
+    class Stuck:
+        device = torch.device("cpu")
+        hang, spin = threading.Event(), threading.Event()
+
+        def bring(self):
+            self.hang.wait()
+            while not self.spin.is_set():
+                sum(range(1000))
+            return []
+
+    scorer = Stuck()
+    service = ScorerService(scorer, lambda *args, **fields: None, receiver=object())
+
+    async def bring():
+        assert service.alive(), "nothing to do"
+        task = asyncio.create_task(service.bring())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(until, lambda: service._at_work)
+        await eventually(lambda: not service.alive())  # it falls asleep
+        assert not service.alive()
+        scorer.hang.set()
+        await eventually(service.alive)
+        scorer.spin.set()
+        await task
+        assert service.alive()
+
+    asyncio.run(asyncio.wait_for(bring(), 60))
