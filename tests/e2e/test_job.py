@@ -35,6 +35,8 @@ def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
     facts = summary(peaceful)
+    assert facts["health"]["iterations"] == facts["progress"]["done"]
+    assert "LogProbMismatch" not in facts["health"]["reasons"]
     assert facts["sft"]["loss_after"] < facts["sft"]["loss_before"]
     assert 0.0 <= facts["reward_model"]["accuracy"] <= 1.0
     for name in ("reward_first", "reward_last", "kl_last"):
