@@ -19,7 +19,8 @@ from dovetail.api.messages import CommandResult, Probe, Publish, Receive, Receiv
 from dovetail.api.types import RLHFJob, Stage
 from dovetail.coordinator.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
 from dovetail.rollout.weights import WeightReceiver
-from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import TrainerRanks, job, layouts, load_command, ppo_batch, reward_batch, sft_batch
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +121,27 @@ def check_probe(probe: Probe | None, folder: Path) -> None:
         logprobs = AutoModelForCausalLM.from_pretrained(folder).float()(tokens).logits[0, :-1].log_softmax(-1)
     expected = logprobs.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
     assert torch.tensor(probe.logprobs).allclose(expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("pp", "dp", "aggregation"), [(1, 2, "Sequence"), (2, 1, "Constant")])
+def test_groups_and_aggregations_are_alike_in_all_layouts(tmp_path: Path, pp: int, dp: int, aggregation: str) -> None:
+    """GRPO with its penalty in the loss: two ranks give what one gives with other micro-batches."""
+    ppo = {"advantage": "grpo", "samplesPerPrompt": 2, "lossAggregation": aggregation, "entropyCoef": 0.01}
+    generation = {"maxTokens": 10}
+    batch = ppo_batch(1)
+    whole = load_command(Stage.PPO)
+    load = whole.model_copy(update={"models": {"actor": whole.models["actor"]}})
+    with LocalTrainer(job(ppo={**ppo, "microBatchSize": 8}, generation=generation)) as trainer:
+        trainer.metrics(load)
+        expected = trainer.metrics(trainer.step(Stage.PPO, 1, batch, ["actor"], 1, kl_coef=0.3))
+    layout = {"actor": layouts(pp, dp)["actor"]}
+    with TrainerRanks(tmp_path, job(ppo=ppo, generation=generation), layout) as ranks:
+        ranks.coordinator.execute(load)
+        ranks.coordinator.batches["ppo/1"] = batch
+        found = ranks.coordinator.execute(ranks.step(Stage.PPO, 1, "ppo/1", kl_coef=0.3)).metrics
+    assert expected["kl_loss"] > 0
+    for name in ("policy_loss", "kl_loss", "entropy", "actor_grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
