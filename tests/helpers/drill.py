@@ -28,6 +28,8 @@ from dovetail.local.launcher import Launcher
 from helpers.jobs import children_of, run_job, same_weights, tiny_job
 
 PEER_TIMEOUT_SECONDS = 15
+# So many that a run lasts longer than its processes take to start.
+ITERATIONS = 30
 KINDS = ("freeze", "pause", "kill", "double kill", "kill in recovery")
 SPAWNER_SHARE = 0.1
 ENGINE = "'s engine core"
@@ -36,7 +38,7 @@ ENGINE = "'s engine core"
 def drill_job() -> Any:
     """The tiny job of the tests; it may be restarted as often as it takes."""
     policy = {"maxRestarts": 10_000, "peerTimeoutSeconds": PEER_TIMEOUT_SECONDS}
-    return tiny_job(failurePolicy=policy, ppo={"iterations": 6})
+    return tiny_job(failurePolicy=policy, ppo={"iterations": ITERATIONS})
 
 
 def processes(launcher: Launcher) -> dict[str, int]:
@@ -81,7 +83,7 @@ class Disturber:
             spawners = launcher.spawner_pids
             hit_spawner = self.rng.random() < SPAWNER_SHARE
             self._disturb({n: pid for n, pid in there.items() if (n in spawners) == hit_spawner}, now)
-            self._next = now + self.rng.uniform(3.0, 20.0)
+            self._next = now + self.rng.uniform(3.0, 15.0)
 
     def _disturb(self, there: dict[str, int], now: float) -> None:
         kind = self.rng.choice(KINDS)
