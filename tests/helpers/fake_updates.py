@@ -30,12 +30,14 @@ class UpdatableVllm:
         self.probe: Any = None
         self.hangs = False
         self.asked: list[list[int]] = []
+        self.engines = 1
+        self.stale_engine: int | None = None
         self.url = ""
         self._runner: web.AppRunner | None = None
 
     @property
     def target(self) -> Target:
-        return Target(self.name, "rollout", self.url, "1", 1, 64, self.dtype)
+        return Target(self.name, "rollout", self.url, "1", 1, 64, self.dtype, self.engines)
 
     async def start(self) -> None:
         app = web.Application()
@@ -87,6 +89,8 @@ class UpdatableVllm:
             return web.json_response(self.probe)
         tokens = body["token_ids"]
         said = logprobs_of(self.arrived if self.serves is None else self.serves, tokens)
+        if self.engines > 1 and int(request.headers["X-data-parallel-rank"]) == self.stale_engine:
+            said = logprobs_of(self.arrived - 1, tokens)
         rows = [{str(t): {"logprob": p, "rank": 1}} for t, p in zip(tokens[1:], said, strict=True)]
         return web.json_response({"choices": [{"token_ids": [0]}], "prompt_logprobs": [None, *rows]})
 

@@ -84,10 +84,10 @@ def test_a_new_version_makes_everyone_stale_and_an_old_acknowledgement_helps_nob
 
 def test_a_target_carries_what_its_probe_needs(world: World) -> None:
     message = {"name": "r0", "kind": "rollout", "group": "g", "url": "http://r0/", "incarnation": "a", "ready": True}
-    abilities = {"world": 2, "max_model_len": 96, "dtype": "bfloat16"}
+    abilities = {"world": 2, "max_model_len": 96, "dtype": "bfloat16", "engines": 2}
     world.fleet.register(Register.model_validate({**message, "abilities": abilities}))
     (target,) = world.fleet.stale_targets(1)
-    assert (target.world, target.max_model_len, target.dtype) == (2, 96, "bfloat16")
+    assert (target.world, target.max_model_len, target.dtype, target.engines) == (2, 96, "bfloat16", 2)
 
 
 def test_a_restarted_process_is_stale(healthy: World) -> None:

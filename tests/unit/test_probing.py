@@ -123,6 +123,16 @@ def test_a_prompt_never_exceeds_what_the_server_takes() -> None:
     assert server.asked == [list(range(63))]
 
 
+def test_each_data_parallel_engine_is_asked() -> None:
+    good, half = UpdatableVllm("good"), UpdatableVllm("half")
+    good.engines = half.engines = 2
+    half.stale_engine = 1
+    published = publish([good, half])
+    assert good.asked == half.asked == [TOKENS, TOKENS]
+    assert (good.weight_version, half.weight_version) == (4, None)
+    assert "version 4" in (published.errors["half"] or "")
+
+
 def test_without_a_probe_whole_weights_are_served() -> None:
     """Where servers take no two tokens as a prompt, there is nothing to compare."""
     server = UpdatableVllm("a")

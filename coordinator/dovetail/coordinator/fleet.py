@@ -244,6 +244,7 @@ class Fleet:
                 world=int(i.abilities.get("world", 1)),
                 max_model_len=i.abilities.get("max_model_len"),
                 dtype=i.abilities.get("dtype"),
+                engines=int(i.abilities.get("engines", 1)),
             )
             for i in sorted(self._instances.values(), key=lambda i: i.name)
             if self._versioned(i)

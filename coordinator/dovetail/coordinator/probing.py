@@ -15,6 +15,8 @@ from dovetail.api.probe import HEADER
 from dovetail.coordinator.weights import ReceiverError, post
 
 PROBE_SECONDS = 60.0
+# vLLM's header that chooses the data-parallel engine.
+ENGINE = "X-data-parallel-rank"
 # Mean of absolute differences, in nats; of the coarser of trainers and server. Rounding of bfloat16 gives up to 0.1
 # with tokens drawn at random, which are unlikely ones; weights of another version of the model several nats.
 TOLERANCE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
@@ -23,12 +25,13 @@ QUANTISED_TOLERANCE = 2.0
 
 @dataclass(frozen=True)
 class Server:
-    """What a probe needs to know of one: its longest sequence in tokens, and the dtype of its weights (`None`: they are
-    quantised, or it does not say)."""
+    """What a probe needs to know of one: its longest sequence in tokens, the dtype of its weights (`None`: they are
+    quantised, or it does not say), and its data-parallel engines, each of which has weights of its own."""
 
     url: str
     max_model_len: int | None = None
     dtype: str | None = None
+    engines: int = 1
 
 
 def tolerance(trainers: str, server: str | None) -> float:
@@ -63,11 +66,12 @@ async def prove(session: aiohttp.ClientSession, server: Server, probe: Probe | N
             "token_ids": tokens,
             "sampling_params": {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
         }
-        url = f"{base}/inference/v1/generate"
-        reply = await post(session, url, PROBE_SECONDS, body, {HEADER: str(version)})
-        answered = read_logprobs(reply, tokens)
-        if answered and (problem := verdict(probe, answered, server.dtype)) is not None:
-            raise ReceiverError(problem)
+        for engine in range(server.engines):
+            headers = {HEADER: str(version)} | ({ENGINE: str(engine)} if server.engines > 1 else {})
+            reply = await post(session, f"{base}/inference/v1/generate", PROBE_SECONDS, body, headers)
+            answered = read_logprobs(reply, tokens)
+            if answered and (problem := verdict(probe, answered, server.dtype)) is not None:
+                raise ReceiverError(problem)
     await post(session, f"{base}/dovetail/serve", PROBE_SECONDS, {"weight_version": version})
 
 

@@ -23,7 +23,7 @@ BLAME_SECONDS = 1.0
 @dataclass(frozen=True)
 class Target:
     """An instance that shall hold the new weights. `incarnation` tells a restarted process from the one before;
-    `max_model_len`, `dtype`: see `dovetail.coordinator.probing.Server`."""
+    `max_model_len`, `dtype`, `engines`: see `dovetail.coordinator.probing.Server`."""
 
     name: str
     kind: str
@@ -32,6 +32,7 @@ class Target:
     world: int = 1
     max_model_len: int | None = None
     dtype: str | None = None
+    engines: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Publisher:
 
         async def one(target: Target) -> str | None:
             try:
-                server = Server(target.url, target.max_model_len, target.dtype)
+                server = Server(target.url, target.max_model_len, target.dtype, target.engines)
                 await prove(self._session, server, result.probe, version)
             except ReceiverError as error:
                 return str(error)

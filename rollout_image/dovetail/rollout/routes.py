@@ -32,8 +32,9 @@ class ServerState:
     kv: KVAbility | None = None
     max_model_len: int = 0
     sleep: bool = False
-    # Workers, each of which receives weights.
+    # Workers, each of which receives weights, and data-parallel engines that they make up.
     world: int = 1
+    engines: int = 1
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""
@@ -128,7 +129,8 @@ class InfoRoutes:
             STATE.max_model_len = int(config.model_config.max_model_len)
             STATE.dtype = dtype_of(config)
             parallel = config.parallel_config
-            STATE.world = int(parallel.world_size) * int(parallel.data_parallel_size)
+            STATE.engines = int(parallel.data_parallel_size)
+            STATE.world = int(parallel.world_size) * STATE.engines
             transfer = config.kv_transfer_config
             STATE.kv_connector = transfer.kv_connector if transfer is not None else None
             if STATE.kv is not None:
