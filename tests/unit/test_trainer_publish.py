@@ -106,6 +106,32 @@ def test_the_probe_is_of_the_weights_that_left(trainer: LocalTrainer) -> None:
     assert equal(again, weights)
 
 
+def test_the_probe_of_a_sharded_model_gathers_a_layer_at_a_time() -> None:
+    """It is taken while a vLLM server may be awake on the same GPU. What is trained afterwards is the same."""
+    spec = job().model_dump(mode="json", by_alias=True)["spec"]
+    models = {"actor": {**spec["models"]["actor"], "dtype": "bfloat16"}}
+    with LocalTrainer(job(models=models, plan={"sharding": "Always"})) as trainer:
+        after_step(trainer)
+        stage = trainer.runner.engine.models["actor"].module
+        layers = list(stage.body.layers.values())
+        gathered: list[int] = []
+        for layer in layers:
+            layer.register_forward_pre_hook(
+                lambda *_: gathered.append(
+                    sum(not hasattr(p, "placements") for it in layers for p in [*it.parameters()][:1])
+                )
+            )
+        publish(trainer, 60.0)
+        assert trainer.probe.dtype == "bfloat16"  # type: ignore[attr-defined]
+        assert len(gathered) == len(layers) > 1
+        assert max(gathered) <= 1, gathered
+        trainer.metrics(trainer.step(Stage.PPO, 2, ppo_batch(2), ["actor", "critic"], 4, kl_coef=0.05))
+        published = copies(trainer, "actor")
+        after_step(trainer)
+        trainer.metrics(trainer.step(Stage.PPO, 2, ppo_batch(2), ["actor", "critic"], 4, kl_coef=0.05))
+        assert equal(published, copies(trainer, "actor"))
+
+
 def test_weights_that_are_not_finite_are_not_served(trainer: LocalTrainer) -> None:
     after_step(trainer)
     trainer.runner.engine.settle()

@@ -26,7 +26,7 @@ from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.measure import Collected
 from dovetail.trainer.optim import Step, local
-from dovetail.trainer.parallel import reshard, set_last_backward, take_split_gradients
+from dovetail.trainer.parallel import gather_by_layer, reshard, set_last_backward, take_split_gradients
 from dovetail.trainer.parts import parts, senders
 from dovetail.trainer.reduction import Reduction
 from dovetail.trainer.weights import Parts, Source
@@ -192,7 +192,12 @@ class Engine:
         actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
         check_actions(actions, {model: len(batches)}, False)
         agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
-        self._executor({model: pipe}).run(actions, training=False)
+        # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
+        gather_by_layer(held.module, len(batches) <= 1)
+        try:
+            self._executor({model: pipe}).run(actions, training=False)
+        finally:
+            gather_by_layer(held.module, False)
         self._meet()
         reshard(held.module)
         if held.groups.pp_size == 1 or not batches:

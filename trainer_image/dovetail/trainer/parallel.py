@@ -96,6 +96,12 @@ def take_split_gradients(stage: Stage, compute: torch.dtype, device: torch.devic
     torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
 
 
+def gather_by_layer(stage: Stage, by_layer: bool) -> None:
+    """Drop each layer's gathered weights right after its forward pass (`by_layer`), or keep them for what follows."""
+    if sharded := _sharded(stage):
+        sharded[0].set_reshard_after_forward(by_layer)
+
+
 def reshard(stage: Stage) -> None:
     """Drop gathered weights after forward passes that no backward follows."""
     for module in _sharded(stage):
