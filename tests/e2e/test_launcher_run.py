@@ -1,5 +1,6 @@
 """`dovetail run` as a process of its own, with stand-ins for the job's programs: Ctrl-C, kill -9, resuming."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from dovetail.api.exit_codes import JOB_FAILED
 
 pytestmark = pytest.mark.slow
 
@@ -232,6 +235,28 @@ def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
     assert "Error: the run failed: line 7 of data.jsonl is empty" in output
     assert run.summary()["reason"] == "line 7 of data.jsonl is empty"
     assert "line 7 of data.jsonl is empty" in (run.dir / "report.html").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
+def test_a_full_disk_of_logs_is_told_and_is_the_cause_of_a_failure(run):
+    logs = run.dir / "logs"
+    logs.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", logs]).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        with (logs / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)) == 4096:
+                pass
+        run.start()
+        run.wait_for("coordinator")
+        run.order("coordinator", JOB_FAILED)
+        code, output = run.end()
+    finally:
+        subprocess.run(["umount", "--lazy", logs], check=True)
+    assert code == 1
+    assert f"Warning: the disk that holds {logs} is full; free some space" in output
+    assert f"Error: the run failed: the disk that holds {logs} is full; free some space, then continue" in output
+    assert run.summary()["reason"].startswith(f"the disk that holds {logs} is full")
 
 
 def test_two_runs_do_not_share_a_directory(run):
