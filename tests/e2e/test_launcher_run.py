@@ -229,7 +229,7 @@ def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
     run.start()
     run.wait_for("coordinator")
     (run.dir / "summary.json").write_text(json.dumps({"state": "failed", "reason": "line 7 of data.jsonl is empty"}))
-    run.order("coordinator", 1)
+    run.order("coordinator", JOB_FAILED)
     code, output = run.end()
     assert code == 1
     assert "Error: the run failed: line 7 of data.jsonl is empty" in output
