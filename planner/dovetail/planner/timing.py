@@ -31,13 +31,21 @@ class Constants:
 
     `matrix`: of F in large matrix products; `memory`: of W when weights and KV cache stream through; `link`: of a
     link's bandwidth. `layer_seconds`: launches and latencies of one block in a decode step; `collective_seconds`: of
-    one collective or message."""
+    one collective or message.
+
+    The host's work, which the GPU waits for where a model is small: `step_seconds` of a step of vLLM at least
+    (scheduling, inputs, sampling, output; scheduling and output alone take 0.5 ms with a model that does nothing,
+    https://github.com/openfabric-systems/simllm/pull/204), and `launch_seconds` of each kernel that PyTorch launches,
+    `launches` a block in a forward pass (counted: tests/unit/test_planner_launches.py)."""
 
     matrix: float = 0.5
     memory: float = 0.65
     link: float = 0.8
     layer_seconds: float = 20e-6
     collective_seconds: float = 15e-6
+    step_seconds: float = 2.5e-3
+    launch_seconds: float = 5e-6
+    launches: int = 36
 
 
 DEFAULT = Constants()
@@ -75,26 +83,27 @@ def forward(
     tp: int = 1,
     c: Constants = DEFAULT,
 ) -> float:
-    """A forward pass over `tokens` positions, `context` attended to on average: arithmetic or reading the weights,
-    whichever is longer, and with tp two all-reduces of the activations a block."""
+    """A forward pass over `tokens` positions, `context` attended to on average: arithmetic, reading the weights or
+    launching the kernels, whichever is longest, and with tp two all-reduces of the activations a block."""
     b = ITEMSIZE[dtype]
     arithmetic = shape.forward_flops(tokens, context, head) / (tp * c.matrix * flops(gpu, dtype))
     reading = shape.parameters(head) * b / (tp * c.memory * gpu.memory_bandwidth)
     exchange = 2 * shape.layers * all_reduce(tokens * shape.hidden * b, tp, gpu.peer, c)
-    return max(arithmetic, reading) + exchange
+    launching = shape.layers * c.launches * c.launch_seconds
+    return max(arithmetic, reading, launching) + exchange
 
 
 def decode_step(
     shape: ModelShape, batch: int, context: float, gpu: GPU, dtype: Dtype, tp: int = 1, c: Constants = DEFAULT
 ) -> float:
     """One token for each of `batch` samples with `context` tokens each: weights and KV cache are read once
-    (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer."""
+    (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer; at least the host's time."""
     b = ITEMSIZE[dtype]
     read = shape.parameters() * b / tp + batch * context * shape.kv_bytes(b, tp)
     memory = read / (c.memory * gpu.memory_bandwidth)
     arithmetic = shape.forward_flops(batch, context) / (tp * c.matrix * flops(gpu, dtype))
     exchange = 2 * shape.layers * all_reduce(batch * shape.hidden * b, tp, gpu.peer, c)
-    return max(memory, arithmetic) + shape.layers * c.layer_seconds + exchange
+    return max(max(memory, arithmetic) + shape.layers * c.layer_seconds + exchange, c.step_seconds)
 
 
 @hashed_once
