@@ -72,7 +72,9 @@ def render(
     `base_env` sets it."""
     slots = gpu_slots(job, plan)
     coordinator = f"http://{HOST}:{ports[COORDINATOR]}"
-    inherited = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | dict(base_env or {})
+    inherited = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    inherited["GLOO_SOCKET_IFNAME"] = "lo"  # else ranks listen at the machine's outer address, and ask for no token
+    inherited |= dict(base_env or {})
     inherited["PYTHONUNBUFFERED"] = "1"
 
     def spec(

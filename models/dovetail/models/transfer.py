@@ -202,8 +202,30 @@ class _Pending:
 
 def listen(host: str, deadline: Deadline) -> tuple[dist.TCPStore, int]:
     """A rendezvous on a free port of `host`; returns the store and its port."""
-    store = dist.TCPStore(host, 0, None, True, timeout=deadline.left(), wait_for_workers=False)
+    store = store_at(host, 0, None, deadline.left(), wait_for_workers=False)
     return store, int(store.port)
+
+
+def store_at(
+    host: str, port: int, world: int | None, timeout: timedelta, wait_for_workers: bool = True
+) -> dist.TCPStore:
+    """A rendezvous that listens at `host` alone: torch's own listens on all interfaces, and asks nobody for a token.
+    `port` 0: a free one. Raises OSError or RuntimeError."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+        bound = int(listening.getsockname()[1])
+        return dist.TCPStore(
+            host,
+            bound,
+            world,
+            True,
+            timeout=timeout,
+            wait_for_workers=wait_for_workers,
+            master_listen_fd=listening.detach(),
+        )
 
 
 def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:

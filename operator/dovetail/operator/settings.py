@@ -18,7 +18,7 @@ class Settings:
     """Images are those of groups that name none. `pod_template` is a strategic merge patch of every pod, applied
     before the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose
     manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them;
-    `nodes_seconds` 0: nodes are not looked at."""
+    `nodes_seconds` 0: nodes are not looked at. `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: all."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -37,6 +37,7 @@ class Settings:
     progress_seconds: float = 5.0
     nodes_seconds: float = 60.0
     health_port: int = 8080
+    metrics_from: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -50,6 +51,8 @@ class Settings:
             text = given[name]
             if name == "pod_template":
                 found[name] = _template(Path(text))
+            elif name == "metrics_from":
+                found[name] = _peers(text)
             elif isinstance(default, tuple):
                 found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
             else:
@@ -66,3 +69,11 @@ def _template(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
     return document
+
+
+def _peers(text: str) -> list[dict[str, Any]]:
+    """DOVETAIL_METRICS_FROM is a JSON list."""
+    found = yaml.safe_load(text)
+    if not isinstance(found, list) or not all(isinstance(peer, dict) for peer in found):
+        raise ValueError(f"DOVETAIL_METRICS_FROM is {text!r}, not a list of NetworkPolicyPeers")
+    return found

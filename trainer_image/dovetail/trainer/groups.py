@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.api.plan import Coordinates, Layout, coordinates, holds, world_size
 from dovetail.api.types import Parallelism
+from dovetail.models.transfer import store_at
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
@@ -152,7 +153,10 @@ class Groups:
             with peer_errors("forming the trainer's groups"):
                 # Starting up may take longer than a message: ranks come with seconds between them.
                 patience = max(timeout, timedelta(seconds=_FORMING_SECONDS))
-                self._store = dist.TCPStore(master_host, master_port, world_size, is_master=rank == 0, timeout=patience)
+                if rank == 0:
+                    self._store = store_at(master_host, master_port, world_size, patience)
+                else:
+                    self._store = dist.TCPStore(master_host, master_port, world_size, timeout=patience)
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if gpu else "gloo",
                     store=self._store,

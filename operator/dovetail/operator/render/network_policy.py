@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from dovetail.api import env
+from dovetail.api.types import Role
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
 
+_COMPONENT = "app.kubernetes.io/component"
+
 
 def network_policy(context: Context) -> Object:
-    """Others reach only the ports of status and metrics, where everything but health and metrics asks for the token.
-    What pods may connect to is left open: models and data come from anywhere."""
+    """The job's pods reach each other on all ports; operator and status API the coordinator; and who may scrape
+    (`Settings.metrics_from`) the ports of metrics alone, where all but health and metrics asks for the token. What pods
+    may connect to is left open: models and data come from anywhere."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
-    last = env.TRAINER_METRICS_PORT + env.MAX_GPUS_PER_POD - 1
-    ports: list[Object] = [
+    ranks = max([1, *(g.gpu.per_pod for g in context.job.spec.groups if Role.TRAINER in g.roles)])
+    scraped: list[Object] = [
         {"protocol": "TCP", "port": port} for port in (env.COORDINATOR_PORT, env.SERVER_PORT, env.SCORER_PORT)
     ]
-    ports.append({"protocol": "TCP", "port": env.TRAINER_METRICS_PORT, "endPort": last})
+    first = env.TRAINER_METRICS_PORT
+    scraped.append({"protocol": "TCP", "port": first} | ({"endPort": first + ranks - 1} if ranks > 1 else {}))
+    askers = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
+        "podSelector": {"matchExpressions": [{"key": _COMPONENT, "operator": "In", "values": ["operator", "api"]}]},
+    }
+    metrics_from = context.settings.metrics_from
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -23,6 +33,10 @@ def network_policy(context: Context) -> Object:
         "spec": {
             "podSelector": mine,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": mine}]}, {"ports": ports}],
+            "ingress": [
+                {"from": [{"podSelector": mine}]},
+                {"from": [askers], "ports": [{"protocol": "TCP", "port": env.COORDINATOR_PORT}]},
+                {"ports": scraped} | ({"from": metrics_from} if metrics_from else {}),
+            ],
         },
     }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.api.profile import Link
+from dovetail.models.transfer import store_at
 
 _SMALL, _LARGE = 1, 4 * 2**20  # float32 values
 
@@ -22,7 +23,7 @@ def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) ->
     Starts both processes. Raises TimeoutError if they are not done within `seconds`, RuntimeError if one of them
     fails."""
     context: Any = torch.multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=seconds))
+    store = store_at("127.0.0.1", 0, None, timedelta(seconds=seconds))
     answers = context.SimpleQueue()
     started = time.monotonic()
     peers = [
