@@ -124,13 +124,14 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
     length = asked
     if rng.random() < lapse:  # too short, or a ramble whose length has a long tail
         length = rng.randint(1, asked) if rng.random() < 0.5 else asked + 1 + min(int(rng.expovariate(0.3)), 14)
-    unsaid = rng.sample(FACTS[topic], len(FACTS[topic]))
+    # What is said keeps its order, as people have one: what it is, what it has or can do, what it likes or needs.
+    unsaid = [FACTS[topic][i] for i in sorted(rng.sample(range(len(FACTS[topic])), min(length, len(FACTS[topic]))))]
     said: list[str] = []
     for i in range(length):
         slip = rng.random() < 0.7 * lapse
         kind = rng.random()
         if not slip and unsaid:
-            fact = unsaid.pop()
+            fact = unsaid.pop(0)
             sentence = f"{'It' if i and rng.random() < 0.5 else f'The {topic}'} {fact}."
         elif kind < 0.2:
             other = rng.choice(TOPICS)
