@@ -25,10 +25,12 @@ PIPELINE = {"parallelism": {"actor": {"pp": 2, "dp": 1}, "critic": {"pp": 1, "dp
 
 
 def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
-    """A tied actor in two pipeline stages with LoRA, demonstrations mixed in and an averaged copy; critic
+    """Actor in two pipeline stages with LoRA, demonstrations mixed in and an averaged copy; critic
     data-parallel; truncated sampling, so that the policy ratio's denominator is recomputed by the trainer."""
     job = tiny_job(
-        models={"actor": {**tied_actor(), "lora": {"rank": 4}}},
+        models={
+            "actor": {**tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True), "lora": {"rank": 4}}
+        },
         ppo={"iterations": 2, "ptxCoef": 0.5, "ema": 0.9, "epochs": 2},
         generation={"temperature": 0.8, "topP": 0.9, "topK": 40},
         plan=PIPELINE,
