@@ -274,6 +274,8 @@ class Engines:
     async def batch(self, key: str) -> bytes:
         """Raises LookupError for an unknown key, NotPrepared while data are being prepared."""
         stage, _, number = key.partition("/")
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise KeyError("a batch's name must be a stage and a number, as sft/1")
         makers: dict[str, Callable[[int], Arrays]] = {
             "sft": self.prepared.sft_batch,
             "reward": self.prepared.reward_batch,

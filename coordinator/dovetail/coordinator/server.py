@@ -17,7 +17,6 @@ from dovetail.coordinator.trainer_group import StaleGeneration, TrainerGroup
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)
-_BATCH = re.compile(r"[a-z-]{1,32}/[0-9]{1,9}")
 _OFFSET = re.compile(r"[0-9]{1,15}")
 
 
@@ -85,8 +84,6 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
 
     async def batch(request: web.Request) -> web.Response:
         key = request.match_info["key"]
-        if not _BATCH.fullmatch(key):
-            raise web.HTTPNotFound(text=f"no batch {key[:64]!r}: its name must be a stage and a number, as sft/1")
         try:
             body = await host.batch(key)
         except LookupError as error:
