@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dovetail.api.durable import sync
+
 SCHEMA_VERSION = 1
 
 SCHEMA = """
@@ -60,15 +62,6 @@ CREATE TABLE IF NOT EXISTS rewards (
 """
 
 
-def sync_folder(folder: Path) -> None:
-    """What was made, renamed or deleted in the folder survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class StoreError(Exception):
     """The store cannot be used as asked; the message is one sentence for the user."""
 
@@ -93,7 +86,7 @@ class Database:
                 self._connection.execute("PRAGMA journal_mode=WAL")
                 self._connection.execute("PRAGMA synchronous=NORMAL")
                 self._create_or_check()
-            sync_folder(path.parent)
+            sync(path.parent)
         except sqlite3.Error as error:
             os.close(self._lock_file)
             raise StoreError(f"the store {path} cannot be opened: {error}") from error

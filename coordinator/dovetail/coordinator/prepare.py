@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from dovetail.api.durable import sync
 from dovetail.api.messages import ModelRef
 from dovetail.api.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.api.wire import Arrays
@@ -21,7 +22,6 @@ from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.models import resolve, scratch_config
 from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
-from dovetail.coordinator.database import sync_folder
 from dovetail.coordinator.seeds import derived_seed
 
 CENTRING_LIMIT = 512
@@ -257,10 +257,10 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        sync_folder(temporary)
+        sync(temporary)
         try:
             temporary.rename(folder)
-            sync_folder(folder.parent)
+            sync(folder.parent)
         except OSError:
             if not folder.is_dir():
                 raise

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.database import sync_folder
+from dovetail.api.durable import sync
 
 
 def mean_ci95(values: Sequence[float]) -> dict[str, float]:
@@ -55,7 +55,7 @@ def write_whole(path: Path, data: bytes) -> None:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         temporary.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)  # on a full disk others need the room
         raise OSError(error.errno, error.strerror, str(path)) from error

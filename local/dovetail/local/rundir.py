@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.changes import changes
+from dovetail.api.durable import sync
 from dovetail.api.env import token_problem
 from dovetail.api.plan import Plan
 from dovetail.api.profile import Profile
@@ -50,16 +51,7 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """What was made, renamed or deleted in the folder survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 class RunDir:
@@ -193,7 +185,7 @@ class RunDir:
         is never taken for a part of a new one."""
         mark = self.path / DELETING
         mark.touch()
-        _sync(self.path)
+        sync(self.path)
         for entry in self.path.iterdir():
             if entry.name in (".lock", DELETING):
                 continue
@@ -201,9 +193,9 @@ class RunDir:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        _sync(self.path)
+        sync(self.path)
         mark.unlink()
-        _sync(self.path)
+        sync(self.path)
 
 
 def _holds_files(folder: Path) -> bool:

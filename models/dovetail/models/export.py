@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.api.durable import sync
 from dovetail.models.stage import SCORE_BIAS, VALUE_HEAD_FILE, Head
 
 _ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
@@ -135,12 +136,3 @@ def write_text(path: Path, text: str) -> None:
     """Write a file and flush it to the disk."""
     path.write_text(text)
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

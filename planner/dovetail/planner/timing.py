@@ -34,9 +34,9 @@ class Constants:
     one collective or message.
 
     The host's work, which the GPU waits for where a model is small: `step_seconds` of a step of vLLM at least
-    (scheduling, inputs, sampling, output; scheduling and output alone take 0.5 ms with a model that does nothing,
-    https://github.com/openfabric-systems/simllm/pull/204), and `launch_seconds` of each kernel that PyTorch launches,
-    `launches` a block in a forward pass (counted: tests/unit/test_planner_launches.py)."""
+    (scheduling, inputs, sampling, output), and `launch_seconds` of each kernel that PyTorch launches, `launches` a
+    block in a forward pass. The launches are counted (tests/unit/test_planner_launches.py). Both times are assumed:
+    nothing was measured on a GPU."""
 
     matrix: float = 0.5
     memory: float = 0.65
