@@ -17,6 +17,7 @@ from dovetail.coordinator.trainer_group import TrainerError, TrainerGroup
 from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
 from dovetail.trainer.shards import digest
 from helpers.local_trainer import LocalTrainer
+from helpers.records import Records
 from helpers.trainer_ranks import job, load_command, sft_batch
 
 
@@ -78,20 +79,6 @@ def test_the_digest_tells_any_bit_any_length_and_any_order(tmp_path: Path) -> No
         path.write_bytes(content)
         found.add(digest(path))
     assert len(found) == len(contents)
-
-
-class Records:
-    def __init__(self) -> None:
-        self.values: dict[str, object] = {}
-
-    def get(self, key: str) -> object:
-        return self.values.get(key)
-
-    def put(self, key: str, value: object) -> None:
-        self.values[key] = value
-
-    def sync(self) -> None:
-        pass
 
 
 class Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,36 @@ def test_without_a_working_scorer_the_last_failure_is_named() -> None:
         run_scoring([FakeScorer("status")], [[finished(2, 2)]], deadline=0.5)
 
 
+def score_one(
+    fakes: list[FakeScorer], allowed: Callable[[list[Scorer]], list[Scorer]], gone: Callable[[Scorer], bool]
+) -> set[Key]:
+    """What was scored of one sample that is added once; `allowed` of the scorers may take it."""
+    found: set[Key] = set()
+
+    async def scenario() -> None:
+        runners, servers = await serve(*fakes)
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                Inference(
+                    session,
+                    ["reward"],
+                    lambda: allowed(servers),
+                    lambda scores: found.update(s.key for s in scores),
+                    lambda scorer, reason: None,
+                    gone=gone,
+                ) as inference,
+            ):
+                inference.add([finished(2, 2)])
+                await inference.finish(20.0)
+        finally:
+            for runner in runners:
+                await runner.shutdown()
+
+    asyncio.run(scenario())
+    return found
+
+
 def test_a_chunk_that_fails_after_all_were_handed_out_is_scored_again() -> None:
     """A scorer is killed and started again while the queue is empty: nobody adds samples or wakes the hand-out."""
 
@@ -183,70 +214,26 @@ def test_a_chunk_that_fails_after_all_were_handed_out_is_scored_again() -> None:
             return answer
 
     scorer = Fails()
-
-    async def scenario() -> dict[Key, Scores]:
-        found: dict[Key, Scores] = {}
-        runners, servers = await serve(scorer)
-        try:
-            async with (
-                aiohttp.ClientSession() as session,
-                Inference(
-                    session,
-                    ["reward"],
-                    lambda: servers,
-                    lambda scores: found.update((s.key, s) for s in scores),
-                    lambda scorer, reason: None,
-                ) as inference,
-            ):
-                inference.add([finished(2, 2)])
-                await inference.finish(20.0)
-        finally:
-            await runners[0].cleanup()
-        return found
-
-    assert set(asyncio.run(scenario())) == {finished(2, 2).key}
+    assert score_one([scorer], lambda servers: servers, lambda _: False) == {finished(2, 2).key}
     assert scorer.calls == 2
 
 
 def test_the_chunk_of_a_scorer_that_went_silent_goes_to_another() -> None:
     """Its connection stays open, as that of a node without power or of a process that is frozen."""
+    silent: set[str] = set()
 
-    async def scenario() -> tuple[dict[Key, Scores], set[str]]:
-        found: dict[Key, Scores] = {}
-        silent: set[str] = set()
+    class Frozen(FakeScorer):
+        async def handle(self, request: web.Request) -> web.Response:
+            silent.add("scorer-0")
+            await asyncio.sleep(3600)
+            raise AssertionError
 
-        class Frozen(FakeScorer):
-            async def handle(self, request: web.Request) -> web.Response:
-                silent.add("scorer-0")
-                await asyncio.sleep(3600)
-                raise AssertionError
+    def allowed(servers: list[Scorer]) -> list[Scorer]:
+        """The other one has come only when the first one fell silent."""
+        return servers[1:] if silent else servers[:1]
 
-        runners, servers = await serve(Frozen(), FakeScorer())
-        try:
-            async with (
-                aiohttp.ClientSession() as session,
-                Inference(
-                    session,
-                    ["reward"],
-                    # The other one has come only when the first one fell silent.
-                    lambda: (
-                        [s for s in servers if (s.name in silent) != (s.name == "scorer-0")]
-                        or [s for s in servers if s.name not in silent]
-                    ),
-                    lambda scores: found.update((s.key, s) for s in scores),
-                    lambda scorer, reason: None,
-                    gone=lambda scorer: scorer.name in silent,
-                ) as inference,
-            ):
-                inference.add([finished(2, 2)])
-                await inference.finish(20.0)
-        finally:
-            for runner in runners:
-                await runner.shutdown()
-        return found, silent
-
-    found, silent = asyncio.run(scenario())
-    assert set(found) == {finished(2, 2).key}
+    scored = score_one([Frozen(), FakeScorer()], allowed, lambda scorer: scorer.name in silent)
+    assert scored == {finished(2, 2).key}
     assert silent == {"scorer-0"}
 
 

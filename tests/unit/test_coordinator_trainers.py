@@ -12,6 +12,7 @@ from dovetail.api.messages import CommandResult, Heartbeat, JoinReply, JoinReque
 from dovetail.api.types import Stage
 from dovetail.coordinator.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
 from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
+from helpers.records import Records
 
 
 class Clock:
@@ -156,20 +157,6 @@ def test_a_command_whose_reply_was_lost_is_sent_again() -> None:
         poll.cancel()
 
     run(scenario())
-
-
-class Records:
-    def __init__(self) -> None:
-        self.values: dict[str, object] = {}
-
-    def get(self, key: str) -> object:
-        return self.values.get(key)
-
-    def put(self, key: str, value: object) -> None:
-        self.values[key] = value
-
-    def sync(self) -> None:
-        pass
 
 
 class Ranks:

@@ -265,8 +265,7 @@ class Inference:
         self._left -= len(samples)
         if not self._left:
             self._done.set()
-        # This task is done when `_run` gets to look.
-        self._busy.pop(scorer.name)
+        # This task is done when `_hand_out` gets to look.
         self._wake.set()
 
     async def _try(self, scorer: Scorer, chunk: list[Finished]) -> bool:
