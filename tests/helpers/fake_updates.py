@@ -10,7 +10,7 @@ from aiohttp import web
 from dovetail.api.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment
 from dovetail.api.probe import HEADER
 from dovetail.coordinator.publishing import Publisher, Target
-from helpers.fake_vllm import TOKEN
+from helpers.fake_vllm import TOKEN, listen
 
 
 def logprobs_of(version: int, tokens: list[int]) -> list[float]:
@@ -47,12 +47,7 @@ class UpdatableVllm:
         app.router.add_post("/finish_weight_update", self._finish)
         app.router.add_post("/dovetail/serve", self._serve)
         app.router.add_post("/inference/v1/generate", self._generate)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self._runner, self.url = await listen(app)
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -37,6 +37,14 @@ def response_of(seed: int, prompt_length: int, max_tokens: int) -> tuple[list[in
     return tokens, "length"
 
 
+async def listen(app: web.Application) -> tuple[web.AppRunner, str]:
+    """Serve on a free port; the runner, to be cleaned up, and the address."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
 class FakeVllm:
     """`step` seconds a token. `faults` maps a fault's name to how often it shall still happen (None: always)."""
 
@@ -57,12 +65,7 @@ class FakeVllm:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self._runner, self.url = await listen(app)
 
     async def stop(self) -> None:
         if self._runner is not None:
