@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 from interstage.emulated import most_files, serve
 
-from dovetail.api.messages import Register
-from dovetail.api.types import Generation
-from dovetail.coordinator.fleet import Fleet
-from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.samples import NewSample, State
-from dovetail.coordinator.store import Store
-from dovetail.coordinator.work import Settings
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.store.samples import NewSample, State
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import Generation
 from dovetail.planner.interstage import StageProfile
+from dovetail.protocol.messages import Register
 
 MAX_TOKENS = 2048
 PROMPT_TOKENS = 128

@@ -33,7 +33,7 @@ import numpy as np
 from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
-from dovetail.coordinator.samples import NewSample
+from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.interstage import Decision, Prediction, StageProfile, ThresholdController, scan
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16

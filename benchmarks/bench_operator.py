@@ -37,9 +37,9 @@ import psutil
 import yaml
 from operator_scale.stage import claim, cpu, manifest, pod_template, stage
 
-from dovetail.api.manifest import parse
-from dovetail.api.resolve import resolve
-from dovetail.api.types import KIND
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import KIND
 from dovetail.operator.client import Client, KubeError, connect
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset

@@ -25,8 +25,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.api.types import RLHFJob
 from dovetail.local.calibrate.measure import run_one
+from dovetail.manifest.types import RLHFJob
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 AS_IT_IS = "separation, pp 2"

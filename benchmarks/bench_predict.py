@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 from e2e.settings import Folder, Settings
 
-from dovetail.api.plan import trained_models
-from dovetail.api.profile import Machine
-from dovetail.api.types import RLHFJob
 from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant, warmup
 from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
+from dovetail.manifest.types import RLHFJob
 from dovetail.planner.machine import Observed, fit
 from dovetail.planner.machine.place import predicted_phases
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.plan import trained_models
+from dovetail.protocol.profile import Machine
 
 LAYERS = 4
 BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)

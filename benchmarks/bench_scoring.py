@@ -25,9 +25,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import ScratchModel
-from dovetail.api.wire import Arrays
+from dovetail.manifest.types import ScratchModel
+from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.wire import Arrays
 from dovetail.rollout.samples import Samples
 from dovetail.rollout.scoring import HEADS, Model, Scorer
 

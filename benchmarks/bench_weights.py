@@ -34,9 +34,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.messages import Offer, Publish, Receive, Receiver
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Offer, Publish, Receive, Receiver
 from dovetail.rollout.preload import preload
 
 TOKEN = "benchmark"
@@ -205,7 +205,7 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
     import torch
     from transformers import LlamaForCausalLM
 
-    from dovetail.coordinator.weights import push_offer
+    from dovetail.coordinator.weights.weights import push_offer
     from dovetail.models.transfer import Channel, Deadline, Part, message_bytes
     from dovetail.trainer.weights import WeightSender
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 
 from dovetail.coordinator.data.synthetic import quality
-from dovetail.coordinator.experience import Experience
+from dovetail.coordinator.loop.experience import Experience
 from dovetail.local.pipeline import Pipeline
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from dovetail.api.crd import crd
-from dovetail.api.reference import reference
-from dovetail.api.types import RLHFJob
-from dovetail.operator.api.app import openapi_document
+from dovetail.manifest.describe.crd import crd
+from dovetail.manifest.describe.reference import reference
+from dovetail.manifest.types import RLHFJob
+from dovetail.statusapi.app import openapi_document
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "hack"))

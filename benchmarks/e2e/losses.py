@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.api.messages import Action, Load, ModelRef, Step
-from dovetail.api.types import Parallelism, RLHFJob, Stage
-from dovetail.api.wire import pack
+from dovetail.manifest.types import Parallelism, RLHFJob, Stage
+from dovetail.protocol.messages import Action, Load, ModelRef, Step
+from dovetail.protocol.wire import pack
 from dovetail.trainer.algorithms.advantages import compute_advantages, whiten
 from dovetail.trainer.commands import CommandRunner
 from dovetail.trainer.groups import Groups

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from dovetail.api.types import RLHFJob
 from dovetail.local.launcher import Launcher
+from dovetail.manifest.types import RLHFJob
 from dovetail.planner.simple import make_plan
 from e2e.settings import Folder, Settings
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.sampling import SEED
-from dovetail.api.wire import CONTENT_TYPE, pack, unpack
 from dovetail.planner.interstage import StageProfile
+from dovetail.protocol.sampling import SEED
+from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
 CHUNK = {"token_id": 5, "logprob": -1.25, "rank": 1, "top_logprobs": [{"token_id": 5, "logprob": -1.25}]}
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -15,17 +15,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from dovetail.api.messages import Register, Span
-from dovetail.api.types import Generation, RLHFJobSpec
-from dovetail.coordinator.fleet import Fleet, Timeouts
-from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.interstage.fusion import Fusion, StageFusion
-from dovetail.coordinator.interstage.stage import generate_and_score
-from dovetail.coordinator.samples import NewSample, ScoreRow, State
-from dovetail.coordinator.scoring import Inference, Scorer, Scores
-from dovetail.coordinator.store import Store
-from dovetail.coordinator.work import Generated
+from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
+from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
+from dovetail.coordinator.fusion.stage import generate_and_score
+from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
+from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import Generation, RLHFJobSpec
 from dovetail.planner.interstage import Decision, Prediction, StageProfile
+from dovetail.protocol.messages import Register, Span
 from interstage.emulated import serve
 
 DEADLINE = 600.0

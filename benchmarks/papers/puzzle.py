@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 
+from dovetail.pipelines.families import FAMILIES
+from dovetail.pipelines.problem import fused_problem
+from dovetail.pipelines.search import Effort, find
 from dovetail.planner.hardware import gpu
 from dovetail.planner.iteration import System
 from dovetail.planner.iteration.transfer import transfer_seconds
 from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
-from dovetail.planner.schedules.families import FAMILIES
-from dovetail.planner.schedules.problem import fused_problem
-from dovetail.planner.schedules.search import Effort, find
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.switching import Layout, Tensor, route
 from dovetail.planner.timing import DEFAULT

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dovetail.api.messages import Action, Load, ModelRef, StageTimes
-from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
-from dovetail.coordinator.schedule_words import Chosen, write_words
-from dovetail.planner.schedules.instance import zero_bubble_limit
-from dovetail.planner.schedules.problem import Problem
-from dovetail.planner.schedules.search import Effort
+from dovetail.coordinator.loop.schedule_words import Chosen, write_words
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.pipelines.instance import zero_bubble_limit
+from dovetail.pipelines.problem import Problem
+from dovetail.pipelines.search import Effort
 from dovetail.planner.training import Times, choose_schedule, rank_actions, shared_layouts, training_problem
+from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups

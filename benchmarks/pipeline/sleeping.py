@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dovetail.api.plan import Layout
-from dovetail.api.types import Parallelism
-from dovetail.coordinator.schedule_words import Chosen, write_words
-from dovetail.planner.schedules.problem import Model, Problem
-from dovetail.planner.schedules.search import Effort
+from dovetail.coordinator.loop.schedule_words import Chosen, write_words
+from dovetail.manifest.types import Parallelism
+from dovetail.pipelines.problem import Model, Problem
+from dovetail.pipelines.search import Effort
 from dovetail.planner.training import choose_schedule, rank_actions, shared_layouts
+from dovetail.protocol.plan import Layout
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dovetail.api.switching import Box, Layout, RoutingTable, Tensor, route
+from dovetail.protocol.weights import Box, Layout, RoutingTable, Tensor, route
 from switching.shapes import tensors
 
 Held = dict[str, tuple[Box, torch.Tensor]]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dovetail.api.messages import Load, ModelRef, Offer, Publish, Receive, Receiver
-from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
+from dovetail.protocol.messages import Load, ModelRef, Offer, Publish, Receive, Receiver
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.engine_model import like
 from dovetail.trainer.groups import Groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.api.switching import Tensor
+from dovetail.protocol.weights import Tensor
 
 VOCABULARY = 8192
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dovetail.api.types import Stage
-from dovetail.coordinator.server import make_app
-from dovetail.coordinator.telemetry import History
+from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.manifest.types import Stage
 from dovetail.operator import names
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
@@ -123,7 +123,7 @@ def api(
         "DOVETAIL_API_AUTH_CACHE_SECONDS": "0.5",
     }
     log = (folder / "api.log").open("wb")
-    process = subprocess.Popen([sys.executable, "-m", "dovetail.operator.api"], env=environ, stdout=log, stderr=log)
+    process = subprocess.Popen([sys.executable, "-m", "dovetail.statusapi"], env=environ, stdout=log, stderr=log)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
     def ready() -> bool:

@@ -6,8 +6,8 @@ import json
 import pytest
 import yaml
 
-from dovetail.api.types import RLHFJob
-from dovetail.api.validation import ManifestError, parse_manifest
+from dovetail.manifest.checks.validation import ManifestError, parse_manifest
+from dovetail.manifest.types import RLHFJob
 from helpers.cluster import REPOSITORY
 from helpers.manifests import DELETE, GOOD, RULES, changed
 from helpers.rlhfjobs import CRD, create, install_crd, mark_planned, sentences

@@ -119,7 +119,7 @@ def test_pods_of_unlike_nodes_reach_each_other_by_service_name_and_by_pod_name(
 
 def test_the_application_image_runs_this_checkout_under_the_restricted_standard(cluster: KubeCluster) -> None:
     with cluster.namespace({"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
-        script = "python -c 'import dovetail.api.types as types, numpy; print(types.__file__)'; id -u"
+        script = "python -c 'import dovetail.manifest.types as types, numpy; print(types.__file__)'; id -u"
         program = pod("program", script, "a100", image="dovetail-dev/trainer:dev", securityContext=RESTRICTED)
         cluster.apply(program, namespace=namespace)
         where, user = log_of(cluster, namespace, "program").splitlines()

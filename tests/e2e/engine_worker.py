@@ -20,8 +20,8 @@ import torch
 from parts_check import parts_agree
 from torch.nn import functional as F
 
-from dovetail.api.messages import Action, Load, ModelRef
-from dovetail.api.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dovetail.api.switching import Tensor
+from dovetail.protocol.weights import Tensor
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.parts import parts, senders
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from engine_worker import SCENARIOS, VOCAB, micro_batch, run_together, spec
 
-from dovetail.api.messages import Action, Load, ModelRef
-from dovetail.api.plan import Layout
-from dovetail.api.types import ScratchModel
+from dovetail.manifest.types import ScratchModel
+from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.protocol.plan import Layout
 from dovetail.trainer.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.optim import local

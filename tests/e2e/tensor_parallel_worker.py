@@ -10,11 +10,11 @@ from typing import Any
 import engine_worker as base
 import torch
 
-from dovetail.api.messages import Action, ModelRef
-from dovetail.api.types import ScratchModel
+from dovetail.manifest.types import ScratchModel
 from dovetail.models import Stage, load_config
 from dovetail.models.build import build_stage, fill, open_source
 from dovetail.models.tensor_parallel import split_stage
+from dovetail.protocol.messages import Action, ModelRef
 from dovetail.trainer import groups as trainer_groups
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.groups import PeerLost, RankFailed

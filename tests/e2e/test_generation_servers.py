@@ -18,14 +18,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from dovetail.api.messages import Offer, Publish, Receiver, Register
-from dovetail.api.types import RLHFJob
-from dovetail.coordinator.fleet import Fleet
-from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.samples import NewSample, Sample
-from dovetail.coordinator.store import Store
-from dovetail.coordinator.weights import push_offer
-from dovetail.coordinator.work import Generated, Settings
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.work import Generated, Settings
+from dovetail.coordinator.store.samples import NewSample, Sample
+from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.weights.weights import push_offer
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.messages import Offer, Publish, Receiver, Register
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
 from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import yaml
 
-from dovetail.api.types import RLHFJob
-from dovetail.coordinator.prepare import Prepared, prepare
+from dovetail.coordinator.data.prepare import Prepared, prepare
+from dovetail.manifest.types import RLHFJob
 from helpers.jobs import run_job, summary
 
 BESIDE = Path(__file__).parents[2].parent / "shared" / "data" / "hh-rlhf-harmless-base-test.jsonl.gz"

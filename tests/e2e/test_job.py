@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.types import RLHFJob
-from dovetail.coordinator.store import open_records
+from dovetail.coordinator.store.store import open_records
+from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dovetail.api.validation import check
 from dovetail.coordinator.data.synthetic import quality
-from dovetail.coordinator.experience import Experience
+from dovetail.coordinator.loop.experience import Experience
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
+from dovetail.manifest.checks.validation import check
 from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.api.kv import HOLD, PULL
-from dovetail.api.messages import Register
-from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation
-from dovetail.coordinator.fleet import Fleet
-from dovetail.coordinator.generation import Generator
-from dovetail.coordinator.samples import NewSample, Sample
-from dovetail.coordinator.store import Store
-from dovetail.coordinator.work import Settings
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.store.samples import NewSample, Sample
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import Generation
 from dovetail.planner.migration import Mechanism
+from dovetail.protocol.kv import HOLD, PULL
+from dovetail.protocol.messages import Register
+from dovetail.protocol.sampling import sampling_params
 from helpers.vllm_servers import GREEDY, TOKEN, Server, free_port, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 
@@ -274,7 +274,7 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
 
 
 def pretend_slow_prefills(generator: Generator, instance: Any) -> None:
-    from dovetail.coordinator.kv_migration import ability
+    from dovetail.coordinator.generation.kv_migration import ability
 
     kv = ability(instance)
     assert kv is not None

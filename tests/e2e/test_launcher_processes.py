@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.local.liveness import Limits, Liveness
-from dovetail.local.processes import ProcessSpec
-from dovetail.local.spawn import ExecSpawner, Exited, ForkSpawner, Started
-from dovetail.local.supervisor import Supervisor
+from dovetail.supervision.liveness import Limits, Liveness
+from dovetail.supervision.processes import ProcessSpec
+from dovetail.supervision.spawn import ExecSpawner, Exited, ForkSpawner, Started
+from dovetail.supervision.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -182,8 +182,8 @@ def test_kill_9_of_the_launcher_ends_all(folder):
         f"""
         import os, sys, time
         from pathlib import Path
-        from dovetail.local.processes import ProcessSpec
-        from dovetail.local.spawn import ExecSpawner, ForkSpawner
+        from dovetail.supervision.processes import ProcessSpec
+        from dovetail.supervision.spawn import ExecSpawner, ForkSpawner
         folder = Path({str(folder)!r})
         env = dict(os.environ)
         class Fork(ForkSpawner):

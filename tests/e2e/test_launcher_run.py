@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.api.exit_codes import JOB_FAILED
+from dovetail.protocol.exit_codes import JOB_FAILED
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 COMMAND = """
 import sys
-import dovetail.local.launcher as launcher, dovetail.local.spawn as spawn
+import dovetail.local.launcher as launcher, dovetail.supervision.spawn as spawn
 original = launcher.render
 def render(*args, **options):
     specs = original(*args, **options)

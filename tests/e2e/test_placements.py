@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, history, run_job, stored_samples, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.api.manifest import parse
-from dovetail.api.resolve import resolve
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.context import Context
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.api.messages import Offer, Publish
-from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation
+from dovetail.manifest.types import Generation
+from dovetail.protocol.messages import Offer, Publish
+from dovetail.protocol.sampling import sampling_params
 from helpers import weight_trainer
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, probe_of, publish_command, push, weights_of

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.api.plan import Layout
-from dovetail.api.types import Parallelism
+from dovetail.manifest.types import Parallelism
+from dovetail.pipelines.families import DEDICATED, FAMILIES
+from dovetail.pipelines.problem import Model, Problem
+from dovetail.pipelines.schedule import Schedule
+from dovetail.pipelines.search import Effort
 from dovetail.planner.division import divisions, same_batches
-from dovetail.planner.schedules.families import DEDICATED, FAMILIES
-from dovetail.planner.schedules.problem import Model, Problem
-from dovetail.planner.schedules.schedule import Schedule
-from dovetail.planner.schedules.search import Effort
 from dovetail.planner.training import (
     PINS,
     Times,
@@ -28,6 +27,7 @@ from dovetail.planner.training import (
     rank_actions,
     shared_layouts,
 )
+from dovetail.protocol.plan import Layout
 
 WORKER = Path(__file__).with_name("schedule_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.api.messages import ModelRef
 from dovetail.models.build import build_stage
+from dovetail.protocol.messages import ModelRef
 from helpers.forked_servers import Forks
 from helpers.vllm_servers import GREEDY, Server, make_run
 from helpers.weight_trainer import Trainer

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from dovetail.api.kv import HOLD, PULL
-from dovetail.api.plan import Plan, Rollout
-from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation
+from dovetail.manifest.types import Generation
+from dovetail.protocol.kv import HOLD, PULL
+from dovetail.protocol.plan import Plan, Rollout
+from dovetail.protocol.sampling import sampling_params
 from helpers.vllm_servers import GREEDY, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 

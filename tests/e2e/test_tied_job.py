@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dovetail.api.types import RLHFJob
 from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.manifest.types import RLHFJob
 from helpers.jobs import history, run_job, stored_samples, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dovetail.api.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
-from dovetail.api.types import RLHFJob, Stage
-from dovetail.coordinator.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
+from dovetail.coordinator.trainers.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
+from dovetail.manifest.types import RLHFJob, Stage
+from dovetail.protocol.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
 from dovetail.rollout.weights import WeightReceiver
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import TrainerRanks, job, layouts, load_command, ppo_batch, reward_batch, sft_batch

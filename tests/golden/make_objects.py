@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from dovetail.api.manifest import parse
-from dovetail.api.resolve import resolve
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import RLHFJob
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, surplus_jobs
 from dovetail.operator.render.secret import secret

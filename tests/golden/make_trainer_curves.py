@@ -55,8 +55,8 @@ def curve_batch(stage: str, step: int) -> bytes:
 
 def curves() -> dict[str, dict[str, list[float]]]:
     """Per stage and metric, its value at each step, and of the evaluations after the last one."""
-    from dovetail.api.messages import Evaluate
-    from dovetail.api.types import Stage
+    from dovetail.manifest.types import Stage
+    from dovetail.protocol.messages import Evaluate
     from helpers.local_trainer import LocalTrainer
     from helpers.trainer_ranks import load_command
 

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 from golden import make_objects
 
-from dovetail.api.plan import Plan
-from dovetail.api.types import RLHFJob, RLHFJobSpec
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator import names
 from dovetail.operator.children import Children, deleting, is_true, sizes
 from dovetail.operator.planning import read_job
@@ -24,6 +23,7 @@ from dovetail.operator.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.settings import Settings
 from dovetail.planner.nodes import Pools
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.plan import Plan
 
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 JOBSET_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"

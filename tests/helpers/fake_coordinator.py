@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from dovetail.api.messages import Command, CommandResult, Offer, Register
-from dovetail.coordinator.server import make_app
-from dovetail.coordinator.trainer_group import Position, TrainerGroup
+from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.trainers.trainer_group import Position, TrainerGroup
+from dovetail.protocol.messages import Command, CommandResult, Offer, Register
 
 T = TypeVar("T")
 TOKEN = "a-test-token"

@@ -14,12 +14,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.env import COORDINATOR_PORT
 from dovetail.operator import names
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Context
 from dovetail.operator.render.jobset import jobset
 from dovetail.operator.render.surplus import surplus_jobs
+from dovetail.protocol.env import COORDINATOR_PORT
 
 Object = dict[str, Any]
 

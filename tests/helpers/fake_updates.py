@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from dovetail.api.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment
-from dovetail.api.probe import HEADER
-from dovetail.coordinator.publishing import Publisher, Target
+from dovetail.coordinator.weights.publishing import Publisher, Target
+from dovetail.protocol.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment
+from dovetail.protocol.probe import HEADER
 from helpers.fake_vllm import TOKEN, listen
 
 

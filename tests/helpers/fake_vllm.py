@@ -11,9 +11,9 @@ from typing import Any
 
 from aiohttp import web
 
-from dovetail.api.messages import Register
-from dovetail.api.sampling import SEED
-from dovetail.coordinator.fleet import Fleet
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.protocol.messages import Register
+from dovetail.protocol.sampling import SEED
 
 TOKEN = "job-token"
 END_EVERY = 23

@@ -11,9 +11,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.api.env import ProcessEnv
-from dovetail.local.processes import ProcessSpec
-from dovetail.local.spawn import Exited, ForkSpawner
+from dovetail.protocol.env import ProcessEnv
+from dovetail.supervision.processes import ProcessSpec
+from dovetail.supervision.spawn import Exited, ForkSpawner
 from helpers.vllm_servers import TOKEN, Server, free_port
 
 HEALTHY_SECONDS = 400.0

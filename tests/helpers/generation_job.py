@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.types import Generation
-from dovetail.coordinator.fleet import Fleet, Timeouts
-from dovetail.coordinator.generation import Generator, Tail
-from dovetail.coordinator.samples import NewSample, Sample, State
-from dovetail.coordinator.store import Store
-from dovetail.coordinator.work import Generated, Settings
+from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
+from dovetail.coordinator.generation.generation import Generator, Tail
+from dovetail.coordinator.generation.work import Generated, Settings
+from dovetail.coordinator.store.samples import NewSample, Sample, State
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import Generation
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 
 # However busy the machine is, no server seems to stall: tests that want one to let time pass.

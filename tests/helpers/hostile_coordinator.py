@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dovetail.operator import asking, coordinators, names
-from dovetail.operator.api.coordinators import Coordinators as ApiCoordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import Coordinators
+from dovetail.statusapi.coordinators import Coordinators as ApiCoordinators
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20

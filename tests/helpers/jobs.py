@@ -18,12 +18,12 @@ import psutil
 import yaml
 from safetensors.numpy import load_file
 
-from dovetail.api.types import RLHFJob
-from dovetail.coordinator.samples import Sample
-from dovetail.coordinator.store import Store
+from dovetail.coordinator.store.samples import Sample
+from dovetail.coordinator.store.store import Store
 from dovetail.local.launcher import Launcher
-from dovetail.local.supervisor import Outcome
+from dovetail.manifest.types import RLHFJob
 from dovetail.planner.simple import make_plan
+from dovetail.supervision.supervisor import Outcome
 
 MANIFEST = """
 apiVersion: dovetail.dev/v1alpha1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.api.messages import Action, Command, CommandResult, Step
-from dovetail.api.types import RLHFJob, Stage
+from dovetail.manifest.types import RLHFJob, Stage
+from dovetail.protocol.messages import Action, Command, CommandResult, Step
 from dovetail.trainer.client import Refused
 from dovetail.trainer.commands import CommandRunner
 from dovetail.trainer.groups import Groups

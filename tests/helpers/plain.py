@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import yaml
 
-from dovetail.api.types import API_VERSION, RLHFJobSpec
-from dovetail.api.validation import load_manifest
+from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.types import API_VERSION, RLHFJobSpec
 
 
 def plain_spec(trainers: int = 1, rollouts: int = 1, **changes: object) -> RLHFJobSpec:

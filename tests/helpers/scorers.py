@@ -12,10 +12,10 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from torch import Tensor
 
-from dovetail.api.messages import ModelRef, Receive
-from dovetail.api.types import ScratchModel
-from dovetail.api.wire import Arrays, pack, unpack
+from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, build_stage
+from dovetail.protocol.messages import ModelRef, Receive
+from dovetail.protocol.wire import Arrays, pack, unpack
 from dovetail.rollout import scoring
 from dovetail.rollout.scorer_app import ScorerService, make_app
 from dovetail.trainer.algorithms.logprobs import gather_logprobs

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
-from dovetail.api.plan import Plan
-from dovetail.api.types import Parallelism, RLHFJob, ScratchModel, Stage
-from dovetail.api.wire import pack
+from dovetail.manifest.types import Parallelism, RLHFJob, ScratchModel, Stage
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.wire import pack
 from helpers.fake_coordinator import TOKEN, FakeCoordinator
 
 VOCABULARY = 64

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.env import ProcessEnv
 
 TOKEN = "a-secret"
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": True, "detokenize": False}

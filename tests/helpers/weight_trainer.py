@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import torch
 
-from dovetail.api.messages import Offer, Probe, Publish, Receiver
-from dovetail.coordinator import probing
-from dovetail.coordinator.weights import ReceiverError, push_offer
+from dovetail.coordinator.weights import probing
+from dovetail.coordinator.weights.weights import ReceiverError, push_offer
+from dovetail.protocol.messages import Offer, Probe, Publish, Receiver
 from helpers.vllm_servers import TOKEN, Server
 
 EPOCHS = itertools.count(1)

@@ -14,14 +14,14 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from dovetail.api.types import Stage
-from dovetail.coordinator.server import make_app
-from dovetail.coordinator.telemetry import History
-from dovetail.coordinator.timeline import Timeline
-from dovetail.operator.api.app import create_app
-from dovetail.operator.api.main import serve
-from dovetail.operator.api.patience import Impatient
-from dovetail.operator.api.settings import ApiSettings
+from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.coordinator.telemetry.timeline import Timeline
+from dovetail.manifest.types import Stage
+from dovetail.statusapi.app import create_app
+from dovetail.statusapi.main import serve
+from dovetail.statusapi.patience import Impatient
+from dovetail.statusapi.settings import ApiSettings
 from helpers.fake_kube import FakeKube, ServerThread
 
 TOKEN = "the-jobs-own"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import PPO
+from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms import advantages as adv
 
 unit = st.floats(0.0, 1.0)

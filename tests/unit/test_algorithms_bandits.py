@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.api.types import PPO
+from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms.kl import Estimator, kl_estimate, kl_loss
 from dovetail.trainer.algorithms.losses import policy_loss

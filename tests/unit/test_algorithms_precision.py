@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.api.reward import reward_clip
-from dovetail.api.types import PPO, Stage
-from dovetail.api.wire import pack, unpack
+from dovetail.manifest.reward import reward_clip
+from dovetail.manifest.types import PPO, Stage
+from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms import losses
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights

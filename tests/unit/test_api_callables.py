@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.api.callables import load_callable
+from dovetail.manifest.callables import load_callable
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dovetail.api.explain import ExplainError, explain
-from dovetail.api.types import RLHFJob
-from dovetail.api.words import model_in
+from dovetail.manifest.describe.explain import ExplainError, explain
+from dovetail.manifest.types import RLHFJob
+from dovetail.manifest.words import model_in
 
 
 def test_an_object_lists_its_fields_with_types_and_defaults():

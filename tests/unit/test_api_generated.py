@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
-from dovetail.api.cel import CEL_RULES
-from dovetail.api.crd import crd
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.checks.cel import CEL_RULES
+from dovetail.manifest.describe.crd import crd
+from dovetail.manifest.types import RLHFJob
 
 ROOT = Path(__file__).parents[2]
 

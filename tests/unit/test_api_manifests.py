@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dovetail.api.validation import ManifestError, load_manifest, parse_manifest
+from dovetail.manifest.checks.validation import ManifestError, load_manifest, parse_manifest
 from helpers.manifests import FIELDS, GOOD, RULES, changed
 
 

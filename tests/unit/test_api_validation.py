@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dovetail.api.types import API_VERSION, Dtype, RLHFJob, Stage
-from dovetail.api.validation import (
+from dovetail.manifest.checks.validation import (
     UNEXECUTED,
     absolute_paths,
     check,
@@ -17,6 +16,7 @@ from dovetail.api.validation import (
     resolve,
     warnings,
 )
+from dovetail.manifest.types import API_VERSION, Dtype, RLHFJob, Stage
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = {"demonstrations": [{"synthetic": {}}], "preferences": [{"synthetic": {}}], "prompts": [{"synthetic": {}}]}

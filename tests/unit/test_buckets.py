@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.buckets import ALIGNMENT, TensorSpec, aligned, bucket_specs, layer_of, plan_buckets
+from dovetail.protocol.weights.buckets import ALIGNMENT, TensorSpec, aligned, bucket_specs, layer_of, plan_buckets
 
 SPECS = st.lists(
     st.tuples(

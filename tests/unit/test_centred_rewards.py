@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.api.messages import CommandResult, Evaluate, Export, ModelRef
-from dovetail.api.types import Stage
-from dovetail.api.wire import unpack
-from dovetail.coordinator.supervised import Hooks, SupervisedStage, centre, run_supervised
+from dovetail.coordinator.trainers.supervised import Hooks, SupervisedStage, centre, run_supervised
+from dovetail.manifest.types import Stage
 from dovetail.models import build_stage
+from dovetail.protocol.messages import CommandResult, Evaluate, Export, ModelRef
+from dovetail.protocol.wire import unpack
 from dovetail.rollout import scoring
 from dovetail.rollout.samples import Samples
 from helpers.local_trainer import LocalTrainer

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.telemetry import Metrics as CoordinatorMetrics
+from dovetail.coordinator.telemetry.telemetry import Metrics as CoordinatorMetrics
 from dovetail.operator import names
-from dovetail.operator.api.metrics import Metrics as ApiMetrics
-from dovetail.operator.api.settings import ApiSettings
 from dovetail.operator.leader import LEASE
 from dovetail.operator.metrics import Metrics as OperatorMetrics
 from dovetail.operator.settings import Settings
+from dovetail.statusapi.metrics import Metrics as ApiMetrics
+from dovetail.statusapi.settings import ApiSettings
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 
 # The first run on a machine may build helm.

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.messages import CommandResult, Export, JoinRequest, Load, NextRequest, Save
-from dovetail.api.types import Stage
-from dovetail.coordinator.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
+from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import CommandResult, Export, JoinRequest, Load, NextRequest, Save
 from dovetail.trainer.shards import digest
 from helpers.local_trainer import LocalTrainer
 from helpers.records import Records

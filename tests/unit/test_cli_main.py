@@ -16,8 +16,8 @@ from dovetail.cli import main as module
 from dovetail.cli.main import cli
 from dovetail.cli.overrides import apply_overrides
 from dovetail.cli.run import Follower, event_line
-from dovetail.local.errors import RunError, UsageError
-from dovetail.local.supervisor import Outcome
+from dovetail.supervision.errors import RunError, UsageError
+from dovetail.supervision.supervisor import Outcome
 
 JOB = {
     "apiVersion": "dovetail.dev/v1alpha1",
@@ -312,7 +312,7 @@ def test_gpus_that_are_not_there_are_refused_unless_cpus_are_meant(manifest, mon
     job["spec"]["groups"][1]["gpu"] = gpu
     path.write_text(yaml.safe_dump(job))
     ran = []
-    monkeypatch.setattr("dovetail.local.devices.cuda_devices", lambda: [str(i) for i in range(present)])
+    monkeypatch.setattr("dovetail.supervision.devices.cuda_devices", lambda: [str(i) for i in range(present)])
     monkeypatch.setattr(module, "run_to_the_end", lambda job, *_, **more: ran.append((job, more["hint"])) or 0)
     result = CliRunner().invoke(cli, ["run", str(manifest)])
     if sentence is None:

@@ -16,13 +16,13 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.wire import pack, unpack
-from dovetail.coordinator.database import StoreError
-from dovetail.coordinator.experience import Experience, ExperienceFiles, kl_per_sample
-from dovetail.coordinator.publishing import Target, receivers_of
-from dovetail.coordinator.samples import Key
-from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores, Waiting
-from dovetail.coordinator.summary import build, mean_ci95, write_json
+from dovetail.coordinator.loop.experience import Experience, ExperienceFiles, kl_per_sample
+from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores, Waiting
+from dovetail.coordinator.store.database import StoreError
+from dovetail.coordinator.store.samples import Key
+from dovetail.coordinator.telemetry.summary import build, mean_ci95, write_json
+from dovetail.coordinator.weights.publishing import Target, receivers_of
+from dovetail.protocol.wire import pack, unpack
 
 
 def finished(prompt: int, response: int, index: int = 0, sample: int = 0) -> Finished:

@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.messages import CommandResult, Heartbeat, JoinReply, JoinRequest, Load, ModelRef, NextRequest, Step
-from dovetail.api.types import Stage
-from dovetail.coordinator.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
-from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
+from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import (
+    CommandResult,
+    Heartbeat,
+    JoinReply,
+    JoinRequest,
+    Load,
+    ModelRef,
+    NextRequest,
+    Step,
+)
 from helpers.records import Records
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from dovetail.api.cel import CEL_RULES, CelRule
-from dovetail.api.crd import crd
-from dovetail.api.immutable import CHANGEABLE, FIXED, TRANSITION_RULES
+from dovetail.manifest.checks.cel import CEL_RULES, CelRule
+from dovetail.manifest.checks.immutable import CHANGEABLE, FIXED, TRANSITION_RULES
+from dovetail.manifest.describe.crd import crd
 
 VERSION = crd()["spec"]["versions"][0]
 ROOT = VERSION["schema"]["openAPIV3Schema"]

@@ -15,8 +15,8 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dovetail.coordinator.cut import Cut
-from dovetail.coordinator.work import Settings
+from dovetail.coordinator.generation.cut import Cut
+from dovetail.coordinator.generation.work import Settings
 
 STOP = "Human:"
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.api.types import RLHFJobSpec, Stage
 from dovetail.coordinator.data.collection import collect
 from dovetail.coordinator.data.errors import DataError
-from dovetail.coordinator.prepare import Prepared, prepare
+from dovetail.coordinator.data.prepare import Prepared, prepare
+from dovetail.manifest.types import RLHFJobSpec, Stage
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 SYNTHETIC = [{"synthetic": {"size": 64}}]
@@ -93,8 +93,8 @@ def test_transformers_reads_the_folders(prepared: tuple[Prepared, Path]) -> None
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     """The coordinator's image has none, and where it is installed, importing it takes seconds before a run starts."""
     code = (
-        "import json, sys; from pathlib import Path; from dovetail.api.types import RLHFJobSpec\n"
-        "from dovetail.coordinator.prepare import prepare\n"
+        "import json, sys; from pathlib import Path; from dovetail.manifest.types import RLHFJobSpec\n"
+        "from dovetail.coordinator.data.prepare import prepare\n"
         "job = prepare(RLHFJobSpec.model_validate(json.loads(sys.argv[1])), Path(sys.argv[2]), Path('.'))\n"
         "job.sft_batch(1), job.reward_batch(1), job.prompts(1); print('torch' in sys.modules)"
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.types import DataSource
 from dovetail.coordinator.data.chat import Template
 from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import load
+from dovetail.manifest.types import DataSource
 
 HH_NAME = "hh-rlhf-harmless-base-test.jsonl.gz"
 SHARED = Path(os.environ.get("DOVETAIL_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))

@@ -11,15 +11,15 @@ import socket
 import aiohttp
 import pytest
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.exit_codes import JOB_FAILED
-from dovetail.api.messages import JoinRequest
 from dovetail.coordinator import main
-from dovetail.coordinator.engines import Engines, Settings
-from dovetail.coordinator.failure import is_final
-from dovetail.coordinator.in_flight import GenerationError
-from dovetail.coordinator.trainer_group import POLL_SECONDS
+from dovetail.coordinator.generation.in_flight import GenerationError
+from dovetail.coordinator.health.failure import is_final
+from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.trainers.trainer_group import POLL_SECONDS
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.protocol.messages import JoinRequest
 from dovetail.trainer.loop import free_port
 from helpers.jobs import tiny_job
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.api.types import RLHFJob, RLHFJobSpec
-from dovetail.coordinator.evaluation import AFTER, BEFORE, PROMPTS, Evaluation, measures, slot
-from dovetail.coordinator.prepare import PromptRecord
-from dovetail.coordinator.results import Results
-from dovetail.coordinator.samples import NewSample, State
-from dovetail.coordinator.store import Store
+from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, PROMPTS, Evaluation, measures, slot
+from dovetail.coordinator.store.results import Results
+from dovetail.coordinator.store.samples import NewSample, State
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from helpers.manifests import changed
 
 ASK = "\n\nHuman: Tell me two things about the cat.\n\nAssistant:"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dovetail.api.messages import Action
-from dovetail.api.types import Optimizer
+from dovetail.manifest.types import Optimizer
+from dovetail.protocol.messages import Action
 from dovetail.trainer.executor import check_actions
 from dovetail.trainer.groups import PeerLost, peer_errors
 from dovetail.trainer.optim import AdamW, learning_rate

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.exit_codes import JOB_FAILED
-from dovetail.api.types import Stage
-from dovetail.coordinator.eventlog import EventLog
-from dovetail.coordinator.failure import sentence
+from dovetail.coordinator.health.failure import sentence
 from dovetail.coordinator.main import LAST_WORD_BYTES, final_figures
-from dovetail.coordinator.results import Results, leave
-from dovetail.coordinator.store import Store, StoreError
-from dovetail.coordinator.summary import write_json
-from dovetail.coordinator.telemetry import History
+from dovetail.coordinator.store.results import Results, leave
+from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.telemetry.eventlog import EventLog
+from dovetail.coordinator.telemetry.summary import write_json
+from dovetail.coordinator.telemetry.telemetry import History
 from dovetail.local.aftermath import DiskWatch, full_disk, leave_behind, reserve, with_cause
-from dovetail.local.report import read_history
-from dovetail.local.supervisor import Outcome
+from dovetail.local.report.report import read_history
+from dovetail.manifest.types import Stage
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.supervision.supervisor import Outcome
 from dovetail.trainer.events import Events
 from helpers.jobs import tiny_job
 

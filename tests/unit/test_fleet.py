@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.messages import Register
-from dovetail.coordinator.fleet import Fleet, Health, Timeouts
+from dovetail.coordinator.fleet.fleet import Fleet, Health, Timeouts
+from dovetail.protocol.messages import Register
 
 T = Timeouts(suspect=10, dead=100, back_off=1, back_off_max=8, revive=30, max_failures=3)
 

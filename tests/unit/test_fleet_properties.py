@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dovetail.api.messages import Register
-from dovetail.coordinator.fleet import Fleet, Health, Timeouts
+from dovetail.coordinator.fleet.fleet import Fleet, Health, Timeouts
+from dovetail.protocol.messages import Register
 
 NAMES = ["r0", "r1", "s0"]
 T = Timeouts(suspect=10, dead=60, back_off=1, back_off_max=8, revive=20, max_failures=3)

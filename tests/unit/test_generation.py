@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.in_flight import GenerationError
-from dovetail.coordinator.samples import State
-from dovetail.coordinator.work import Settings
+from dovetail.coordinator.generation.in_flight import GenerationError
+from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.store.samples import State
 from helpers.fake_vllm import FakeVllm
 from helpers.generation_job import MAX_TOKENS, Job, play, until
 
@@ -263,7 +263,7 @@ def test_a_stop_string_across_the_cut_is_seen_because_its_tokens_are_made_again(
 
 def test_a_response_that_was_complete_but_for_the_note_is_finished_without_a_server(tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        from dovetail.coordinator.samples import Assignment, Delta, Key
+        from dovetail.coordinator.store.samples import Assignment, Delta, Key
 
         key = Key(1, 0, 0)
         (attempt,) = job.store.samples.assign([Assignment(key, "gone", "0", 1, 0)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator import generation
+from dovetail.coordinator.generation import generation
 from helpers.generation_job import Job, play
 
 

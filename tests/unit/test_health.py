@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.api.messages import CommandResult
-from dovetail.coordinator.engines import Engines, Settings
-from dovetail.coordinator.experience import Experience
-from dovetail.coordinator.health import REASONS, Rules, UnhealthyError, judge
-from dovetail.coordinator.ppo import distinct_responses, equal_groups, iteration_metrics, mean_kl
-from dovetail.coordinator.ppo_stage import PPOStage
-from dovetail.coordinator.samples import NewSample
+from dovetail.coordinator.health.health import REASONS, Rules, UnhealthyError, judge
+from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.loop.experience import Experience
+from dovetail.coordinator.loop.ppo import distinct_responses, equal_groups, iteration_metrics, mean_kl
+from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.messages import CommandResult
 from helpers.jobs import tiny_job
 
 # The quickstart with seed 0: KL per sample, mean length, entropy per token.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.api.messages import ModelRef
 from dovetail.models import build_stage
+from dovetail.protocol.messages import ModelRef
 from dovetail.rollout import host_weights, scoring
 from dovetail.rollout.host_weights import HostModels
 from dovetail.rollout.samples import Samples

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from status_api_fixtures import Api
 
-from dovetail.api import serving
-from dovetail.api.messages import Offer, Register
-from dovetail.api.wire import pack
-from dovetail.coordinator.engines import Engines
-from dovetail.coordinator.experience import ExperienceFiles
-from dovetail.coordinator.fleet import Fleet
-from dovetail.coordinator.server import make_app
-from dovetail.coordinator.telemetry import History
-from dovetail.coordinator.timeline import Timeline
-from dovetail.coordinator.trainer_group import TrainerGroup
-from dovetail.operator.api.patience import Impatient
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.loop.engines import Engines
+from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.coordinator.telemetry.timeline import Timeline
+from dovetail.coordinator.trainers.trainer_group import TrainerGroup
+from dovetail.protocol import serving
+from dovetail.protocol.messages import Offer, Register
+from dovetail.protocol.wire import pack
 from dovetail.rollout import scorer_app
 from dovetail.rollout.scorer_app import ScorerService
 from dovetail.rollout.scoring import Scorer
+from dovetail.statusapi.patience import Impatient
 from helpers.fake_kube import ServerThread
 from helpers.scorers import ref, samples
 

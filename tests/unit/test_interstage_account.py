@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.messages import Span
-from dovetail.api.trace import chrome_trace
-from dovetail.coordinator.interstage.account import account, totals, union_seconds
-from dovetail.local.report import trace_curve
-from dovetail.local.summary import fusion_rows
+from dovetail.coordinator.fusion.account import account, totals, union_seconds
+from dovetail.local.report.report import trace_curve
+from dovetail.local.report.summary import fusion_rows
+from dovetail.protocol.messages import Span
+from dovetail.protocol.trace import chrome_trace
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda x: (float(x[0]), float(x[0] + x[1]))))
 

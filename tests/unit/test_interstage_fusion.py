@@ -13,14 +13,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import RLHFJobSpec
-from dovetail.coordinator.fleet import Health, Instance
-from dovetail.coordinator.interstage.fusion import ASSUMED, Fusion, StageFusion
-from dovetail.coordinator.interstage.migrations import Migration
-from dovetail.coordinator.samples import Key
-from dovetail.coordinator.store import Store
-from dovetail.coordinator.watch import leaves
-from dovetail.coordinator.work import Generated, Settings
+from dovetail.coordinator.fleet.fleet import Health, Instance
+from dovetail.coordinator.fusion.fusion import ASSUMED, Fusion, StageFusion
+from dovetail.coordinator.generation.migrations import Migration
+from dovetail.coordinator.generation.watch import leaves
+from dovetail.coordinator.generation.work import Generated, Settings
+from dovetail.coordinator.store.samples import Key
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.interstage import Decision, simulate
 from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST

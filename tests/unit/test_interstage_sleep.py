@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dovetail.api.messages import Register
-from dovetail.coordinator.fleet import Fleet
-from dovetail.coordinator.interstage.sleep import Sleepers
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.fusion.sleep import Sleepers
+from dovetail.protocol.messages import Register
 
 
 class Server:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import LoRA
+from dovetail.manifest.types import LoRA
 from dovetail.planner.hardware import gpu
 from dovetail.planner.iteration import DOVETAIL, PHASES, estimate
 from dovetail.planner.iteration.costs import PASS_TOKENS, shared_prompt

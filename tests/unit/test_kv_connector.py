@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from dovetail.api.kv import HOLD, PULL, KVHold
+from dovetail.protocol.kv import HOLD, PULL, KVHold
 from dovetail.rollout.kv import config, connector
 from dovetail.rollout.kv.connector import Scheduling, Working
 from dovetail.rollout.weights_vllm import LOADED

@@ -12,10 +12,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.wire import pack, unpack
-from dovetail.coordinator.lanes import Lane, Lanes, lanes_of
-from dovetail.coordinator.samples import Key
-from dovetail.coordinator.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.scoring.lanes import Lane, Lanes, lanes_of
+from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.store.samples import Key
+from dovetail.protocol.wire import pack, unpack
 
 WANT = ["reference", "reward", "critic"]
 

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from dovetail.api.pulse import PULSE, Progress, Pulse
-from dovetail.local.liveness import Limits, Liveness, Pulses
-from dovetail.local.proctree import Process
+from dovetail.protocol.pulse import PULSE, Progress, Pulse
 from dovetail.rollout import routes
 from dovetail.rollout.scorer_app import ScorerService
+from dovetail.supervision.liveness import Limits, Liveness, Pulses
+from dovetail.supervision.proctree import Process
 
 LIMITS = Limits(stopped=60, silent=180, busy=1800, starting=1800)
 

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.local.chat import ChatModel, Sampling, converse
-from dovetail.local.errors import RunError
+from dovetail.supervision.errors import RunError
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from golden import make_objects
 
-from dovetail.api.manifest import parse
 from dovetail.local.files import files_needed
+from dovetail.manifest.manifest import parse
 from dovetail.planner.simple import make_plan
 
 

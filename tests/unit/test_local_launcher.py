@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
-from dovetail.api.types import Parallelism, RLHFJob
-from dovetail.coordinator.changes import adopt
-from dovetail.coordinator.store import Store
-from dovetail.local.devices import cuda_devices
-from dovetail.local.errors import RunError, UsageError
+from dovetail.coordinator.store.changes import adopt
+from dovetail.coordinator.store.store import Store
 from dovetail.local.launcher import spawn_kind
-from dovetail.local.logs import last_line
-from dovetail.local.ports import PortReservation
-from dovetail.local.processes import process_names, render
 from dovetail.local.rundir import RunDir, explained
 from dovetail.local.stopwatch import Stopwatch
+from dovetail.manifest.types import Parallelism, RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.supervision.devices import cuda_devices
+from dovetail.supervision.errors import RunError, UsageError
+from dovetail.supervision.logs import last_line
+from dovetail.supervision.ports import PortReservation
+from dovetail.supervision.processes import process_names, render
 
 
 def a_job(groups, **spec):

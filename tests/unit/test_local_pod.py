@@ -14,16 +14,16 @@ import pytest
 import yaml
 from golden import make_objects
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.manifest import parse
-from dovetail.api.resolve import resolve
-from dovetail.local.liveness import Limits
-from dovetail.local.pod import Pod, PodProcess, drain, main, pod_processes
-from dovetail.local.processes import ProcessSpec
-from dovetail.local.proctree import snapshot
-from dovetail.local.spawn import ExecSpawner, Exited
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.simple import make_plan
+from dovetail.pod.main import Pod, PodProcess, drain, main, pod_processes
+from dovetail.protocol.env import ProcessEnv
+from dovetail.supervision.liveness import Limits
+from dovetail.supervision.processes import ProcessSpec
+from dovetail.supervision.proctree import snapshot
+from dovetail.supervision.spawn import ExecSpawner, Exited
 
 SECONDS = 60.0
 
@@ -146,7 +146,9 @@ def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tm
 def test_a_process_whose_pulse_stops_is_killed(modules):
     """It lives, and its connections would, too: but nothing is done any more."""
     write, environ = modules
-    quiet = "import time\nfrom dovetail.api.pulse import Pulse\ntime.sleep(0.3)\nPulse.read().beat()\ntime.sleep(600)"
+    quiet = (
+        "import time\nfrom dovetail.protocol.pulse import Pulse\ntime.sleep(0.3)\nPulse.read().beat()\ntime.sleep(600)"
+    )
     code, message = run([write("quiet", quiet)], environ, limits=Limits(10.0, 3.0, 600.0, 600.0))
     assert code == 128 + signal.SIGKILL
     assert message.startswith("quiet ended (killed, as it hung: silent for ")
@@ -256,7 +258,7 @@ def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     assert seen == [("/v1/instances/both-0", "Bearer secret"), ("/v1/instances/both-0-scorer", "Bearer secret")]
 
 
-@pytest.mark.parametrize("module", ["dovetail.local.pod", "dovetail.coordinator.main"])
+@pytest.mark.parametrize("module", ["dovetail.pod.main", "dovetail.coordinator.main"])
 def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
     env = base(tmp_path).write() | {"DOVETAIL_TOKEN": ""}
     done = subprocess.run(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from local_fixtures import SUMMARY, finished_run
 from rich.console import Console
 
-from dovetail.api.types import RLHFJobSpec, Stage
-from dovetail.local import charts
 from dovetail.local.chat import hh_prompt, until_stop
-from dovetail.local.errors import RunError
 from dovetail.local.progress import Bars, Lines, describe_metrics, position
-from dovetail.local.report import read_history, render_report, write_report
-from dovetail.local.summary import binomial_p, duration, read_summary, show, summary_table
+from dovetail.local.report import charts
+from dovetail.local.report.report import read_history, render_report, write_report
+from dovetail.local.report.summary import binomial_p, duration, read_summary, show, summary_table
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.supervision.errors import RunError
 
 
 def as_text(table):

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dovetail.api.types import Stage
-from dovetail.coordinator.samples import NewSample
+from dovetail.coordinator.store.samples import NewSample
+from dovetail.manifest.types import Stage
 from dovetail.rollout import scoring
 from dovetail.rollout.samples import Samples
 from dovetail.trainer.measure import SavedBytes

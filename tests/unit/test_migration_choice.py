@@ -15,10 +15,10 @@ from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dovetail.api.kv import HOLD, PULL, KVAbility, KVHold, KVPull
-from dovetail.coordinator.fleet import Health, Instance
-from dovetail.coordinator.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
+from dovetail.coordinator.fleet.fleet import Health, Instance
+from dovetail.coordinator.generation.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
 from dovetail.planner.migration import MeasuredCosts, Mechanism, MigrationCosts
+from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 from helpers.generation_job import Job, play, until
 
 COSTS = MigrationCosts(

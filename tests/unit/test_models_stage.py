@@ -12,9 +12,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import ScratchModel
+from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, ModelError, Stage, build_stage, layer_range, load_config
+from dovetail.protocol.messages import ModelRef
 
 COMMON = {
     "vocab_size": 64,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dovetail.api.exit_codes import JOB_FAILED
-from dovetail.coordinator.health import UnhealthyError
+from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.main import verdict
+from dovetail.protocol.exit_codes import JOB_FAILED
 from helpers.fake_cluster import a_cluster, restarting, running
 
 

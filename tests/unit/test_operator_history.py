@@ -10,7 +10,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.types import Stage
+from dovetail.manifest.types import Stage
 from dovetail.operator import coordinators, names
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import Coordinators

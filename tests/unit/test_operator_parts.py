@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from dovetail.api.plan import Plan
 from dovetail.operator.children import Children, matches, sizes
 from dovetail.operator.conditions import Conditions
 from dovetail.operator.planning import Planner, read_job
@@ -18,6 +17,7 @@ from dovetail.operator.settings import Settings
 from dovetail.operator.store import Store
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
 from dovetail.planner.simple import PlanError, make_plan
+from dovetail.protocol.plan import Plan
 from helpers.fake_cluster import manifest, running
 
 SECONDS = 60.0

@@ -9,11 +9,9 @@ from golden import make_objects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.manifest import parse
-from dovetail.api.plan import Plan
-from dovetail.api.resolve import resolve
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import RLHFJob
 from dovetail.operator import names
 from dovetail.operator.merge import MergeError, merge
 from dovetail.operator.render.config_map import in_pods, spec_hash
@@ -21,6 +19,8 @@ from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.settings import Settings
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Plan
 
 
 def a_context(settings=None, labels=None, namespace="default", **changes):

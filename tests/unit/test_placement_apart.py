@@ -9,13 +9,12 @@ import pytest
 from rich.console import Console
 from test_placement_job import A10, A100, SEPARATE, SMALL, group, spec
 
-from dovetail.api.plan import Plan, world_size
-from dovetail.api.resolve import resolve
-from dovetail.api.rules import check
-from dovetail.api.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.cli.plan import plan_tables
-from dovetail.coordinator.schedule_words import applies
-from dovetail.coordinator.scheduling import Scheduling
+from dovetail.coordinator.loop.schedule_words import applies
+from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.operator.replan import Need, honoured, resized
 from dovetail.planner.hardware import gpu
 from dovetail.planner.iteration import estimate
@@ -23,6 +22,7 @@ from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement,
 from dovetail.planner.placement.recommend import fragment, recommend
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.simple import PlanError, make_plan
+from dovetail.protocol.plan import Plan, world_size
 
 # One GPU a pod: trainers' messages go over the network, where collectives of data-parallel ranks take long.
 BOTH = [group("all", ["trainer", "rollout"], replicas=4)]

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from dovetail.api.plan import Plan
 from dovetail.cli import planning
 from dovetail.cli.main import cli
-from dovetail.local.errors import RunError
+from dovetail.protocol.plan import Plan
+from dovetail.supervision.errors import RunError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "quickstart-cluster.yaml"

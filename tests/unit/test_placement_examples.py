@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
 from dovetail.planner.iteration import estimate
 from dovetail.planner.iteration.simulate import simulate
 from dovetail.planner.placement import Lengths

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import Parallelism
+from dovetail.manifest.types import Parallelism
 from dovetail.planner.hardware import gpu
 from dovetail.planner.placement import Inventory, Lengths, Placement, Pool, Workload
 from dovetail.planner.placement.candidate import TRAINING

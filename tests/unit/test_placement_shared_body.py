@@ -3,7 +3,7 @@
 import pytest
 from test_placement_job import SMALL, spec
 
-from dovetail.api.types import Dtype, Parallelism, RLHFJobSpec
+from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec
 from dovetail.planner.memory import Training, training_memory
 from dovetail.planner.memory.training import stage_parameters
 from dovetail.planner.scorers import scorer_models

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.api.prediction import Prediction
-from dovetail.coordinator.ppo_stage import PPOStage
-from dovetail.coordinator.telemetry import Status
+from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.telemetry.telemetry import Status
 from dovetail.operator import progress
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.prediction import Prediction
 from helpers.plain import plain_spec
 
 PREDICTED = Prediction(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import Dtype, Parallelism
+from dovetail.manifest.types import Dtype, Parallelism
 from dovetail.planner.memory import Training, problem, worst
 from dovetail.planner.memory.fit import remedies, with_stages
 from dovetail.planner.shape import ModelShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.api.types import Dtype
+from dovetail.manifest.types import Dtype
 from dovetail.planner.hardware import HardwareError, UnknownProduct, gpu, parse, products
 
 ENTRY = """

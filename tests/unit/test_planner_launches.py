@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import Dtype, ScratchModel
+from dovetail.manifest.types import Dtype, ScratchModel
 from dovetail.models import build_stage
 from dovetail.planner.hardware import gpu
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.timing import DEFAULT, decode_step, forward
+from dovetail.protocol.messages import ModelRef
 
 NO_KERNEL = ("view", "detach", "empty")
 

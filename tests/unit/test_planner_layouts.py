@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import Dtype, Parallelism
+from dovetail.manifest.types import Dtype, Parallelism
 from dovetail.planner.hardware import gpu
 from dovetail.planner.layouts import LayoutsError, exhaustive, layouts, similar
 from dovetail.planner.memory import Server, Training, kv_tokens, training_memory

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 from dovetail.planner.machine import FitError, Observed, Work, fit, seconds
 from dovetail.planner.machine.fit import nonnegative
 from dovetail.planner.machine.iteration import training_seconds
 from dovetail.planner.machine.stage import Stage, chunk_seconds
+from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 ALL = ("reference", "reward", "critic")
 MACHINE = Machine(

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import Dtype, LoRA, Parallelism
+from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.models import Stage, load_config
 from dovetail.planner.memory import Server, Training, explain, kv_tokens, rollout_memory, scorer_memory, training_memory
 from dovetail.planner.memory.training import stage_parameters
 from dovetail.planner.shape import ModelShape, ShapeError
+from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import lora
 from dovetail.trainer.profile.passes import measure_model
 

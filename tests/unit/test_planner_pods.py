@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import Parallelism, RLHFJobSpec
-from dovetail.api.validation import load_manifest
+from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.machine.limits import memory_limit, quantity
 from dovetail.planner.machine.memory import BLOCK_TOKENS, PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
 from dovetail.planner.simple import make_plan

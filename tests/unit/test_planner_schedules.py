@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.messages import Action
-from dovetail.api.plan import coordinates, rank_at, world_size
-from dovetail.api.types import Parallelism
-from dovetail.planner.schedules import ScheduleError, one_f_one_b, serial_1f1b, validate_schedule
+from dovetail.manifest.types import Parallelism
+from dovetail.pipelines import ScheduleError, one_f_one_b, serial_1f1b, validate_schedule
+from dovetail.protocol.messages import Action
+from dovetail.protocol.plan import coordinates, rank_at, world_size
 
 degrees = st.integers(1, 4)
 layout = st.builds(Parallelism, pp=degrees, dp=degrees, tp=st.integers(1, 2))

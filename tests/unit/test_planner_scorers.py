@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from dovetail.api.types import RLHFJobSpec
-from dovetail.api.validation import load_manifest
+from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.scorers import scorer_models
 from helpers.manifests import changed
 

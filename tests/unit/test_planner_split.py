@@ -10,18 +10,18 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.manifest import parse
-from dovetail.api.plan import Plan
-from dovetail.api.resolve import resolve
-from dovetail.api.types import RLHFJob, RLHFJobSpec
 from dovetail.cli.plan import plan_tables
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.planner.iteration.estimate import Estimate
 from dovetail.planner.placement.candidate import Candidate, Placement
 from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.search import Found, Rejected, Result
 from dovetail.planner.simple import PlanError, make_plan
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Plan
 from dovetail.rollout import scorer, server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rlhf-65b.yaml"

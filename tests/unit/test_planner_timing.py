@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.types import Dtype
+from dovetail.manifest.types import Dtype
 from dovetail.planner.hardware import gpu, products
 from dovetail.planner.interstage import ThresholdController
 from dovetail.planner.shape import ModelShape

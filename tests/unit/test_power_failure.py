@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from test_coordinator_trainers import Clock, Ranks, make_group, run
 
-from dovetail.api.messages import ModelRef, Step
-from dovetail.api.types import Stage
-from dovetail.coordinator.database import Database
-from dovetail.coordinator.experience import ExperienceFiles
-from dovetail.coordinator.store import KeyValues, Store
-from dovetail.coordinator.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.store.database import Database
+from dovetail.coordinator.store.store import KeyValues, Store
+from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import ModelRef, Step
 
 STEPS, KEEP = 6, 2
 

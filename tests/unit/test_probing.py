@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dovetail.api.messages import Probe
-from dovetail.coordinator import probing
-from dovetail.coordinator.publishing import Published, Publisher
+from dovetail.coordinator.weights import probing
+from dovetail.coordinator.weights.publishing import Published, Publisher
+from dovetail.protocol.messages import Probe
 from helpers.fake_updates import FakeTrainers, UpdatableVllm
 from helpers.fake_vllm import TOKEN
 

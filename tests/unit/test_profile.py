@@ -10,17 +10,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.messages import ModelRef, StageTimes
-from dovetail.api.profile import Link, ModelTimes, PassTimes, Profile
-from dovetail.api.types import Parallelism, ScratchModel
 from dovetail.cli.main import cli
 from dovetail.cli.profile import read_profile
 from dovetail.local.rundir import RunDir
+from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError
-from dovetail.planner.schedules.families import FAMILIES, family_instance
-from dovetail.planner.schedules.measured import profiled_problem, stage_layers
-from dovetail.planner.schedules.problem import ProblemError
+from dovetail.pipelines.families import FAMILIES, family_instance
+from dovetail.pipelines.measured import profiled_problem, stage_layers
+from dovetail.pipelines.problem import ProblemError
 from dovetail.planner.training import Times, shared_layouts, training_problem
+from dovetail.protocol.messages import ModelRef, StageTimes
+from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.profile import measure_link, measure_model
 
 CONFIG = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "pad_token_id": 0}

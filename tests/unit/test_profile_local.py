@@ -14,16 +14,16 @@ import yaml
 from click.testing import CliRunner
 from test_planner_machine import MACHINE
 
-from dovetail.api.messages import Span
-from dovetail.api.profile import ModelTimes, PassTimes, Profile
-from dovetail.api.trace import chrome_trace
-from dovetail.api.types import RLHFJob
-from dovetail.api.validation import load_manifest
 from dovetail.cli.main import cli
-from dovetail.coordinator.experience import ExperienceFiles
+from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.local.calibrate import calibration_jobs, observe, run_lengths
+from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.types import RLHFJob
 from dovetail.planner.hardware import parse
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.messages import Span
+from dovetail.protocol.profile import ModelTimes, PassTimes, Profile
+from dovetail.protocol.trace import chrome_trace
 from dovetail.trainer.profile import hardware_toml
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

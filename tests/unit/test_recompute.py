@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import Dtype, LoRA, Parallelism, ScratchModel
-from dovetail.api.types import Stage as StageName
+from dovetail.manifest.types import Dtype, LoRA, Parallelism, ScratchModel
+from dovetail.manifest.types import Stage as StageName
 from dovetail.models import Outputs, Stage, build_stage
 from dovetail.models.recompute import recompute, recomputes
 from dovetail.models.stage import Head
 from dovetail.planner.memory import Training, training_memory
 from dovetail.planner.shape import ModelShape
+from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import lora
 from dovetail.trainer.measure import SavedBytes
 from dovetail.trainer.parallel import is_sharded, set_last_backward, shard

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dovetail.api.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.cli.plan import plan_tables
-from dovetail.coordinator.scheduling import Scheduling
+from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
+from dovetail.pipelines.families import FAMILIES
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.job import supervised
 from dovetail.planner.placement.manifest import groups_inventory
-from dovetail.planner.schedules.families import FAMILIES
 from dovetail.planner.simple import PlanError, make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -131,7 +131,7 @@ def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypa
         def put(self, key: str, value: object) -> None:
             self[key] = value
 
-    monkeypatch.setattr("dovetail.coordinator.scheduling.SEARCH_SECONDS", 0.2)
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.2)
     spec = on_cpus(recompute="Always")
     asyncio.run(Scheduling(spec, make_plan(spec), Records(), tmp_path, lambda *_, **__: None).begin())
     written = json.loads((tmp_path / "schedule.json").read_text())

@@ -18,21 +18,21 @@ import numpy as np
 import psutil
 import pytest
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.exit_codes import JOB_FAILED
-from dovetail.api.types import RewardModel, RLHFJob
 from dovetail.coordinator import main as coordinator_main
-from dovetail.coordinator.engines import Engines, Settings
-from dovetail.coordinator.prepare import PromptRecord
+from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.loop.engines import Engines, Settings
 from dovetail.coordinator.rewards.calls import Answer, Call, Calls, Function, RewardError
 from dovetail.coordinator.rewards.live import Live
 from dovetail.coordinator.rewards.stage import Joined, Rewards
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.coordinator.sample import Assignment, Delta
-from dovetail.coordinator.samples import Key, NewSample, State
-from dovetail.coordinator.scoring import Finished, Scores
-from dovetail.coordinator.store import Store
+from dovetail.coordinator.scoring.scoring import Finished, Scores
+from dovetail.coordinator.store.sample import Assignment, Delta
+from dovetail.coordinator.store.samples import Key, NewSample, State
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.trainer.loop import free_port
 from helpers.jobs import tiny_job
 
@@ -338,7 +338,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(folder: Path) -> None:
 
 ORPHAN = """
 import asyncio, os, pathlib, sys
-from dovetail.api.types import RewardModel
+from dovetail.manifest.types import RewardModel
 from dovetail.coordinator.rewards.calls import Call
 from dovetail.coordinator.rewards.workers import Workers
 

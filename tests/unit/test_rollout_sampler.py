@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from dovetail.api.sampling import sampling_params
-from dovetail.api.types import Generation
+from dovetail.manifest.types import Generation
+from dovetail.protocol.sampling import sampling_params
 
 pytest.importorskip("vllm")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.kv import KVAbility
-from dovetail.api.plan import Plan, Rollout
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.kv import KVAbility
+from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout import auth, server
 from dovetail.rollout.register import Registrar
 from dovetail.rollout.routes import STATE, InfoRoutes, ServerState, dtype_of

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import dovetail.trainer.weights as sending
-from dovetail.api.buckets import bucket_specs
-from dovetail.api.messages import Offer, Publish, Receiver
-from dovetail.api.switching import Layout, Tensor
-from dovetail.coordinator.weights import receive_for
+from dovetail.coordinator.weights.weights import receive_for
 from dovetail.models.transfer import Deadline, Part, TransferError, checksum
+from dovetail.protocol.messages import Offer, Publish, Receiver
+from dovetail.protocol.weights import Layout, Tensor
+from dovetail.protocol.weights.buckets import bucket_specs
 from dovetail.rollout.weights import WeightReceiver
 from dovetail.trainer.weights import Parts, WeightSender
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.changes import Change, changes
-from dovetail.api.messages import Step
-from dovetail.api.training import Optimizer
-from dovetail.api.types import RLHFJobSpec, Stage
-from dovetail.coordinator.changes import ChangeError, Settled, adopt, position
-from dovetail.coordinator.experience import ExperienceFiles
-from dovetail.coordinator.identity import check_complete, check_model, identify, write_id
-from dovetail.coordinator.store import Store, StoreError, open_records
-from dovetail.local.report import render_report
+from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.store.changes import ChangeError, Settled, adopt, position
+from dovetail.coordinator.store.identity import check_complete, check_model, identify, write_id
+from dovetail.coordinator.store.store import Store, StoreError, open_records
+from dovetail.local.report.report import render_report
+from dovetail.manifest.checks.changes import Change, changes
+from dovetail.manifest.training import Optimizer
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.messages import Step
 from dovetail.trainer.optim import learning_rate
 from helpers.jobs import tiny_job
 from helpers.local_trainer import LocalTrainer

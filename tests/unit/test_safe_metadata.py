@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from dovetail.api.messages import Load, Save
-from dovetail.api.types import Stage
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import Load, Save
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.schedules.actions import ScheduleError
-from dovetail.planner.schedules.choose import choose
-from dovetail.planner.schedules.dedicated import dedicated, dedicated_schedule
-from dovetail.planner.schedules.draw import svg, text_rows
-from dovetail.planner.schedules.export import document
-from dovetail.planner.schedules.families import FAMILIES
-from dovetail.planner.schedules.legality import check_steps, steps
-from dovetail.planner.schedules.problem import Model, Problem, ProblemError, fused_problem
-from dovetail.planner.schedules.search import Effort, find
+from dovetail.pipelines.actions import ScheduleError
+from dovetail.pipelines.choose import choose
+from dovetail.pipelines.dedicated import dedicated, dedicated_schedule
+from dovetail.pipelines.draw import svg, text_rows
+from dovetail.pipelines.export import document
+from dovetail.pipelines.families import FAMILIES
+from dovetail.pipelines.legality import check_steps, steps
+from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem
+from dovetail.pipelines.search import Effort, find
 
 
 @settings(deadline=None, max_examples=20)

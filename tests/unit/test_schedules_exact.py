@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedules_search import exhaustive, problems
 
-from dovetail.planner.schedules.exact import ExactSearch, time_unit
-from dovetail.planner.schedules.families import FAMILIES, family_instance
-from dovetail.planner.schedules.legality import check_steps, steps
-from dovetail.planner.schedules.pareto import front, pareto
-from dovetail.planner.schedules.periodic import shorter, unroll
-from dovetail.planner.schedules.problem import Model, Problem, fused_problem, serial_memory
-from dovetail.planner.schedules.schedule import evaluate
-from dovetail.planner.schedules.search import Effort, find
+from dovetail.pipelines.exact import ExactSearch, time_unit
+from dovetail.pipelines.families import FAMILIES, family_instance
+from dovetail.pipelines.legality import check_steps, steps
+from dovetail.pipelines.pareto import front, pareto
+from dovetail.pipelines.periodic import shorter, unroll
+from dovetail.pipelines.problem import Model, Problem, fused_problem, serial_memory
+from dovetail.pipelines.schedule import evaluate
+from dovetail.pipelines.search import Effort, find
 
 pytest.importorskip("ortools")
 

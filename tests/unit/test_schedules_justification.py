@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.schedules.families import FAMILIES, Family, family_instance, fixed_words
-from dovetail.planner.schedules.legality import check_steps, steps
-from dovetail.planner.schedules.problem import Model, Problem, fused_problem, serial_memory
-from dovetail.planner.schedules.rounds import Rounds
-from dovetail.planner.schedules.schedule import evaluate, mirror, unmirror
-from dovetail.planner.schedules.search import Effort
+from dovetail.pipelines.families import FAMILIES, Family, family_instance, fixed_words
+from dovetail.pipelines.legality import check_steps, steps
+from dovetail.pipelines.problem import Model, Problem, fused_problem, serial_memory
+from dovetail.pipelines.rounds import Rounds
+from dovetail.pipelines.schedule import evaluate, mirror, unmirror
+from dovetail.pipelines.search import Effort
 
 QUICK = Effort(scale=0.01, workers=1, memory=False)
 SEARCHED = ["fused", "fused-rolled", "fused-split", "fused-split-rolled", "shared"]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.schedules.actions import ScheduleError
-from dovetail.planner.schedules.families import FAMILIES
-from dovetail.planner.schedules.legality import Step, check_steps, steps, transfer_order
-from dovetail.planner.schedules.problem import Model, Problem, fused_problem
-from dovetail.planner.schedules.search import Effort, find
+from dovetail.pipelines.actions import ScheduleError
+from dovetail.pipelines.families import FAMILIES
+from dovetail.pipelines.legality import Step, check_steps, steps, transfer_order
+from dovetail.pipelines.problem import Model, Problem, fused_problem
+from dovetail.pipelines.search import Effort, find
 
 QUICK = Effort(scale=0.01, workers=1, memory=False)
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.schedules.choose import choose
-from dovetail.planner.schedules.export import cached_find, document
-from dovetail.planner.schedules.families import FAMILIES, family_instance, family_names, fixed_words
-from dovetail.planner.schedules.instance import lower_bound, zero_bubble_limit
-from dovetail.planner.schedules.legality import check_steps, steps
-from dovetail.planner.schedules.periodic import thicken, thinner
-from dovetail.planner.schedules.problem import Model, Problem, ProblemError, fused_problem, serial_memory
-from dovetail.planner.schedules.schedule import DeadlockError, evaluate
-from dovetail.planner.schedules.search import Effort, find
+from dovetail.pipelines.choose import choose
+from dovetail.pipelines.export import cached_find, document
+from dovetail.pipelines.families import FAMILIES, family_instance, family_names, fixed_words
+from dovetail.pipelines.instance import lower_bound, zero_bubble_limit
+from dovetail.pipelines.legality import check_steps, steps
+from dovetail.pipelines.periodic import thicken, thinner
+from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem, serial_memory
+from dovetail.pipelines.schedule import DeadlockError, evaluate
+from dovetail.pipelines.search import Effort, find
 
 QUICK = Effort(scale=0.003, workers=1, memory=False)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.wire import pack
+from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.wire import pack
 from dovetail.rollout import scoring
 from dovetail.rollout.samples import Samples
 from dovetail.rollout.scorer_app import ScorerService

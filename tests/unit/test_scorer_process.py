@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.messages import ModelRef, Register
-from dovetail.api.types import API_VERSION, KIND, Dtype, ScratchModel
-from dovetail.api.wire import pack, unpack
+from dovetail.manifest.types import API_VERSION, KIND, Dtype, ScratchModel
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import ModelRef, Register
+from dovetail.protocol.wire import pack, unpack
 from dovetail.rollout import scorer
 
 CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

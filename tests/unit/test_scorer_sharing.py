@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.wire import Arrays
+from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.wire import Arrays
 from dovetail.rollout import scoring
 from dovetail.rollout.samples import KEYS, Samples, packs
 from helpers.scorers import VOCABULARY, exported, trainers_numbers

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import ScratchModel
+from dovetail.manifest.types import ScratchModel
 from dovetail.models import Stage, build_stage
+from dovetail.protocol.messages import ModelRef
 from dovetail.rollout import scorer, scoring
 from dovetail.rollout.samples import Samples
 from dovetail.rollout.split import Pass, Split, build_split

@@ -11,9 +11,9 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 
-from dovetail.api.messages import Bucket, ModelRef, Offer, Publish, Receive, Receiver, Segment
-from dovetail.api.wire import pack
 from dovetail.models import build_stage
+from dovetail.protocol.messages import Bucket, ModelRef, Offer, Publish, Receive, Receiver, Segment
+from dovetail.protocol.wire import pack
 from dovetail.rollout import scoring
 from dovetail.rollout.scorer_app import ScorerService, make_app
 from dovetail.rollout.weights import TransferError

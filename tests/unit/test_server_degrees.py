@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.plan import Plan, Rollout
-from dovetail.api.types import Group, RLHFJob
+from dovetail.manifest.types import Group, RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout import server
 from dovetail.rollout.kv.config import KVSetup
 

@@ -10,11 +10,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from dovetail.api.messages import Export, Load, ModelRef, Save
-from dovetail.api.types import RLHFJobSpec, Stage
-from dovetail.api.wire import Arrays, pack, unpack
+from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.models import Outputs, build_stage
 from dovetail.models.stage import VALUE_HEAD_FILE
+from dovetail.protocol.messages import Export, Load, ModelRef, Save
+from dovetail.protocol.wire import Arrays, pack, unpack
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import TINY, job, load_command, ppo_batch
 

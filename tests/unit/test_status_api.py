@@ -8,11 +8,11 @@ import re
 import pytest
 from status_api_fixtures import JOBS, Api, child, condition, job, wait
 
-from dovetail.api.messages import Span
-from dovetail.operator.api import coordinators
-from dovetail.operator.api.settings import ApiSettings
 from dovetail.operator.client import KubeError
 from dovetail.operator.history import ITERATIONS_KEY, History
+from dovetail.protocol.messages import Span
+from dovetail.statusapi import coordinators
+from dovetail.statusapi.settings import ApiSettings
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
 

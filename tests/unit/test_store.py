@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dovetail.coordinator.samples import Assignment, Delta, IllegalTransition, Key, NewSample, ScoreRow, State
-from dovetail.coordinator.store import Store, StoreError
+from dovetail.coordinator.store.samples import Assignment, Delta, IllegalTransition, Key, NewSample, ScoreRow, State
+from dovetail.coordinator.store.store import Store, StoreError
 
 
 def new(prompt: int = 0, sample: int = 0, tokens: tuple[int, ...] = (5, 6, 7), seed: int = 11) -> NewSample:
@@ -208,7 +208,7 @@ def test_two_coordinators_cannot_share_a_run(tmp_path: Path) -> None:
     code = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from dovetail.coordinator.store import Store, StoreError
+        from dovetail.coordinator.store.store import Store, StoreError
         try:
             Store(Path(sys.argv[1]))
         except StoreError as error:
@@ -225,7 +225,7 @@ def test_a_killed_process_loses_nothing_that_was_committed(tmp_path: Path) -> No
     code = textwrap.dedent("""
         import os, signal, sys
         from pathlib import Path
-        from dovetail.coordinator.store import Store
+        from dovetail.coordinator.store.store import Store
         store = Store(Path(sys.argv[1]))
         for i in range(50):
             store.put("count", i)

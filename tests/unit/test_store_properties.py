@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dovetail.coordinator.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
-from dovetail.coordinator.store import Store
+from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
+from dovetail.coordinator.store.store import Store
 
 LENGTHS = [1, 4, 9]
 KEYS = [Key(1, i, 0) for i in range(len(LENGTHS))]

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.manifest import parse
-from dovetail.api.types import Parallelism, RLHFJobSpec
-from dovetail.api.unexecuted import warnings
+from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.manifest import parse
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.pipelines import serial_1f1b
 from dovetail.planner.hardware import gpu
 from dovetail.planner.placement.candidate import Candidate
 from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.recommend import fragment, recommend
-from dovetail.planner.schedules import serial_1f1b
 from dovetail.planner.simple import PlanError, make_plan
 from helpers.manifests import changed
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.types import PPO
-from dovetail.api.wire import unpack
+from dovetail.manifest.types import PPO
+from dovetail.protocol.wire import unpack
 from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.steps.experience import (

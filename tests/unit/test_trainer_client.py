@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.exit_codes import SUPERSEDED
-from dovetail.api.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
+from dovetail.protocol.exit_codes import SUPERSEDED
+from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
 from dovetail.trainer import client as client_module
 from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
 from dovetail.trainer.heartbeat import HeartbeatThread

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.api.messages import Action, Export, Save
-from dovetail.api.types import Stage
-from dovetail.api.wire import pack, unpack
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import Action, Export, Save
+from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.errors import is_peer_loss, sentence
 from dovetail.trainer.groups import PeerLost, RankFailed

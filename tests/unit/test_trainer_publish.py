@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dovetail.api.messages import Offer, Publish, Receive, Receiver
-from dovetail.api.types import Stage
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import Offer, Publish, Receive, Receiver
 from dovetail.rollout.weights import WeightReceiver
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import ScratchModel
+from dovetail.manifest.types import ScratchModel
 from dovetail.models import Outputs, Stage, build_stage
 from dovetail.models.stage import Head
+from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.parallel import is_sharded, set_last_backward, shard, take_split_gradients
 
 HIDDEN, COUNT = 32, 4

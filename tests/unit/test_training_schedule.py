@@ -13,15 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.api.messages import CommandResult, StageTimes
-from dovetail.api.plan import Layout, Plan, coordinates, rank_at, world_size
-from dovetail.api.profile import Link, ModelTimes, PassTimes, Profile
-from dovetail.api.types import Parallelism, RLHFJobSpec
-from dovetail.coordinator.ppo import StepFacts, ppo_step
-from dovetail.coordinator.schedule_words import Chosen, applies, scheduled, write_words
-from dovetail.coordinator.scheduling import Scheduling
-from dovetail.local.report_schedule import read_schedule, schedule_section
-from dovetail.planner.schedules.search import Effort
+from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
+from dovetail.coordinator.loop.schedule_words import Chosen, applies, scheduled, write_words
+from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.pipelines.search import Effort
 from dovetail.planner.simple import make_plan
 from dovetail.planner.training import (
     PINS,
@@ -32,6 +29,9 @@ from dovetail.planner.training import (
     shared_layouts,
     training_problem,
 )
+from dovetail.protocol.messages import CommandResult, StageTimes
+from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, world_size
+from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.executor import check_actions
 
 

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from dovetail.coordinator.publishing import Published, Target
-from dovetail.coordinator.weight_sync import WeightSync
+from dovetail.coordinator.weights.publishing import Published, Target
+from dovetail.coordinator.weights.weight_sync import WeightSync
 
 DEADLINE, START = 20.0, 900.0
 
@@ -206,7 +206,7 @@ def late(monkeypatch, world, seconds):
         if world.now >= seconds and target.name not in world.targets:
             world.targets[target.name], world.held[target.name] = target, 0
 
-    monkeypatch.setattr("dovetail.coordinator.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
 
 
 def test_a_first_rollout_that_pulls_its_image_for_long_is_waited_for(monkeypatch):

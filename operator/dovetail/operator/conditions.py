@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from dovetail.api.status import Condition, ConditionType
+from dovetail.manifest.status import Condition, ConditionType
 from dovetail.operator import reasons
 
 ORDER: tuple[ConditionType, ...] = (

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from dovetail.api.plan import Plan
-from dovetail.api.status import RLHFJobStatus
-from dovetail.api.types import KIND, RLHFJob
+from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator import names, progress, reasons
 from dovetail.operator.children import Children, Object, label, parse_time, sizes
 from dovetail.operator.client import Client, KubeError
@@ -34,6 +33,7 @@ from dovetail.operator.settings import Settings
 from dovetail.operator.store import Key, Store
 from dovetail.operator.tokens import Tokens
 from dovetail.operator.workqueue import WorkQueue
+from dovetail.protocol.plan import Plan
 
 RESYNC_SECONDS = 600.0
 # Pods of a job change together, and what was written is looked at once more: what kubelets or Kueue made of it.

@@ -10,12 +10,12 @@ from typing import Any
 
 import aiohttp
 
-from dovetail.api.env import COORDINATOR_PORT
 from dovetail.operator import asking, progress
 from dovetail.operator.asking import NoAnswer
 from dovetail.operator.children import Children, is_over
 from dovetail.operator.history import History
 from dovetail.operator.store import Key
+from dovetail.protocol.env import COORDINATOR_PORT
 
 TIMEOUT_SECONDS = 3.0
 CATCH_UP_SECONDS = 10.0

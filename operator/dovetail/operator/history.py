@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dovetail.api.types import Stage
+from dovetail.manifest.types import Stage
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
 

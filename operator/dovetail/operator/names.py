@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.api.env import COORDINATOR_PORT
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.env import COORDINATOR_PORT
 
 FIELD_MANAGER = "dovetail-operator"
 COORDINATOR = "coordinator"

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from dovetail.api.manifest import ManifestError, parse
-from dovetail.api.plan import Plan
-from dovetail.api.resolve import resolve
-from dovetail.api.rules import check
-from dovetail.api.types import RLHFJob, RLHFJobSpec
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.manifest import ManifestError, parse
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator import names, reasons
 from dovetail.operator.children import Children, Object, label
 from dovetail.operator.reconcile import Refused
 from dovetail.operator.render.config_map import spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.operator.store import Key
+from dovetail.protocol.plan import Plan
 
 REMEMBERED = 5000
 IDLE_SECONDS = 60.0

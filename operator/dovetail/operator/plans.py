@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.api.plan import Plan
-from dovetail.api.status import PlanStatus, RLHFJobStatus
-from dovetail.api.types import Parallelism
-from dovetail.api.unexecuted import warnings
+from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.status import PlanStatus, RLHFJobStatus
+from dovetail.manifest.types import Parallelism
 from dovetail.operator import progress, reasons
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.render.context import Context, digest
 from dovetail.operator.replan import Outlook, needs, news, remembered
+from dovetail.protocol.plan import Plan
 
 
 def plan_status(plan: Plan, shown: Plan) -> PlanStatus:

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dovetail.api.status import RLHFJobStatus
-from dovetail.api.types import Stage
+from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.types import Stage
 from dovetail.operator import names, reasons
 from dovetail.operator.children import Children, Object, label
 

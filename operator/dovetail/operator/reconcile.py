@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from dovetail.api.plan import Plan
-from dovetail.api.status import GroupStatus, RLHFJobStatus
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.status import GroupStatus, RLHFJobStatus
+from dovetail.manifest.types import RLHFJob
 from dovetail.operator import names, progress, reasons, rootcause
 from dovetail.operator.children import (
     Children,
@@ -35,6 +34,7 @@ from dovetail.operator.render.context import Context
 from dovetail.operator.render.objects import WITH_PODS, furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.replan import Outlook
 from dovetail.operator.settings import Settings
+from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
 # What failurePolicy.maxRestarts counts; the launcher of one machine does the same.

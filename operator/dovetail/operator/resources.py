@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.api.crd import GROUP, PLURAL, VERSION
-from dovetail.api.types import KIND
+from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
+from dovetail.manifest.types import KIND
 
 
 @dataclass(frozen=True)

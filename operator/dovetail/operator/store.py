@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from dovetail.api.types import KIND
+from dovetail.manifest.types import KIND
 from dovetail.operator import names
 from dovetail.operator.children import Children, Object, Ref, label
 

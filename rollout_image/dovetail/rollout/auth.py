@@ -8,8 +8,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dovetail.api.env import TOKEN
-from dovetail.api.probe import HEADER
+from dovetail.protocol.env import TOKEN
+from dovetail.protocol.probe import HEADER
 from dovetail.rollout.routes import STATE
 
 Scope = MutableMapping[str, Any]

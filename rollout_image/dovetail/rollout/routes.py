@@ -8,8 +8,8 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dovetail.api.kv import KVAbility
-from dovetail.api.pulse import BEAT_SECONDS, Pulse
+from dovetail.protocol.kv import KVAbility
+from dovetail.protocol.pulse import BEAT_SECONDS, Pulse
 from dovetail.rollout.kv.config import CONNECTORS
 
 

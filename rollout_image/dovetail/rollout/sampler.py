@@ -5,7 +5,7 @@ exact sample of softmax(logits/T). u comes from a counter-based generator (Philo
 depends only on (seed, absolute position, token id): a response continued on another server from its prompt and
 tokens so far goes on with the same noise, whatever else runs in either batch.
 
-Requests ask for it with temperature 0 and `extra_args` (`dovetail.api.sampling`)."""
+Requests ask for it with temperature 0 and `extra_args` (`dovetail.protocol.sampling`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from dovetail.api.sampling import SEED, TEMPERATURE, TOP_K, TOP_P
+from dovetail.protocol.sampling import SEED, TEMPERATURE, TOP_K, TOP_P
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

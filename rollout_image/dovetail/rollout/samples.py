@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.wire import Arrays
+from dovetail.protocol.wire import Arrays
 
 # Attention on GPUs repeats a prompt's keys and values for each of its responses: so many tokens' to one of a pack.
 KEYS = 8

@@ -22,12 +22,12 @@ import torch
 from aiohttp import web
 from pydantic import ValidationError
 
-from dovetail.api import serving
-from dovetail.api.env import ProcessEnv
-from dovetail.api.messages import Register
-from dovetail.api.plan import Plan
-from dovetail.api.pulse import Pulse
-from dovetail.api.types import Dtype, RLHFJob
+from dovetail.manifest.types import Dtype, RLHFJob
+from dovetail.protocol import serving
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Register
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.pulse import Pulse
 from dovetail.rollout.host_weights import CudaCopies
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
 from dovetail.rollout.scoring import MAX_TOKENS, Scorer

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dovetail.api import serving
-from dovetail.api.messages import ModelRef, Receive
-from dovetail.api.pulse import Progress
-from dovetail.api.wire import CONTENT_TYPE, pack, unpack
+from dovetail.protocol import serving
+from dovetail.protocol.messages import ModelRef, Receive
+from dovetail.protocol.pulse import Progress
+from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 from dovetail.rollout.samples import Samples
 from dovetail.rollout.scoring import NotReady, Scorer
 from dovetail.rollout.weights import TransferError, WeightReceiver

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.wire import Arrays
+from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.wire import Arrays
 from dovetail.rollout.host_weights import Copies, HostModels
 from dovetail.rollout.samples import Pack, Samples, packs
 from dovetail.rollout.split import Pass, Split, build_split

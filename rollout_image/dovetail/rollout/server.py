@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.plan import Plan, Rollout
-from dovetail.api.scratch import cpu_head_error, head_size
-from dovetail.api.types import Dtype, Group, RLHFJob, Role
+from dovetail.manifest.checks.scratch import cpu_head_error, head_size
+from dovetail.manifest.types import Dtype, Group, RLHFJob, Role
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout.kv.config import KVSetup, prepare
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.

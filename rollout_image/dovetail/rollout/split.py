@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.api.messages import ModelRef
 from dovetail.models import Stage, build_stage
 from dovetail.models.config import load_config
+from dovetail.protocol.messages import ModelRef
 
 R = TypeVar("R")
 

@@ -7,7 +7,6 @@ from itertools import zip_longest
 
 import torch
 
-from dovetail.api.messages import Bucket, Receive, Segment
 from dovetail.models.transfer import (
     Channel,
     Deadline,
@@ -21,6 +20,7 @@ from dovetail.models.transfer import (
     message_bytes,
     unpack,
 )
+from dovetail.protocol.messages import Bucket, Receive, Segment
 
 __all__ = ["TransferError", "WeightReceiver"]
 

@@ -13,8 +13,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from dovetail.api.messages import Receive
 from dovetail.models.transfer import TransferError
+from dovetail.protocol.messages import Receive
 from dovetail.rollout.tied import Tied, renew, tied_modules
 from dovetail.rollout.weights import WeightReceiver
 
@@ -33,14 +33,14 @@ LOADED = Loaded()
 
 @dataclass
 class DovetailInitInfo(WeightTransferInitInfo):
-    """`receive`: a `dovetail.api.messages.Receive` as JSON."""
+    """`receive`: a `dovetail.protocol.messages.Receive` as JSON."""
 
     receive: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class DovetailUpdateInfo(WeightTransferUpdateInfo):
-    """`receive`: a `dovetail.api.messages.Receive` as JSON."""
+    """`receive`: a `dovetail.protocol.messages.Receive` as JSON."""
 
     receive: dict[str, Any] = field(default_factory=dict)
 

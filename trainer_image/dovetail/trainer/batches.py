@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.api.wire import Arrays
+from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.balance import partition
 from dovetail.trainer.errors import BadCommand
 

@@ -11,15 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from dovetail.api.messages import (
-    Heartbeat,
-    HeartbeatReply,
-    JoinReply,
-    JoinRequest,
-    NextReply,
-    NextRequest,
-    Offer,
-)
+from dovetail.protocol.messages import Heartbeat, HeartbeatReply, JoinReply, JoinRequest, NextReply, NextRequest, Offer
 
 # The coordinator answers a long poll within 20 s.
 POLL_TIMEOUT_SECONDS = 30.0

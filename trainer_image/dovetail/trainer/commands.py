@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dovetail.api.messages import (
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.messages import (
     Command,
     CommandResult,
     Evaluate,
@@ -29,8 +30,7 @@ from dovetail.api.messages import (
     StageTimes,
     Step,
 )
-from dovetail.api.types import RLHFJobSpec, Stage
-from dovetail.api.wire import Arrays, unpack
+from dovetail.protocol.wire import Arrays, unpack
 from dovetail.trainer.checkpoint import CheckpointDamaged
 from dovetail.trainer.client import CoordinatorClient, Refused
 from dovetail.trainer.engine import Engine

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.api.messages import Action, Load, ModelRef
-from dovetail.api.types import Optimizer, RLHFJobSpec
-from dovetail.api.types import Stage as StageName
+from dovetail.manifest.types import Optimizer, RLHFJobSpec
+from dovetail.manifest.types import Stage as StageName
+from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer import checkpoint
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.engine_model import EngineModel

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.types import Optimizer, TrainedModel
+from dovetail.manifest.types import Optimizer, TrainedModel
 from dovetail.models import ModelError, Stage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
 from dovetail.models.tensor_parallel import NOTHING, Split, split_stage
+from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import Parameter
 
-from dovetail.api.messages import Action
 from dovetail.models import Stage
 from dovetail.models.recompute import recomputes
+from dovetail.protocol.messages import Action
 from dovetail.trainer.batches import Packed
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.measure import SavedBytes, Stopwatch

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dovetail.api.plan import Coordinates, Layout, coordinates, holds, world_size
-from dovetail.api.types import Parallelism
+from dovetail.manifest.types import Parallelism
 from dovetail.models.transfer import store_at
+from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, world_size
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
@@ -58,7 +58,7 @@ def transport_sentence(error: BaseException) -> str:
 
 @dataclass
 class ModelGroups:
-    """One model's place in the world (`dovetail.api.plan.coordinates`).
+    """One model's place in the world (`dovetail.protocol.plan.coordinates`).
 
     `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
     two models that share a pair of ranks can never take each other's tensors. `mesh` has a dimension dp, over which a

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from dovetail.api.exit_codes import SUPERSEDED
-from dovetail.api.messages import Heartbeat
-from dovetail.api.pulse import Progress, Pulse
+from dovetail.protocol.exit_codes import SUPERSEDED
+from dovetail.protocol.messages import Heartbeat
+from dovetail.protocol.pulse import Progress, Pulse
 from dovetail.trainer.client import CoordinatorClient
 
 INTERVAL_SECONDS = 2.0

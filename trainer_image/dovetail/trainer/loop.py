@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
-from dovetail.api.types import Parallelism, RLHFJobSpec
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
 from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, StaleGeneration
 from dovetail.trainer.commands import CommandRunner
 from dovetail.trainer.errors import Superseded

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.api.types import LoRA
+from dovetail.manifest.types import LoRA
 from dovetail.models import ModelError, Stage
 from dovetail.models.build import local_part
 from dovetail.models.source import generator

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dovetail.api.env import ProcessEnv
-from dovetail.api.plan import Plan
-from dovetail.api.types import Parallelism, RLHFJob
+from dovetail.manifest.types import Parallelism, RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Plan
 from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused
 from dovetail.trainer.events import Events
 

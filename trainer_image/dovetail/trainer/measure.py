@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.api.messages import Kind, StageTimes
+from dovetail.protocol.messages import Kind, StageTimes
 from dovetail.trainer.optim import local
 
 Key = tuple[str, Kind, int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from dovetail.api.messages import CommandResult
+from dovetail.protocol.messages import CommandResult
 
 # Command metrics that are shown; a bounded set, whatever a later step reports.
 SHOWN = frozenset(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from dovetail.api.types import Optimizer
+from dovetail.manifest.types import Optimizer
 
 
 def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: int | None = None) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dovetail.api.types import Dtype
+from dovetail.manifest.types import Dtype
 from dovetail.models import ModelError, Stage
 from dovetail.trainer.groups import ModelGroups
 from dovetail.trainer.optim import local

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dovetail.api.buckets import layer_of
-from dovetail.api.switching.layout import Layout
 from dovetail.models.build import local_part
 from dovetail.models.transfer import Part
+from dovetail.protocol.weights.buckets import layer_of
+from dovetail.protocol.weights.layout import Layout
 from dovetail.trainer import lora
 from dovetail.trainer.engine_model import EngineModel
 from dovetail.trainer.groups import peer_errors

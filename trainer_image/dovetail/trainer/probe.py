@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dovetail.api.messages import Probe
-from dovetail.api.types import RLHFJobSpec
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.models import load_config
 from dovetail.models.stage import Outputs
+from dovetail.protocol.messages import Probe
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.batches import Packed, Sequences
 from dovetail.trainer.parallel import compute_dtype

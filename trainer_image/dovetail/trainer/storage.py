@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dovetail.api.durable import sync
+from dovetail.protocol.durable import sync
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dovetail.api.messages import Span
+from dovetail.protocol.messages import Span
 
 # A result must stay small: an iteration of a large job has thousands of actions, the picture needs the first ones.
 MAX_SPANS = 2000

@@ -11,17 +11,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from dovetail.api.buckets import (
-    CPU_BUCKET_BYTES,
-    GPU_BUCKET_BYTES,
-    TensorSpec,
-    bucket_specs,
-    plan_buckets,
-    share_buckets,
-)
-from dovetail.api.env import HOST
-from dovetail.api.messages import Bucket, Offer, Publish, Receiver, Segment
-from dovetail.api.switching.layout import Box, Layout, volume
 from dovetail.models.transfer import (
     Backend,
     Channel,
@@ -35,6 +24,17 @@ from dovetail.models.transfer import (
     message_bytes,
     pack_into,
 )
+from dovetail.protocol.env import HOST
+from dovetail.protocol.messages import Bucket, Offer, Publish, Receiver, Segment
+from dovetail.protocol.weights.buckets import (
+    CPU_BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
+    TensorSpec,
+    bucket_specs,
+    plan_buckets,
+    share_buckets,
+)
+from dovetail.protocol.weights.layout import Box, Layout, volume
 
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
 # Senders of one stage. A communicator each: NCCL's take device memory, on vLLM's side too.

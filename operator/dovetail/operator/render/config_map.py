@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dovetail.api.types import RLHFJob
+from dovetail.manifest.types import RLHFJob
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object, digest
 

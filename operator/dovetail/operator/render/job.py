@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dovetail.api.exit_codes import BAD_CONFIGURATION
 from dovetail.operator import names
 from dovetail.operator.render.context import Object
+from dovetail.protocol.exit_codes import BAD_CONFIGURATION
 
 # A Job counts failures over its whole life. Those of an hour are counted by the operator, which ends the job.
 NO_LIMIT = 2**31 - 1

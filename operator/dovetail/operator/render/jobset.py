@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dovetail.api.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
+from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 

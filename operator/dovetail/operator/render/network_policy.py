@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dovetail.api import env
-from dovetail.api.types import Role
+from dovetail.manifest.types import Role
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
+from dovetail.protocol import env
 
 _COMPONENT = "app.kubernetes.io/component"
 

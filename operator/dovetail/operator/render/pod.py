@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dovetail.api import env
-from dovetail.api.types import Group, RLHFJobSpec, Role
+from dovetail.manifest.types import Group, RLHFJobSpec, Role
 from dovetail.operator import names
 from dovetail.operator.merge import merge
 from dovetail.operator.render.context import Context, Object
 from dovetail.operator.render.volume_claim import claim_name
+from dovetail.protocol import env
 
 # Any will do that is not root's; one for all images, so that all pods may write the job's files.
 USER = 65532
@@ -37,7 +37,7 @@ def coordinator_pod(context: Context) -> Object:
 
 def group_pod(context: Context, group: Group, index: int | None = None) -> Object:
     """The pod template of a group. `index`: the pod's number in its group; by default its completion index."""
-    container = _container(context, image(context, group), "dovetail.local.pod")
+    container = _container(context, image(context, group), "dovetail.pod.main")
     where: Object = {"fieldPath": f"metadata.annotations['{names.INDEX_ANNOTATION}']"}
     number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else _value(env.INDEX, index)
     container["env"] += [number, _value(env.GROUP, group.name)]
@@ -53,7 +53,7 @@ def group_pod(context: Context, group: Group, index: int | None = None) -> Objec
             "readinessProbe": _probe("/health", env.SERVER_PORT, period=5, failures=3),
             "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=8),
             # The coordinator stops giving it work, and what it generates now is taken over by others.
-            "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", "dovetail.local.pod", "--drain"]}}},
+            "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", "dovetail.pod.main", "--drain"]}}},
         }
     if Role.TRAINER in group.roles:
         count = max(1, group.gpu.per_pod)

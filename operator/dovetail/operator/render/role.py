@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.crd import GROUP, PLURAL
+from dovetail.manifest.describe.crd import GROUP, PLURAL
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
 

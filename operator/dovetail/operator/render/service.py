@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dovetail.api.env import COORDINATOR_PORT
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
+from dovetail.protocol.env import COORDINATOR_PORT
 
 
 def service(context: Context) -> Object:

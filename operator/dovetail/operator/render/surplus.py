@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.types import Role
+from dovetail.manifest.types import Role
 from dovetail.operator import names
 from dovetail.operator.render.context import Context, Object
 from dovetail.operator.render.job import job_spec

@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dovetail.api.kv import KVAbility
+from dovetail.protocol.kv import KVAbility
 
 Transport = Literal["tcp", "nixl"]
 

@@ -32,8 +32,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from dovetail.api.env import TOKEN
-from dovetail.api.kv import HOLD, PULL, KVHold, KVPull
+from dovetail.protocol.env import TOKEN
+from dovetail.protocol.kv import HOLD, PULL, KVHold, KVPull
 from dovetail.rollout.kv.held import Held, HeldBlocks
 from dovetail.rollout.kv.wire import HeldServer, PullError, pull
 from dovetail.rollout.weights_vllm import LOADED

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.api.callables import load_callable
-from dovetail.api.types import PPO
+from dovetail.manifest.callables import load_callable
+from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.algorithms.masks import inside, kept, wide
 
@@ -330,7 +330,7 @@ def compute_advantages(
     function: AdvantageFunction | None = None,
 ) -> Advantages:
     """Advantages of a whole iteration's batch, as `spec.ppo` says; `rewardClip: Auto` clips nothing here
-    (`dovetail.api.reward` decides it).
+    (`dovetail.manifest.reward` decides it).
 
     scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time).
     1. token rewards: clipped score, missing-end penalty, -kl_coef * k1 if the penalty is in the reward; `whitenRewards`

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dovetail.api.profile import Link
+from dovetail.protocol.profile import Link
 
 GIB = 2**30
 REPEATS = 7

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dovetail.api.profile import Link
 from dovetail.models.transfer import store_at
+from dovetail.protocol.profile import Link
 
 _SMALL, _LARGE = 1, 4 * 2**20  # float32 values
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F
 
-from dovetail.api.messages import ModelRef
-from dovetail.api.profile import ModelTimes, PassTimes
 from dovetail.models import Outputs, Stage, load_config
+from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.profile import ModelTimes, PassTimes
 from dovetail.trainer.measure import SavedBytes
 
 # A model of three stages of one layer: the middle one is a layer alone, the others have one part more.

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.api.messages import Action, ModelRef
-from dovetail.api.types import RLHFJobSpec
-from dovetail.api.wire import Arrays
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol.messages import Action, ModelRef
+from dovetail.protocol.wire import Arrays
 from dovetail.trainer.batches import Packed, Padded, Sequences, split_padded
 from dovetail.trainer.engine import Engine, EngineModel
 from dovetail.trainer.errors import BadCommand

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.api.types import PPO, Dtype, RLHFJobSpec, Role
-from dovetail.api.wire import Arrays
+from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
+from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.advantages import AdvantageFunction, compute_advantages
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate

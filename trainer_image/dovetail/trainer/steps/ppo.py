@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dovetail.api.critic import value_coef
-from dovetail.api.messages import Action, Step
-from dovetail.api.reward import reward_clip
-from dovetail.api.wire import Arrays
+from dovetail.manifest.critic import value_coef
+from dovetail.manifest.reward import reward_clip
 from dovetail.models import Outputs
+from dovetail.protocol.messages import Action, Step
+from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
 from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dovetail.api.messages import Evaluate, Step
+from dovetail.protocol.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import reward_loss
 from dovetail.trainer.batches import Packed, Sequences, split
 from dovetail.trainer.errors import BadCommand

@@ -1,7 +1,0 @@
-"""`python -m dovetail.operator.api`."""
-
-import sys
-
-from dovetail.operator.api.main import main
-
-sys.exit(main())

@@ -1,0 +1,266 @@
+"""The FastAPI application: routes, errors, metrics and the page. What it answers is `service`'s."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from dovetail.manifest.base import NAME_PATTERN
+from dovetail.operator.client import KubeError
+from dovetail.statusapi.auth import Forbidden, Unauthenticated
+from dovetail.statusapi.coordinators import Unreachable
+from dovetail.statusapi.metrics import Metrics
+from dovetail.statusapi.models import IterationList, JobDetail, JobList, PodLogList, Problem
+from dovetail.statusapi.service import NotFound, Service, TooMany
+
+Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="Kubernetes namespace.")]
+Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The RLHFJob's name.")]
+Pod = Annotated[str, Path(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", description="A pod's name.")]
+Token = Annotated[str | None, Header(alias="Authorization", include_in_schema=False)]
+
+_SAYS = {
+    400: "A parameter is wrong.",
+    401: "The bearer token is missing, wrong or expired.",
+    403: "RBAC does not let the user.",
+    404: "There is none.",
+    502: "The coordinator cannot be asked.",
+    503: "The Kubernetes API does not answer, or too many streams are open.",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Problem, "description": said} for code, said in _SAYS.items()
+}
+_STATUS: dict[type[Exception], int] = {
+    Unauthenticated: 401,
+    Forbidden: 403,
+    NotFound: 404,
+    Unreachable: 502,
+    TooMany: 503,
+}
+
+
+def create_app(service: Callable[[], AbstractAsyncContextManager[Service]]) -> FastAPI:
+    """`service` is entered while the application runs."""
+    registry = CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> Any:
+        async with service() as app.state.service:
+            yield
+
+    app = FastAPI(
+        title="Dovetail status API",
+        description="RLHFJobs: list, get, iterations, plan, logs and live progress. Send a Kubernetes bearer token; "
+        "the rights are those of RBAC (get and list of rlhfjobs, list of events and pods, get of pods/log).",
+        version="v1",
+        lifespan=lifespan,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+    )
+    _routes(app)
+    _open_routes(app, registry)
+    _errors(app)
+    app.add_middleware(Metrics, registry=registry)
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # ours is 400
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def openapi_document() -> dict[str, Any]:
+    """The API's description, for which no cluster is needed."""
+
+    @asynccontextmanager
+    async def none() -> Any:
+        raise RuntimeError("this application is only described")
+        yield
+
+    return create_app(none).openapi()
+
+
+def _service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Ask = Annotated[Service, Depends(_service)]
+
+
+def _routes(app: FastAPI) -> None:
+    base = "/api/v1/namespaces/{namespace}/rlhfjobs"
+    common: dict[str, Any] = {
+        "responses": _ERRORS,
+        "dependencies": [Depends(HTTPBearer(auto_error=False, description="A Kubernetes bearer token."))],
+        "tags": ["rlhfjobs"],
+    }
+
+    @app.get(base, operation_id="listJobs", summary="The jobs of a namespace", **common)
+    async def list_jobs(
+        ask: Ask,
+        namespace: Namespace,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Most jobs to return.")] = 500,
+        rest: Annotated[str | None, Query(alias="continue", max_length=4096)] = None,
+        token: Token = None,
+    ) -> JobList:
+        return await ask.jobs(token, namespace, limit, rest)
+
+    @app.get(base + "/{name}", operation_id="getJob", summary="Everything about a job", **common)
+    async def get_job(ask: Ask, namespace: Namespace, name: Name, token: Token = None) -> JobDetail:
+        return await ask.job(token, namespace, name)
+
+    @app.get(base + "/{name}/iterations", operation_id="listIterations", summary="Finished iterations", **common)
+    async def list_iterations(
+        ask: Ask,
+        namespace: Namespace,
+        name: Name,
+        stage: Annotated[str | None, Query(pattern="^(sft|reward|ppo)$", description="Of this stage only.")] = None,
+        after: Annotated[int, Query(ge=0, description="`next` of an earlier answer.")] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        token: Token = None,
+    ) -> IterationList:
+        return await ask.iterations(token, namespace, name, stage, after, limit)
+
+    @app.get(
+        base + "/{name}/iterations/{iteration}/trace",
+        operation_id="getTrace",
+        summary="A PPO iteration's timeline, in Chrome's trace format (Perfetto opens it)",
+        response_class=Response,
+        **(common | {"responses": _ERRORS | {200: {"content": {"application/json": {}}}}}),
+    )
+    async def get_trace(
+        ask: Ask,
+        namespace: Namespace,
+        name: Name,
+        iteration: Annotated[int, Path(ge=0, le=999_999_999)],
+        token: Token = None,
+    ) -> Response:
+        return Response(await ask.trace(token, namespace, name, iteration), media_type="application/json")
+
+    @app.get(base + "/{name}/plan", operation_id="getPlan", summary="The plan document", **common)
+    async def get_plan(ask: Ask, namespace: Namespace, name: Name, token: Token = None) -> dict[str, Any]:
+        return await ask.plan(token, namespace, name)
+
+    @app.get(
+        base + "/{name}/events",
+        operation_id="streamEvents",
+        summary="Live progress as server-sent events",
+        description="`status` (a JobDetail, whenever it changes), `iteration` (an Iteration, from the first or after "
+        "Last-Event-ID), and `end` once the job is over, deleted or no longer yours to see.",
+        response_class=StreamingResponse,
+        **(common | {"responses": _ERRORS | {200: {"content": {"text/event-stream": {}}}}}),
+    )
+    async def stream_events(
+        ask: Ask,
+        namespace: Namespace,
+        name: Name,
+        last: Annotated[int, Header(alias="Last-Event-ID", ge=0)] = 0,
+        token: Token = None,
+    ) -> StreamingResponse:
+        events = await ask.stream(token, namespace, name, last)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    @app.get(base + "/{name}/logs", operation_id="listLogs", summary="Where the pods' logs are", **common)
+    async def list_logs(ask: Ask, namespace: Namespace, name: Name, token: Token = None) -> PodLogList:
+        return await ask.logs(token, namespace, name)
+
+    @app.get(
+        base + "/{name}/logs/{pod}",
+        operation_id="readLog",
+        summary="The end of a pod's log",
+        response_class=PlainTextResponse,
+        **common,
+    )
+    async def read_log(
+        ask: Ask,
+        namespace: Namespace,
+        name: Name,
+        pod: Pod,
+        lines: Annotated[int, Query(ge=1, le=100_000, description="How many, from the end.")] = 1000,
+        previous: Annotated[bool, Query(description="Of the container before the last restart.")] = False,
+        token: Token = None,
+    ) -> Response:
+        headers = {"X-Content-Type-Options": "nosniff"}
+        content = await ask.log(token, namespace, name, pod, lines, previous)
+        return Response(content, media_type="text/plain; charset=utf-8", headers=headers)
+
+
+def _open_routes(app: FastAPI, registry: CollectorRegistry) -> None:
+    page = (resources.files("dovetail.statusapi") / "static" / "index.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; "
+        f"script-src {_hash(page, 'script')}; style-src {_hash(page, 'style')}",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get("/healthz", include_in_schema=False)
+    async def healthz() -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    @app.get("/readyz", include_in_schema=False)
+    async def readyz(ask: Ask) -> PlainTextResponse:
+        await ask.ready()
+        return PlainTextResponse("ok")
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _hash(page: str, tag: str) -> str:
+    """What a content security policy calls the page's one <script> or <style>."""
+    inside = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    assert inside is not None
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside[1].encode()).digest()).decode()}'"
+
+
+def _errors(app: FastAPI) -> None:
+    def problem(code: int, detail: str) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if code == 401 else {"Retry-After": "5"} if code == 503 else None
+        return JSONResponse({"detail": detail}, code, headers)
+
+    for kind, code in _STATUS.items():
+
+        async def say(_: Request, error: Exception, code: int = code) -> JSONResponse:
+            return problem(code, str(error))
+
+        app.add_exception_handler(kind, say)
+
+    async def kube(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, KubeError)
+        code = error.status if error.status in (400, 404, 410) else 503
+        return problem(code, str(error))
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        return problem(400, f"{first['loc'][-1]}: {first['msg'].lower()}; it is {str(first.get('input'))[:64]!r}")
+
+    app.add_exception_handler(KubeError, kube)
+    app.add_exception_handler(RequestValidationError, invalid)

@@ -1,0 +1,81 @@
+"""Serve the status API until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from dovetail.operator import asking, names
+from dovetail.statusapi.app import create_app
+from dovetail.statusapi.auth import Auth
+from dovetail.statusapi.coordinators import Coordinators
+from dovetail.statusapi.kube import KubeClient
+from dovetail.statusapi.patience import Impatient
+from dovetail.statusapi.service import Service
+from dovetail.statusapi.settings import ApiSettings
+from dovetail.statusapi.watching import watch
+
+
+@asynccontextmanager
+async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
+    """The service on the cluster that the environment names."""
+
+    def url(job: str, namespace: str) -> str:
+        if settings.coordinator_url:
+            return settings.coordinator_url.format(job=job, namespace=namespace)
+        return names.coordinator_url(job, namespace)
+
+    async with KubeClient(settings.request_seconds) as kube, asking.session() as session:
+        coordinators = Coordinators(
+            kube, session, url, settings.poll_seconds, time.monotonic, answer_seconds=settings.request_seconds
+        )
+        watching = None
+        if settings.watch_seconds > 0:
+            watching = asyncio.create_task(watch(kube, coordinators, settings.namespaces, settings.watch_seconds))
+        service = Service(
+            kube,
+            Auth(kube, settings.auth_cache_seconds, settings.audiences, time.monotonic),
+            coordinators,
+            namespaces=settings.namespaces,
+            poll_seconds=settings.poll_seconds,
+            streams=settings.streams,
+            clock=time.monotonic,
+        )
+        try:
+            yield service
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Takes no arguments; see `ApiSettings`."""
+    if argv or (argv is None and len(sys.argv) > 1):
+        print("takes no arguments; it is set by DOVETAIL_API_* variables", file=sys.stderr)
+        return 2
+    try:
+        settings = ApiSettings.read()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(lambda: serve(settings)),
+            host=settings.host,
+            port=settings.port,
+            http=Impatient,
+            ssl_certfile=settings.tls_certificate or None,
+            ssl_keyfile=settings.tls_key or None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    server.run()
+    return 0 if server.started else 1

@@ -1,0 +1,43 @@
+"""Looks at running jobs from time to time, so that their history is known here when their coordinators are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dovetail.operator.client import KubeError
+from dovetail.statusapi import view
+from dovetail.statusapi.coordinators import Coordinators
+from dovetail.statusapi.kube import Kube, Object, get, jobs_path
+
+PAGE = 200
+AT_ONCE = 16
+_WORKING = ("Scheduled", "Running")
+
+log = logging.getLogger("uvicorn.error")
+
+
+async def watch(kube: Kube, coordinators: Coordinators, namespaces: tuple[str, ...], seconds: float) -> None:
+    """Until cancelled: every `seconds`, ask the coordinator of each job that runs."""
+    while True:
+        try:
+            for namespace in namespaces or (None,):
+                await _look(kube, coordinators, namespace)
+        except KubeError as error:
+            log.warning("cannot list RLHFJobs: %s", error)
+        await asyncio.sleep(seconds)
+
+
+async def _look(kube: Kube, coordinators: Coordinators, namespace: str | None) -> None:
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(job: Object) -> None:
+        async with slots:
+            await coordinators.progress(job)
+
+    rest: str | None = ""
+    while rest is not None:
+        page = await get(kube, jobs_path(namespace), {"limit": str(PAGE)} | ({"continue": rest} if rest else {}))
+        running = [job for job in page["items"] if view.state_of(view.status_of(job)) in _WORKING]
+        await asyncio.gather(*map(ask, running))
+        rest = page["metadata"].get("continue") or None

@@ -1,0 +1,56 @@
+"""--set: fields of a manifest changed from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.manifest.manifest import ManifestError, read_yaml
+from dovetail.supervision.errors import UsageError
+
+
+def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set fields in place: 'spec.ppo.iterations=3', 'spec.groups[0].replicas=2'; values are YAML. Raises UsageError."""
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        steps = _steps(path.strip())
+        if not equals or not steps:
+            raise UsageError(f"--set {override}: write it as field=value, for example spec.ppo.iterations=3")
+        try:
+            value = read_yaml(f"value: {text}\n")["value"]
+        except (ManifestError, TypeError, KeyError) as error:
+            raise UsageError(f"--set {override}: the value is not valid YAML") from error
+        _assign(document, steps, value, override)
+
+
+def _steps(path: str) -> list[str | int]:
+    steps: list[str | int] = []
+    for part in path.split("."):
+        name, *indices = part.split("[")
+        if not name:
+            return []
+        steps.append(name)
+        for index in indices:
+            if not index.endswith("]") or not index[:-1].isdigit():
+                return []
+            steps.append(int(index[:-1]))
+    return steps
+
+
+def _assign(document: dict[str, Any], steps: list[str | int], value: Any, override: str) -> None:
+    here: Any = document
+    for depth, step in enumerate(steps):
+        last = depth == len(steps) - 1
+        if isinstance(step, int):
+            if not isinstance(here, list) or step >= len(here):
+                raise UsageError(f"--set {override}: the manifest has no list entry [{step}] there")
+        elif not isinstance(here, dict):
+            raise UsageError(f"--set {override}: {step} is not below a mapping in the manifest")
+        if last:
+            here[step] = value
+        elif isinstance(step, int):
+            here = here[step]
+        else:
+            if here.get(step) is None:
+                here[step] = {}
+            here = here[step]

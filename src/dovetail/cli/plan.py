@@ -1,0 +1,95 @@
+"""A plan as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+from rich.console import Group
+from rich.table import Table
+
+from dovetail.manifest.types import Parallelism, Stage
+from dovetail.protocol.plan import Plan, world_size
+
+# More neighbours of a kind than this are in one row.
+TOGETHER = 2
+T = TypeVar("T")
+
+
+def plan_tables(plan: Plan) -> Group:
+    """Processes, layouts, batches and tasks of a plan."""
+    processes = Table(title="Processes", title_justify="left", show_edge=False)
+    for heading in ("process", "group", "runs"):
+        processes.add_column(heading)
+    processes.add_row("coordinator", "", "data, samples, iterations")
+    for trainers in _runs(plan.trainers, lambda each: each.group):
+        ranks = "rank" if len(trainers) == 1 else "ranks"
+        numbers = _through([str(each.rank) for each in trainers])
+        names = _through([each.name for each in trainers])
+        processes.add_row(names, trainers[0].group, f"trainer {ranks} {numbers} of {plan.world_size}")
+    for rollouts in _runs(plan.rollouts, lambda each: (each.group, each.scores, each.split)):
+        processes.add_row(_through([each.name for each in rollouts]), rollouts[0].group, "vLLM server")
+        scored = (_on_gpus(model, rollouts[0].split.get(model, 1)) for model in rollouts[0].scores)
+        names = _through([f"{each.name}-scorer" for each in rollouts])
+        processes.add_row(names, rollouts[0].group, f"{', '.join(scored)} inference")
+
+    schedule = "chosen as the job runs" if plan.schedule == "Auto" else plan.schedule
+    title = f"Parallelism (schedule: {schedule})"
+    layouts = Table(title=title, title_justify="left", show_edge=False)
+    layouts.add_column("model")
+    for heading in ("pipeline", "data", "tensor"):
+        layouts.add_column(heading, justify="right")
+    for name, layout in _layouts(plan):
+        layouts.add_row(name, str(layout.pp), str(layout.dp), str(layout.tp))
+
+    batches = Table(title="Batches (sequences; pairs for the reward model)", title_justify="left", show_edge=False)
+    batches.add_column("stage")
+    batches.add_column("model")
+    for heading in ("per step", "micro-batch", "micro-batches a rank"):
+        batches.add_column(heading, justify="right")
+    again = any(row.recompute for row in plan.batching)
+    if again:
+        batches.add_column("activations")
+    for row in plan.batching:
+        sizes = (row.mini_batch_size, row.micro_batch_size, row.micro_batches)
+        kept = ["made again" if row.recompute else "kept"] if again else []
+        batches.add_row(row.stage.value, row.model, *map(str, sizes), *kept)
+
+    tasks = Table(title="Tasks", title_justify="left", show_edge=False)
+    tasks.add_column("task")
+    tasks.add_column("groups")
+    for task in plan.tasks:
+        tasks.add_row(task.task, ", ".join(task.groups))
+
+    tables = [processes]
+    tables += [layouts] if plan.parallelism else []
+    tables += [batches] if plan.batching else []
+    return Group(*(part for table in [*tables, tasks] for part in (table, "")))
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:
+    """Those that the job's stages use, by model; with the ranks where a model has some of its own."""
+    for model, layout in plan.parallelism.items():
+        if model not in plan.apart:
+            yield model, layout
+        elif any(row.model == model and row.stage is not Stage.PPO for row in plan.batching):
+            yield f"{model}, before PPO", layout
+    for model, own in plan.apart.items():
+        last = own.first + world_size(own) - 1
+        yield f"{model} in PPO, on {f'rank {last}' if own.first == last else f'ranks {own.first} to {last}'}", own
+
+
+def _on_gpus(model: str, count: int) -> str:
+    return model if count == 1 else f"{model} (on {count} GPUs)"
+
+
+def _runs(processes: Iterable[T], kind: Callable[[T], Any]) -> Iterator[Sequence[T]]:
+    """Neighbours of a kind, together where they are many."""
+    for _, equal in groupby(processes, key=kind):
+        found = list(equal)
+        yield from [found] if len(found) > TOGETHER else [[each] for each in found]
+
+
+def _through(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

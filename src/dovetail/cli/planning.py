@@ -1,0 +1,209 @@
+"""`dovetail plan`: a job's plan on its own groups, and the best that an inventory would allow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from dovetail.cli.plan import plan_tables
+from dovetail.cli.prediction import pod_memory_table, prediction_tables
+from dovetail.manifest.checks.files import model_configs
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
+from dovetail.planner.hardware import GPU, HardwareError, parse
+from dovetail.planner.machine.place import mismatch
+from dovetail.planner.placement.configs import ConfigError, needed, owner
+from dovetail.planner.placement.inventory import Inventory, InventoryError, read
+from dovetail.planner.placement.job import Chosen, Infeasible, place
+from dovetail.planner.placement.recommend import Unknown, fragment, recommend
+from dovetail.planner.placement.strategies import Strategy
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.profile import Profile
+from dovetail.supervision.errors import RunError, UsageError
+
+KUBECTL_SECONDS = 60.0
+SEARCH_SECONDS = 60.0
+
+
+def configurations(spec: RLHFJobSpec, base: Path) -> dict[str, dict[str, Any]]:
+    """config.json of the models: of folders, and of hub repositories that were downloaded before."""
+    found = model_configs(spec, base)
+    for name in ("actor", "critic", "reward", "reference"):
+        source = getattr(spec.models, name).source
+        if name not in found and source is not None and source.hugging_face is not None:
+            config = _cached(source.hugging_face, source.revision)
+            if config is not None:
+                found[name] = config
+    return found
+
+
+def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        path = try_to_load_from_cache(repository, "config.json", revision=revision)
+        config = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else None
+    except (OSError, ValueError):  # among them the hub's own: a name that cannot be one
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def hardware(path: Path | None) -> dict[str, GPU]:
+    """A hardware file that `dovetail profile` wrote. Raises UsageError."""
+    if path is None:
+        return {}
+    try:
+        return parse(path.read_text(encoding="utf-8"), measured=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except HardwareError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def inventory(path: Path | None, cluster: bool, measured: Mapping[str, GPU]) -> Inventory | None:
+    """Of a file, or of the nodes that kubectl sees. Raises UsageError, RunError."""
+    if path is None and not cluster:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8") if path is not None else _nodes()
+        return read(yaml.safe_load(text), measured)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path} is neither YAML nor JSON{where}.") from error
+    except InventoryError as error:
+        raise UsageError(f"{path or 'the cluster'}: {error}") from error
+
+
+def _nodes() -> str:
+    command = ["kubectl", "get", "nodes", "-o", "json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_SECONDS, check=False)
+    except FileNotFoundError as error:
+        raise UsageError("--cluster needs kubectl, which is not installed; give a file with --inventory.") from error
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"kubectl get nodes gave no answer within {KUBECTL_SECONDS:.0f} s.") from error
+    if done.returncode:
+        raise RunError(f"kubectl get nodes failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    return done.stdout
+
+
+def on_groups(spec: RLHFJobSpec, configs: Mapping[str, Any], measured: Mapping[str, GPU]) -> Chosen | None:
+    """The placement behind a plan's prediction; None where it has none."""
+    try:
+        placed = place(spec, configs, measured)
+    except (Infeasible, ConfigError):
+        return None
+    return None if placed is None else placed.chosen
+
+
+def on_inventory(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Any],
+    there: Inventory,
+    strategy: Strategy = "search",
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Chosen, list[str]]:
+    """`recommend`, within SEARCH_SECONDS. Raises UsageError."""
+    end = clock() + SEARCH_SECONDS
+    try:
+        return recommend(spec, configs, there, lambda: clock() >= end, strategy)
+    except Infeasible as error:
+        raise UsageError(f"the inventory has not enough memory: {error}.") from error
+    except (ConfigError, Unknown) as error:
+        raise UsageError(f"{error}.") from error
+
+
+def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
+    """The one given, or the run directory's if it has one; with the response lengths of the run that is there. Raises
+    UsageError."""
+    from dovetail.cli.profile import read_profile
+
+    here = run_dir / "profile.json"
+    found = read_profile(path or here) if path is not None or here.exists() else None
+    if found is None or found.machine is None:
+        return found
+    from dovetail.local.calibrate.observe import run_lengths
+
+    machine = found.machine.model_copy(update={"responses": run_lengths(run_dir)})
+    return found.model_copy(update={"machine": machine})
+
+
+def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profile_path: Path | None) -> str:
+    """Why a job's plan has no prediction, and what would change that."""
+    spec, run_dir = job.spec, Path("runs") / job.metadata.name
+    command = f"dovetail profile {manifest} --iterations -o {profile_path or run_dir / 'profile.json'}"
+    if Stage.PPO not in spec.stages:
+        return "the job has no PPO iterations (spec.stages)"
+    for model in ("actor", "reference", "reward", "critic"):
+        name = owner(spec, model) if needed(spec, model) else None
+        source = getattr(spec.models, name).source if name is not None else None
+        if source is not None and source.scratch is None and name not in configs:
+            where = source.hugging_face or source.path
+            get = f"; get it with: hf download {where} config.json" if source.hugging_face else ""
+            return f"the configuration of spec.models.{name}, {where}, is not on this machine{get}"
+    cpu = [g.name for g in spec.groups if g.on_cpu]
+    if len(cpu) < len(spec.groups):
+        return f"group {cpu[0]} runs on CPUs and others on GPUs; give all of them gpu.product, or none"
+    profile = local_profile(profile_path, run_dir)
+    if profile is None or profile.machine is None:
+        return f"its groups run on CPUs, and this machine has not been measured; measure it with: {command}"
+    if (other := mismatch(spec, configs, profile)) is not None:
+        return f"this machine was measured with another {other}; measure it again with: {command}"
+    return "actor and critic are pinned to different layouts; pin both of spec.plan.parallelism alike"
+
+
+def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> None:
+    """The plan on the manifest's own groups; `why_not`: the reason where nothing is predicted."""
+    console.print(plan_tables(plan))
+    if plan.prediction is not None:
+        console.print(prediction_tables(plan.prediction))
+    else:
+        text = f"Nothing is predicted: {why_not()}.\nThe layouts follow from the batch sizes."
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    if plan.memory:
+        console.print("", pod_memory_table(plan.memory), sep="\n")
+
+
+def show_inventory(console: Console, chosen: Chosen, notes: list[str], groups: Plan | str) -> None:
+    """The best on the inventory beside the manifest's own groups (`groups`: their plan, or why there is none)."""
+    console.print(prediction_tables(chosen.prediction, "Best on this inventory, a PPO iteration"))
+    if isinstance(groups, str):
+        own = f"The manifest's own groups do not fit: {groups}."
+    elif groups.prediction is not None:
+        seconds = groups.prediction.iteration_seconds
+        own = f"The manifest's own groups take {seconds:.3g} s an iteration ({groups.prediction.placement})."
+    else:
+        own = "Nothing is predicted for the manifest's own groups."
+    console.print(f"\n{own}", highlight=False)
+    for note in notes:
+        console.print(f"{note[0].upper()}{note[1:]}.", highlight=False)
+    if not notes:
+        console.print("\nIn the manifest:\n", highlight=False)
+        text = yaml.safe_dump({"spec": fragment(chosen)}, sort_keys=False, default_flow_style=None, width=110)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Raises UsageError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -> None:
+    """Raises UsageError where nothing is predicted."""
+    if chosen is None:
+        raise UsageError("--html shows a predicted iteration, but nothing is predicted for this job; give --inventory.")
+    from dovetail.cli.timeline import timeline_page  # it brings the search of schedules with it
+
+    write(path, timeline_page(name, chosen, notes))

@@ -1,0 +1,142 @@
+"""What the planner expects, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Group
+from rich.table import Table
+
+from dovetail.protocol.prediction import Alternative, PodMemory, PredictedMemory, PredictedTask, Prediction
+
+GIB = 2**30
+_WORDS = {
+    "actor_training": "actor training",
+    "critic_training": "critic training",
+    "critic": "critic inference",
+}
+
+
+def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
+    """Where each task runs, memory by part, times, and what was decided against."""
+    parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
+    if found.memory:
+        parts += ["", _memory(found)]
+    if found.alternatives:
+        parts += ["", _alternatives(found)]
+    return Group(*parts)
+
+
+def _table(title: str, left: tuple[str, ...], right: tuple[str, ...] = (), last: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for heading in left:
+        table.add_column(heading)
+    for heading in right:
+        table.add_column(heading, justify="right")
+    if last is not None:
+        table.add_column(last, overflow="fold")
+    return table
+
+
+def placement_name(placement: str, note: str) -> str:
+    """Separation (reference and reward on halves)."""
+    return f"{placement} ({note})" if note else placement
+
+
+def _tasks(found: Prediction, title: str) -> Table:
+    # Memory of CPUs is that of pods, in a table of its own.
+    places = "GPUs" if found.memory else "processes"
+    table = _table(title, ("task", "group", places, "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
+    for task in found.tasks:
+        layout, seconds = f"{task.pp},{task.tp},{task.dp}", f"{task.seconds:.3g}"
+        where, details = (task.group, gpu_range(task), layout), ", ".join(task.details)
+        table.add_row(task_name(task), *where, micro_batch(task), seconds, details)
+    return table
+
+
+def task_name(task: PredictedTask) -> str:
+    """In words."""
+    return _WORDS.get(task.task, task.task)
+
+
+def micro_batch(task: PredictedTask) -> str:
+    """Samples of a pass; a server has no such number."""
+    return "" if task.task == "generation" else str(task.micro_batch)
+
+
+def gpu_range(place: PredictedTask | PredictedMemory) -> str:
+    """Numbers of the GPUs in their group, as 0-7."""
+    return _range(place.first, place.gpus)
+
+
+def _range(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _facts(found: Prediction) -> Iterator[str]:
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.phases.items() if seconds)
+    yield f"Placement: {placement_name(found.placement, found.note)}"
+    yield f"Schedule of actor and critic: {found.schedule}"
+    if found.memory:
+        threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
+        yield f"Migration of generation's tail: {threshold}"
+    speed = f"{_rate(found.samples_per_second)} samples/s"
+    price = "" if found.samples_per_dollar is None else f", {_rate(found.samples_per_dollar)} samples per unit of price"
+    yield f"Iteration: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
+    yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"
+
+
+def _rate(value: float) -> str:
+    """Three digits."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _memory(found: Prediction) -> Table:
+    table = _table("Memory of a GPU, GiB", ("group", "GPUs"), ("used", "of"), "by part")
+    for each in found.memory:
+        table.add_row(*memory_row(each))
+    return table
+
+
+def memory_row(each: PredictedMemory) -> tuple[str, str, str, str, str]:
+    """Group, GPUs, GiB used and had, and the parts."""
+    used = sum(each.parts.values())
+    return each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", _parts(each.parts)
+
+
+def _parts(sizes: Mapping[str, float]) -> str:
+    """GiB of those of at least 0.5%, the largest first."""
+    least = 0.005 * sum(sizes.values())
+    largest = sorted(((n, s) for n, s in sizes.items() if s >= least), key=lambda part: -part[1])
+    return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
+
+
+def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
+    """Of pods on CPUs; "of": what the manifest gives them."""
+    table = _table("Memory of a pod in PPO, GiB", ("group", "pods"), ("used", "of"), "by part")
+    for each in pods:
+        limit = "" if each.limit is None else f"{each.limit / GIB:.1f}"
+        table.add_row(each.group, _range(each.first, each.pods), f"{each.used / GIB:.1f}", limit, _parts(each.parts))
+    return table
+
+
+def _alternatives(found: Prediction) -> Table:
+    table = _table("Decided against", ("placement",), ("seconds",), "why")
+    for other in found.alternatives:
+        table.add_row(*alternative_row(found, other))
+    return table
+
+
+def alternative_row(found: Prediction, other: Alternative) -> tuple[str, str, str]:
+    """Placement, seconds, and why it was not taken."""
+    seconds = "" if other.seconds is None else f"{other.seconds:.3g}"
+    return placement_name(other.placement, other.note), seconds, other.problem or _gap(found, other)
+
+
+def _gap(found: Prediction, other: Alternative) -> str:
+    """How much slower; faster ones gain less than the models of time are exact."""
+    if other.seconds is None:
+        return ""
+    if other.seconds < found.iteration_seconds:
+        return "gains too little to rely on"
+    return f"{other.seconds / found.iteration_seconds - 1:+.1%}"

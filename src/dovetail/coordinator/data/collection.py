@@ -1,0 +1,165 @@
+"""All data of a job: every list loaded, split between the stages, partly held out, and blended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
+from dovetail.coordinator.data.chat import ChatFormat
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
+from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Kind, Preference, Prompt, Records
+from dovetail.coordinator.data.sources import identity, load
+from dovetail.manifest.types import RLHFJobSpec, Stage
+
+R = TypeVar("R")
+HELD_OUT_LIMIT = 4096  # records of a stage that are evaluated at most: more tell nothing new and take long
+
+
+@dataclass(frozen=True)
+class Part(Generic[R]):
+    """One source's records of one list: those to train on and those held out, as positions in the source."""
+
+    records: Records[R]
+    train: Indices
+    held_out: Indices
+    weight: float
+
+
+class StageData(Generic[R]):
+    """The blended records of one list."""
+
+    def __init__(self, parts: list[Part[R]], *key: int | str) -> None:
+        self.parts = parts
+        self._blend = Blend([len(p.train) for p in parts], [p.weight for p in parts], *key)
+
+    def __len__(self) -> int:
+        """Records to train on."""
+        return len(self._blend)
+
+    def batch(self, step: int, size: int) -> list[R]:
+        """Records of a step, from 1: a function of the job's seed and the step alone."""
+        return [self._get(source, i) for source, i in self._blend.batch(step, size)]
+
+    def steps_per_epoch(self, size: int) -> int:
+        """Batches of `size` that hold every record once; the last is filled from the next epoch."""
+        return -(-len(self) // size)
+
+    def held_out(self) -> list[R]:
+        """Records kept for evaluation, at most 4,096, in proportion to the sources' held-out parts."""
+        total = sum(len(p.held_out) for p in self.parts)
+        keep = min(1.0, HELD_OUT_LIMIT / max(total, 1))
+        return [p.records[int(i)] for p in self.parts for i in p.held_out[: max(1, int(len(p.held_out) * keep))]]
+
+    def training_records(self) -> Iterator[R]:
+        """Each record to train on, once."""
+        for part in self.parts:
+            for i in part.train:
+                yield part.records[int(i)]
+
+    def _get(self, source: int, position: int) -> R:
+        part = self.parts[source]
+        return part.records[int(part.train[position])]
+
+
+@dataclass(frozen=True)
+class Collection:
+    """None for a list that no stage of the job needs. `fingerprints`: of each source, by manifest field."""
+
+    demonstrations: StageData[Demonstration] | None
+    preferences: StageData[Preference] | None
+    prompts: StageData[Prompt] | None
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+
+    def texts(self) -> Iterator[str]:
+        """All text to train on, for a tokenizer: held-out records are left out."""
+        for d in self.demonstrations.training_records() if self.demonstrations else ():
+            yield d.prompt + d.response
+        for p in self.preferences.training_records() if self.preferences else ():
+            yield p.prompt + p.chosen
+            yield p.rejected
+        for q in self.prompts.training_records() if self.prompts else ():
+            yield q.prompt
+
+
+def needed(spec: RLHFJobSpec) -> list[Kind]:
+    """The lists that the job's stages read: demonstrations for SFT or ptx, preferences for the reward model, prompts
+    for PPO."""
+    stages = set(spec.stages)
+    kinds: list[Kind] = []
+    if Stage.SFT in stages or (Stage.PPO in stages and spec.ppo.ptx_coef > 0):
+        kinds.append("demonstrations")
+    if Stage.REWARD in stages:
+        kinds.append("preferences")
+    if Stage.PPO in stages:
+        kinds.append("prompts")
+    return kinds
+
+
+def collect(
+    spec: RLHFJobSpec,
+    base_dir: Path,
+    cache_dir: Path,
+    chat: ChatFormat | None,
+    known: Mapping[str, Fingerprint] | None = None,
+) -> Collection:
+    """Load, split and blend. Raises DataError naming the manifest field; also where a source is not what the
+    fingerprints `known` say, those of the run's beginning.
+
+    A data set that one list names is used by it whole. One that several lists name is split disjointly between
+    their stages in proportion to `spec.data.split`, counting only stages that run."""
+    kinds = needed(spec)
+    users: dict[str, set[Kind]] = {}
+    prints: dict[str, Fingerprint] = {}
+    for kind in kinds:
+        sources = getattr(spec.data, kind)
+        if not sources:
+            raise DataError(f"spec.data.{kind} is empty, but stage {_reader(kind, spec)} needs it")
+        for i, source in enumerate(sources):
+            users.setdefault(identity(source, kind, i, base_dir), set()).add(kind)
+
+    def stage_data(kind: Kind) -> StageData[Any] | None:
+        if kind not in kinds:
+            return None
+        parts: list[Part[Any]] = []
+        for i, source in enumerate(getattr(spec.data, kind)):
+            name = f"spec.data.{kind}[{i}]"
+            records = load(source, kind, field=name, base_dir=base_dir, cache_dir=cache_dir, seed=spec.seed, chat=chat)
+            print_ = fingerprint(source, records, name, base_dir, (known or {}).get(name))
+            if print_ is not None:
+                prints[name] = print_
+            key = identity(source, kind, i, base_dir)
+            shares: dict[str, float] = {k: float(getattr(spec.data.split, STAGE_OF[k].value)) for k in users[key]}
+            if len(shares) == 1:
+                shares = dict.fromkeys(shares, 1.0)
+            if shares[kind] <= 0:
+                raise DataError(
+                    f"spec.data.split gives stage {STAGE_OF[kind].value} no share of {name}, which other stages use too"
+                )
+            # The split must not depend on where the run's files lie: a path's own name is enough to tell sets apart.
+            mine = split(len(records), shares, spec.seed, _label(key))[kind]
+            train, held = hold_out(mine, spec.data.held_out)
+            if not len(train):
+                raise DataError(
+                    f"{name} leaves stage {STAGE_OF[kind].value} nothing to train on: of {len(records)} records "
+                    f"its share is {len(mine)}, and {len(held)} are held out; add data or lower spec.data.heldOut"
+                )
+            parts.append(Part(records, train, held, source.weight))
+        return StageData(parts, spec.seed, kind)
+
+    collected = Collection(stage_data("demonstrations"), stage_data("preferences"), stage_data("prompts"), prints)
+    compare(spec, base_dir, known or {}, prints)
+    return collected
+
+
+def _label(identity_key: str) -> str:
+    return identity_key.rsplit("/", 1)[-1] if identity_key.startswith('["path"') else identity_key
+
+
+def _reader(kind: Kind, spec: RLHFJobSpec) -> str:
+    if kind == "demonstrations" and Stage.SFT not in spec.stages:
+        return "ppo (ptxCoef > 0)"
+    return STAGE_OF[kind].value

@@ -1,0 +1,274 @@
+"""Everything a job needs before its first step: tokenizer, model folders, data. Safe to call again at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.coordinator.data.chat import chat_format
+from dovetail.coordinator.data.collection import Collection, StageData, collect
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.fingerprints import Fingerprint
+from dovetail.coordinator.data.models import resolve, scratch_config
+from dovetail.coordinator.data.seeds import derived_seed
+from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
+from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
+from dovetail.protocol.durable import sync
+from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.wire import Arrays
+
+CENTRING_LIMIT = 512
+MODELS = ("actor", "critic", "reward", "reference")
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt of an iteration. `index` counts from 0 in the iteration; `fields` are the record's other fields."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    fields: dict[str, Any]
+
+
+class Prepared:
+    """Batches of every stage as functions of the step alone, and the folders of the job's models.
+
+    `sources`: models whose manifest names a source: a folder with weights, or a configuration for random ones.
+    Steps and iterations count from 1. Methods raise DataError for a record of a table that turns out to be malformed,
+    and ValueError for a list that the job does not have."""
+
+    def __init__(
+        self,
+        spec: RLHFJobSpec,
+        tokenizer_dir: Path,
+        actor_config_dir: Path,
+        sources: dict[str, Path | ScratchModel],
+        tokenizer: Any,
+        data: Collection,
+    ) -> None:
+        self.spec = spec
+        self.tokenizer_dir = tokenizer_dir
+        self.actor_config_dir = actor_config_dir
+        self.sources = sources
+        self.tokenizer = tokenizer
+        self.data = data
+        self.encoder = Encoder(tokenizer, spec.data.max_prompt_tokens, spec.data.max_tokens)
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.encoder.eos
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.encoder.pad
+
+    def model_ref(self, name: str) -> ModelRef | None:
+        """Starting weights of actor, critic, reward or reference; None when the manifest leaves them to the default."""
+        source = self.sources.get(name)
+        if source is None:
+            return None
+        model: TrainedModel = getattr(self.spec.models, name)
+        return ModelRef(
+            head="value" if name in ("critic", "reward") else "lm",
+            path=str(source) if isinstance(source, Path) else None,
+            scratch=source if isinstance(source, ScratchModel) else None,
+            tokenizer=str(self.tokenizer_dir),
+            seed=derived_seed("weights", self.spec.seed, name) % 2**31,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    def steps_per_epoch(self, stage: Stage) -> int:
+        """Optimizer steps (PPO: iterations) that use every record once."""
+        if stage is Stage.SFT:
+            return _have(self.data.demonstrations, "demonstrations").steps_per_epoch(self.spec.sft.batch_size)
+        if stage is Stage.REWARD:
+            return _have(self.data.preferences, "preferences").steps_per_epoch(self.spec.reward.batch_size)
+        return _have(self.data.prompts, "prompts").steps_per_epoch(self._prompts_per_iteration)
+
+    def total_steps(self, stage: Stage) -> int:
+        """Optimizer steps of SFT or reward training: `steps`, or epochs over the data; PPO: iterations."""
+        if stage is Stage.PPO:
+            return self.spec.ppo.iterations
+        training = self.spec.sft if stage is Stage.SFT else self.spec.reward
+        return training.steps or training.epochs * self.steps_per_epoch(stage)
+
+    def sft_batch(self, step: int) -> Arrays:
+        records = _have(self.data.demonstrations, "demonstrations").batch(step, self.spec.sft.batch_size)
+        return sft_batch([self.encoder.demonstration(r) for r in records], self.encoder.pad)
+
+    def reward_batch(self, step: int) -> Arrays:
+        records = _have(self.data.preferences, "preferences").batch(step, self.spec.reward.batch_size)
+        return reward_batch([self.encoder.preference(r) for r in records], self.encoder.pad)
+
+    def sft_eval_batches(self) -> list[Arrays]:
+        """Held-out demonstrations in batches of `sft.batchSize`, like lengths together; the last may be smaller."""
+        held = [self.encoder.demonstration(r) for r in _have(self.data.demonstrations, "demonstrations").held_out()]
+        groups = by_length([len(s.tokens) for s in held], self.spec.sft.batch_size)
+        return [sft_batch([held[i] for i in group], self.encoder.pad) for group in groups]
+
+    def scored_demonstrations(self) -> list[Arrays]:
+        """Demonstrations by which the reward model's scores are centred, at most 512, in batches of `reward.batchSize`:
+        held-out ones, else the first to train on; none where the job reads none."""
+        data = self.data.demonstrations
+        if data is None:
+            return []
+        records = data.held_out()[:CENTRING_LIMIT] or list(islice(data.training_records(), CENTRING_LIMIT))
+        encoded = [self.encoder.demonstration(record) for record in records]
+        groups = by_length([len(s.tokens) for s in encoded], self.spec.reward.batch_size)
+        return [sft_batch([encoded[i] for i in group], self.encoder.pad) for group in groups]
+
+    def reward_eval_batches(self) -> list[Arrays]:
+        """Held-out pairs in batches of `reward.batchSize`, like lengths together; the last may be smaller."""
+        held = [self.encoder.preference(r) for r in _have(self.data.preferences, "preferences").held_out()]
+        groups = by_length([len(c.tokens) + len(r.tokens) for c, r in held], self.spec.reward.batch_size)
+        return [reward_batch([held[i] for i in group], self.encoder.pad) for group in groups]
+
+    def prompts(self, iteration: int) -> list[PromptRecord]:
+        """Prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
+        records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
+        return self._prompt_records([(r.prompt, r.fields) for r in records])
+
+    def held_out_prompts(self) -> list[PromptRecord]:
+        """Prompts that PPO never trains on."""
+        return self._prompt_records([(r.prompt, r.fields) for r in _have(self.data.prompts, "prompts").held_out()])
+
+    def ptx_batch(self, iteration: int) -> Arrays:
+        """As many demonstrations as the iteration has samples: `ptx_tokens`, `ptx_lengths`, `ptx_loss_mask`."""
+        demonstrations = _have(self.data.demonstrations, "demonstrations")
+        records = demonstrations.batch(iteration, self.spec.ppo.global_batch_size)
+        return sft_batch([self.encoder.demonstration(r) for r in records], self.encoder.pad, "ptx_")
+
+    @property
+    def _prompts_per_iteration(self) -> int:
+        return self.spec.ppo.global_batch_size // self.spec.ppo.samples_per_prompt
+
+    def _prompt_records(self, prompts: Sequence[tuple[str, dict[str, Any]]]) -> list[PromptRecord]:
+        return [PromptRecord(i, text, self.encoder.prompt(text), fields) for i, (text, fields) in enumerate(prompts)]
+
+
+def prepare(
+    spec: RLHFJobSpec, run_dir: Path, base_dir: Path, known: Mapping[str, Fingerprint] | None = None
+) -> Prepared:
+    """Make what is missing in the run directory and load the data; relative paths start from `base_dir`.
+
+    `known`: fingerprints of the data that the run began with; other data is refused. Writes `tokenizer/`,
+    `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError when the disk fails."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    sources = _sources(spec, base_dir)
+    tokenizer_dir = run_dir / "tokenizer"
+    training = spec.models.tokenizer.train
+    given = None if training else _given_tokenizer(spec, sources, base_dir)
+    data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given), known)
+
+    def save_tokenizer(folder: Path) -> None:
+        made: Any = given if training is None else tokenizers.train(data.texts(), training.vocab_size)
+        made.save_pretrained(str(folder))
+
+    _once(tokenizer_dir, save_tokenizer)
+    tokenizer = tokenizers.load(tokenizer_dir, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
+
+    actor = sources["actor"]
+    config_dir = run_dir / "models" / "actor-config"
+    if isinstance(actor, ScratchModel):
+        config = scratch_config(actor, tokenizer, "spec.models.actor")
+        _once(config_dir, lambda folder: _write_json(folder / "config.json", config))
+    else:
+        _fits(actor, tokenizer)
+        _once(config_dir, lambda folder: _copy_config(actor, folder))
+    for name, source in sources.items():
+        if name != "actor" and isinstance(source, ScratchModel):
+            scratch_config(source, tokenizer, f"spec.models.{name}")
+    return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
+
+
+def _sources(spec: RLHFJobSpec, base_dir: Path) -> dict[str, Path | ScratchModel]:
+    if spec.models.actor.source is None:
+        raise DataError("spec.models.actor.source is missing: name a huggingFace repository, a path, or scratch")
+    result: dict[str, Path | ScratchModel] = {}
+    for name in MODELS:
+        model: TrainedModel = getattr(spec.models, name)
+        source: ModelSource | None = model.source
+        if source is None:
+            continue
+        if source.scratch is not None:
+            result[name] = source.scratch
+        else:
+            result[name] = resolve(source, f"spec.models.{name}", base_dir, model.trust_remote_code)
+    return result
+
+
+def _trusts(spec: RLHFJobSpec, name: str) -> bool:
+    model: TrainedModel = getattr(spec.models, name)
+    return model.trust_remote_code
+
+
+def _given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path) -> Any:
+    named = spec.models.tokenizer.path
+    trust = _trusts(spec, "actor")
+    if named is not None:
+        folder = base_dir / named
+        field = "spec.models.tokenizer.path"
+        return tokenizers.load(folder if folder.is_dir() else named, field, trust_remote_code=trust)
+    actor = sources["actor"]
+    if isinstance(actor, ScratchModel):
+        raise DataError("spec.models.tokenizer: a model from scratch has no tokenizer of its own; set train or path")
+    return tokenizers.load(actor, "spec.models.actor.source", trust_remote_code=trust)
+
+
+def _fits(model: Path, tokenizer: Any) -> None:
+    """Raises DataError when the tokenizer has ids that the model's embedding lacks."""
+    size = json.loads((model / "config.json").read_text()).get("vocab_size")
+    if isinstance(size, int) and size < len(tokenizer):
+        raise DataError(
+            f"spec.models.tokenizer: its {len(tokenizer)} tokens do not fit the actor's vocabulary of {size} ({model})"
+        )
+
+
+def _copy_config(model: Path, folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copy(model / name, folder / name)
+    for code in model.glob("*.py"):
+        shutil.copy(code, folder / code.name)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _once(folder: Path, make: Callable[[Path], object]) -> None:
+    """Fill a folder unless it is there; a crash in between, or another process doing the same, leaves no half."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        make(temporary)
+        for path in temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync(temporary)
+        try:
+            temporary.rename(folder)
+            sync(folder.parent)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _have(data: StageData[Any] | None, name: str) -> StageData[Any]:
+    if data is None:
+        raise ValueError(f"this job has no {name}")
+    return data

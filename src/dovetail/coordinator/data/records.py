@@ -1,0 +1,69 @@
+"""The three kinds of record that training needs, whatever file they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from dovetail.manifest.types import Stage
+
+Kind = Literal["demonstrations", "preferences", "prompts"]
+STAGE_OF: dict[Kind, Stage] = {
+    "demonstrations": Stage.SFT,
+    "preferences": Stage.REWARD,
+    "prompts": Stage.PPO,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """`prompt + response` is the text; only the response is to be learnt."""
+
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two continuations of one prompt."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`fields`: the record's other fields, handed to reward functions."""
+
+    prompt: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Record = Demonstration | Preference | Prompt
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Records(Protocol[R_co]):
+    """Records by position; files of any size stay on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> R_co: ...
+
+
+@dataclass(frozen=True)
+class ByIndex:
+    """Records made on demand by a function of the position."""
+
+    size: int
+    make: Callable[[int], Record]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Record:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return self.make(index)

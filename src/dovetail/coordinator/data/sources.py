@@ -1,0 +1,232 @@
+"""Loads a `DataSource` through `datasets` (Arrow-backed: files larger than memory are fine) into records."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from dovetail.coordinator.data import jsonl, synthetic
+from dovetail.coordinator.data.chat import ChatFormat, HumanAssistant
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.formats import convert, detect
+from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
+from dovetail.manifest.types import DataSource
+
+JSON_LINES = (".jsonl", ".jsonl.gz")
+PARQUET = (".parquet",)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Records of a table, converted as they are asked for."""
+
+    table: Any
+    row: Callable[[Any], dict[str, Any]]
+    where: Callable[[int], str]
+    format: str
+    kind: Kind
+    chat: ChatFormat
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> Record:
+        return convert(self.row(self.table[index]), self.format, self.kind, self.chat, self.where(index))
+
+
+def identity(source: DataSource, kind: Kind, position: int, base_dir: Path) -> str:
+    """Equal for two sources that hold the same records, which the stages must then share.
+
+    Synthetic sources are never the same: each list and each entry has records of its own."""
+    if source.hugging_face:
+        return json.dumps(["hub", source.hugging_face, source.subset, source.split])
+    if source.path:
+        return json.dumps(["path", str((base_dir / source.path).resolve())])
+    return json.dumps(["synthetic", kind, position])
+
+
+def load(
+    source: DataSource,
+    kind: Kind,
+    *,
+    field: str,
+    base_dir: Path,
+    cache_dir: Path,
+    seed: int,
+    chat: ChatFormat | None = None,
+) -> Records[Record]:
+    """Records of `kind` from the source, in the source's own order.
+
+    `field` is the manifest field (for errors), `base_dir` what relative paths start from, `cache_dir` where Arrow
+    files go. Every JSON line is checked here; tables are checked at their first record and again record by record.
+    Raises DataError."""
+    chat = chat or HumanAssistant()
+    if source.synthetic is not None:
+        return _synthetic(kind, source.synthetic.size, seed, field)
+    if source.path is not None:
+        return _path(source, base_dir / source.path, kind, field, cache_dir, chat)
+    if source.hugging_face is not None:
+        return _hub(source, kind, field, cache_dir, chat)
+    raise DataError(f"{field} needs one of huggingFace, path and synthetic")
+
+
+def _synthetic(kind: Kind, size: int, seed: int, field: str) -> Records[Record]:
+    key = f"{seed}/{field}"
+
+    def demonstration(i: int) -> Record:
+        return Demonstration(*synthetic.demonstration(i, key))
+
+    def preference(i: int) -> Record:
+        pair = synthetic.preference(i, key)
+        return Preference(pair.prompt, pair.chosen, pair.rejected)
+
+    def prompt(i: int) -> Record:
+        return Prompt(synthetic.prompt(i, key))
+
+    make = {"demonstrations": demonstration, "preferences": preference, "prompts": prompt}
+    return ByIndex(size, make[kind])
+
+
+def source_files(path: Path, field: str) -> list[Path]:
+    """The files that a `path` source is made of, in order. Raises DataError."""
+    endings = JSON_LINES + PARQUET
+    if not path.exists():
+        raise DataError(f"{field}.path: {path} does not exist")
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith(endings))
+        if not files:
+            raise DataError(f"{field}.path: folder {path} holds no {', '.join(endings)} file")
+    elif path.name.endswith(endings):
+        files = [path]
+    else:
+        raise DataError(f"{field}.path: {path.name} must end in one of {', '.join(endings)}")
+    if len({p.name.endswith(PARQUET) for p in files}) > 1:
+        raise DataError(f"{field}.path: folder {path} mixes JSON lines and Parquet; keep one kind a folder")
+    return files
+
+
+def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+    files = source_files(path, field)
+    if files[0].name.endswith(PARQUET):
+        return _parquet(source, files, kind, cache_dir, chat)
+    import datasets
+
+    fmt = source.format
+    if fmt == "Auto":
+        number, text = next(_numbered(files[:1]))[1:]
+        first = f"{files[0]}:{number}"
+        fmt = detect(jsonl.parse(text, first), first)  # type: ignore[assignment]
+
+    def checked() -> Iterator[dict[str, Any]]:
+        for file, number, text in _numbered(files):
+            place = f"{files[file]}:{number}"
+            convert(jsonl.parse(text, place), fmt, kind, chat, place)
+            yield {"file": file, "line": number, "json": text}
+
+    # The stamp lets a later start reuse the Arrow file of unchanged, already checked lines.
+    stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind])
+    columns = {"file": "int32", "line": "int64", "json": "large_string"}
+    features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
+    with _quiet():
+        table = _raising(
+            lambda: datasets.Dataset.from_generator(
+                checked,
+                features=features,
+                cache_dir=str(cache_dir),
+                fingerprint=hashlib.sha256(stamp.encode()).hexdigest()[:32],
+            ),
+            f"{field}.path: {path}",
+        )
+
+    def where(index: int) -> str:
+        row = table[index]
+        return f"{files[row['file']]}:{row['line']}"
+
+    return Rows(table, lambda row: cast(dict[str, Any], json.loads(row["json"])), where, fmt, kind, chat)
+
+
+def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str]]:
+    """(file's position, line number, line). Raises DataError for a file without records."""
+    for i, file in enumerate(files):
+        empty = True
+        for number, text in jsonl.lines(file):
+            empty = False
+            yield i, number, text
+        if empty:
+            raise DataError(f"{file}: the file is empty; every line should hold one JSON record")
+
+
+def _parquet(source: DataSource, files: list[Path], kind: Kind, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+    import datasets
+
+    with _quiet():
+        table = _raising(
+            lambda: datasets.load_dataset(
+                "parquet", data_files=[str(f) for f in files], split="train", cache_dir=str(cache_dir)
+            ),
+            str(files[0]) if len(files) == 1 else str(files[0].parent),
+        )
+    return _table(table, source, str(files[0]), kind, chat)
+
+
+def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+    import datasets
+
+    def load_dataset() -> Any:
+        options = {"split": source.split, "cache_dir": str(cache_dir), "revision": source.revision}
+        try:
+            return datasets.load_dataset(source.hugging_face, source.subset, **options)
+        except ValueError as error:
+            # Anthropic/hh-rlhf and others keep their parts in folders instead of named configurations.
+            if source.subset is None or "BuilderConfig" not in str(error):
+                raise
+            return datasets.load_dataset(source.hugging_face, data_dir=source.subset, **options)
+
+    with _quiet():
+        table = _raising(load_dataset, f"{field}.huggingFace: {source.hugging_face}")
+    return _table(table, source, f"{source.hugging_face} ({source.split})", kind, chat)
+
+
+def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatFormat) -> Records[Record]:
+    if not len(table):
+        raise DataError(f"{name}: the data set is empty")
+    fmt = detect(table[0], f"{name}: record 1") if source.format == "Auto" else source.format
+    rows = Rows(table, lambda row: cast(dict[str, Any], row), lambda i: f"{name}: record {i + 1}", fmt, kind, chat)
+    rows[0]
+    return rows
+
+
+def _raising(action: Callable[[], Any], what: str) -> Any:
+    """Run, turning the loader's errors into one sentence; a DataError inside comes out as it is."""
+    try:
+        return action()
+    except Exception as error:  # `datasets` raises many kinds, all about the user's source
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, DataError):
+                raise cause from None
+            if isinstance(cause, OSError) and cause.errno == 28:
+                raise
+            cause = cause.__cause__ or cause.__context__
+        message = " ".join(str(error).split())[:300]
+        raise DataError(f"{what}: cannot be loaded: {message or type(error).__name__}") from error
+
+
+class _quiet:  # noqa: N801 - reads as a statement
+    """No progress bars of the loader: they would break into the caller's own."""
+
+    def __enter__(self) -> None:
+        import datasets
+
+        self._shown = datasets.utils.logging.is_progress_bar_enabled()
+        datasets.disable_progress_bars()
+
+    def __exit__(self, *_: object) -> None:
+        import datasets
+
+        if self._shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,113 @@
+"""Records to token ids to right-padded batches (docs/architecture.md, "Batches")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.coordinator.data.records import Demonstration, Preference
+from dovetail.protocol.wire import Arrays
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One sequence: its tokens, of which the first `prompt_length` are given and the rest are to be learnt."""
+
+    tokens: Tokens
+    prompt_length: int
+
+
+class Encoder:
+    """A tokenizer with the job's limits.
+
+    `max_prompt_tokens`: longer prompts keep their last tokens. `max_tokens`: longest prompt + response + end token;
+    what is longer loses the response's end (and the end token with it: the text has not ended there), and a prompt
+    leaves at least half of it to the response."""
+
+    def __init__(self, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> None:
+        self.tokenizer = tokenizer
+        self.eos: int = tokenizer.eos_token_id
+        self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
+        bos = tokenizer.bos_token_id
+        # Only tokenizers that put it there themselves expect it (Llama does, Qwen and OPT's GPT-2 kind may not).
+        self.bos: Tokens = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of the text alone, no special tokens added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def prompt(self, text: str, limit: int | None = None) -> Tokens:
+        """Beginning-of-sequence token, if the model knows one, and the text's last tokens."""
+        limit = min(self.max_prompt_tokens, limit or self.max_prompt_tokens) - len(self.bos)
+        ids = self.encode(text)
+        return self.bos + (ids[-limit:] if limit > 0 else [])
+
+    def continued(self, prompt: str, response: str) -> Encoded:
+        """Prompt, response and end token within the limits."""
+        given = self.prompt(prompt, max(1, self.max_tokens // 2) if self.max_prompt_tokens >= self.max_tokens else None)
+        tokens = given + self.encode(response) + [self.eos]
+        return Encoded(tokens[: self.max_tokens], len(given))
+
+    def demonstration(self, record: Demonstration) -> Encoded:
+        return self.continued(record.prompt, record.response)
+
+    def preference(self, record: Preference) -> tuple[Encoded, Encoded]:
+        """(chosen, rejected)."""
+        return self.continued(record.prompt, record.chosen), self.continued(record.prompt, record.rejected)
+
+
+Row = Sequence[int] | NDArray[np.int32]
+
+
+def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(tokens (N,T) int32, lengths (N,) int32), T the longest row."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.full((len(rows), int(lengths.max(initial=1))), pad, np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, lengths
+
+
+def sft_batch(sequences: Sequence[Encoded], pad: int, prefix: str = "") -> Arrays:
+    """`tokens` (N,T) int32, `lengths` (N,) int32, `loss_mask` (N,T) uint8: 1 on response and end token."""
+    tokens, lengths = right_pad([s.tokens for s in sequences], pad)
+    column = np.arange(tokens.shape[1])[None, :]
+    start = np.array([s.prompt_length for s in sequences], np.int32)[:, None]
+    mask = ((column >= start) & (column < lengths[:, None])).astype(np.uint8)
+    return {f"{prefix}tokens": tokens, f"{prefix}lengths": lengths, f"{prefix}loss_mask": mask}
+
+
+def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
+    """`chosen_tokens`, `rejected_tokens` (N,T) int32 (each its own T), `chosen_lengths`, `rejected_lengths` (N,)."""
+    chosen, chosen_lengths = right_pad([c.tokens for c, _ in pairs], pad)
+    rejected, rejected_lengths = right_pad([r.tokens for _, r in pairs], pad)
+    return {
+        "chosen_tokens": chosen,
+        "chosen_lengths": chosen_lengths,
+        "rejected_tokens": rejected,
+        "rejected_lengths": rejected_lengths,
+    }
+
+
+def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arrays:
+    """`tokens` (N,T) int32, prompt then response; `prompt_lengths`, `response_lengths` (N,) int32."""
+    tokens, _ = right_pad([np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], pad)
+    return {
+        "tokens": tokens,
+        "prompt_lengths": np.array([len(p) for p in prompts], np.int32),
+        "response_lengths": np.array([len(r) for r in responses], np.int32),
+    }
+
+
+def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Positions in batches of `size` (the last may be smaller), like lengths together, so that little is padding."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    return [order[i : i + size] for i in range(0, len(order), size)]

@@ -1,0 +1,1 @@
+"""Which rollouts and scorers there are."""

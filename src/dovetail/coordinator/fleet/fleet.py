@@ -1,0 +1,344 @@
+"""Health of every rollout and scorer: a state machine per instance, pure but for an injected clock.
+
+    restarting --ready--> stale --weights acknowledged--> healthy <--heartbeat after back-off-- suspect
+                            ^                                |  failure, silence                   |
+                            |                                +-------------------------------------+
+                            +--- reports again --- dead <------- silence, too many failures -------+
+
+Whatever happened, the way to `healthy` leads over the current weight version. `retired` instances get no work again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from dovetail.coordinator.weights.publishing import Target
+from dovetail.protocol.messages import Register
+
+# In a sentence about instances.
+MOST_NAMED = 8
+
+
+class Health(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    RESTARTING = "restarting"
+    STALE = "stale"
+    RETIRED = "retired"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds. Instances report every 2 s; machines may be busy."""
+
+    suspect: float = 15.0
+    dead: float = 120.0
+    back_off: float = 0.5
+    back_off_max: float = 15.0
+    revive: float = 30.0
+    max_failures: int = 6
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What is known of one process. `weight_version` is what it holds as far as we know, None: nothing whole.
+
+    `until`: end of the back-off after a failure. `doubts`: reports in a row that contradict `weight_version`."""
+
+    name: str
+    kind: str
+    group: str
+    url: str
+    incarnation: str
+    health: Health
+    ready: bool
+    weight_version: int | None
+    abilities: dict[str, Any]
+    seen: float
+    reason: str
+    failures: int = 0
+    until: float = 0.0
+    doubts: int = 0
+    draining: bool = False
+
+
+class Fleet:
+    """`clock`: monotonic seconds. `log(event, **fields)` gets every change. `versioned`: kinds whose instances must
+    hold the current weight version before they may work (scorers of a job without a critic need none); `exempt`: names
+    of instances of these kinds that need none either (scorers that hold no critic). `expected`: names that the plan
+    gives each kind, for the sentences about those that never came."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        log: Callable[..., None],
+        timeouts: Timeouts | None = None,
+        versioned: Collection[str] = ("rollout", "scorer"),
+        exempt: Collection[str] = (),
+        expected: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._log = log
+        self._timeouts = timeouts or Timeouts()
+        self.versioned = frozenset(versioned)
+        self.exempt = frozenset(exempt)
+        self._expected = dict(expected or {})
+        self._instances: dict[str, Instance] = {}
+        self._version: int | None = None
+        self.listeners: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------ what happens
+
+    def register(self, message: Register) -> None:
+        """A report, on start and every 2 s."""
+        now = self._clock()
+        old = self._instances.get(message.name)
+        if old is not None and old.health is Health.RETIRED and old.incarnation == message.incarnation:
+            self._instances[message.name] = replace(old, seen=now)
+            return
+        if old is None or old.incarnation != message.incarnation:
+            # A new process holds what it says it holds: nothing, unless the coordinator is the one that restarted.
+            fresh = Instance(
+                name=message.name,
+                kind=message.kind,
+                group=message.group,
+                url=message.url.rstrip("/"),
+                incarnation=message.incarnation,
+                health=Health.RESTARTING,
+                ready=message.ready,
+                weight_version=message.weight_version,
+                abilities=message.abilities,
+                seen=now,
+                reason="it has not reported ready yet",
+            )
+            self._log(
+                "instance.registered",
+                instance=message.name,
+                kind=message.kind,
+                incarnation=message.incarnation,
+                restarted=old is not None,
+            )
+            self._set(self._settled(fresh, now))
+            return
+        self._set(self._settled(self._heard(old, message, now), now))
+
+    def _heard(self, old: Instance, message: Register, now: float) -> Instance:
+        version, doubts = old.weight_version, 0
+        if message.weight_version == self._version and self._version is not None:
+            version = message.weight_version
+        elif message.weight_version != version:
+            # One such report may have been written before the acknowledgement it seems to contradict.
+            doubts = old.doubts + 1
+            if doubts >= 2:
+                version, doubts = message.weight_version, 0
+        health, failures = old.health, old.failures
+        if health is Health.DEAD:
+            if now < old.until:
+                return replace(old, seen=now, ready=message.ready, doubts=doubts)
+            # It was given up: it must get the weights anew, as its process may have been in any state.
+            health, failures, version = Health.STALE, 0, None
+        return replace(
+            old,
+            seen=now,
+            ready=message.ready,
+            url=message.url.rstrip("/"),
+            abilities=message.abilities,
+            weight_version=version,
+            doubts=doubts,
+            health=health,
+            failures=failures,
+        )
+
+    def publish(self, version: int) -> None:
+        """`version` is current from now on: whoever lacks it is stale."""
+        if version == self._version:
+            return
+        self._version = version
+        now = self._clock()
+        for instance in list(self._instances.values()):
+            self._set(self._settled(instance, now))
+
+    def weights_acked(self, name: str, incarnation: str, version: int) -> None:
+        """An instance has taken a complete version. Ignored for a process that is no more."""
+        instance = self._instances.get(name)
+        if instance is None or instance.incarnation != incarnation:
+            return
+        updated = replace(instance, weight_version=version, doubts=0, failures=0, until=0.0)
+        if updated.health is Health.SUSPECT:
+            updated = replace(updated, health=Health.STALE)
+        self._set(self._settled(updated, self._clock()))
+
+    def failed(self, name: str, reason: str) -> None:
+        """A request or transfer failed. Failures during the back-off of an earlier one count once."""
+        instance = self._instances.get(name)
+        now = self._clock()
+        if instance is None or instance.health in (Health.DEAD, Health.RETIRED) or now < instance.until:
+            return
+        t, failures = self._timeouts, instance.failures + 1
+        if failures >= t.max_failures:
+            self._set(
+                replace(instance, health=Health.DEAD, failures=failures, until=now + t.revive, reason=reason),
+            )
+            return
+        until = now + min(t.back_off_max, t.back_off * 2 ** (failures - 1))
+        health = Health.SUSPECT if instance.health is Health.HEALTHY else instance.health
+        self._set(replace(instance, health=health, failures=failures, until=until, reason=reason))
+
+    def succeeded(self, name: str) -> None:
+        """A request did what it should: earlier failures are forgotten."""
+        instance = self._instances.get(name)
+        if instance is not None and instance.failures and instance.health is not Health.DEAD:
+            self._instances[name] = replace(instance, failures=0)
+
+    def retire(self, name: str) -> None:
+        """Scaled down: never gets work again in this incarnation."""
+        if name in self._instances:
+            self._set(replace(self._instances[name], health=Health.RETIRED, reason="retired"))
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        """No new work while draining; health is not touched."""
+        if name in self._instances:
+            self._set(replace(self._instances[name], draining=draining))
+
+    def tick(self) -> None:
+        """Apply time: silence, and ends of back-offs. Every query does it first."""
+        now = self._clock()
+        for instance in list(self._instances.values()):
+            self._set(self._settled(instance, now))
+
+    # ------------------------------------------------------------ what follows
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def eligible(self, kind: str) -> list[Instance]:
+        """Instances that may take work, by name: healthy, ready, current, not draining."""
+        self.tick()
+        found = (i for i in self._instances.values() if i.kind == kind and self._may_work(i))
+        return sorted(found, key=lambda i: i.name)
+
+    def has_current(self, kind: str) -> bool:
+        """Whether an instance of that kind may take work, and holds weights if any of its kind do."""
+        return any(kind not in self.versioned or self._versioned(i) for i in self.eligible(kind))
+
+    def has_come(self, kind: str) -> bool:
+        """Whether an instance of that kind is up, with whatever weights."""
+        up = (i for i in self.instances(kind) if self._versioned(i) or kind not in self.versioned)
+        return any(i.ready and i.health not in (Health.DEAD, Health.RETIRED) for i in up)
+
+    def stale_targets(self, version: int) -> list[Target]:
+        """Instances to send weights to, `version` being current from now on: up, not in a back-off, lacking it."""
+        self.publish(version)
+        self.tick()
+        now = self._clock()
+        return [
+            Target(
+                name=i.name,
+                kind=i.kind,
+                url=i.url,
+                incarnation=i.incarnation,
+                world=int(i.abilities.get("world", 1)),
+                max_model_len=i.abilities.get("max_model_len"),
+                dtype=i.abilities.get("dtype"),
+                engines=int(i.abilities.get("engines", 1)),
+            )
+            for i in sorted(self._instances.values(), key=lambda i: i.name)
+            if self._versioned(i)
+            and i.ready
+            and i.weight_version != version
+            and i.health in (Health.STALE, Health.SUSPECT)
+            and now >= i.until
+            and now - i.seen <= self._timeouts.suspect
+        ]
+
+    def may_work(self, name: str) -> bool:
+        """Whether this instance is among `eligible`."""
+        self.tick()
+        return name in self._instances and self._may_work(self._instances[name])
+
+    def gone(self, name: str, incarnation: str) -> bool:
+        """Whether this process will never answer: it is dead or silent for too long, or another has its place."""
+        instance = self.get(name)
+        return instance is None or instance.incarnation != incarnation or instance.health is Health.DEAD
+
+    def get(self, name: str) -> Instance | None:
+        self.tick()
+        return self._instances.get(name)
+
+    def instances(self, kind: str | None = None) -> list[Instance]:
+        """All known instances, by name."""
+        self.tick()
+        return [i for _, i in sorted(self._instances.items()) if kind is None or i.kind == kind]
+
+    def describe(self, kind: str | None = None) -> str:
+        """One line on every instance, for error messages."""
+        lines = [
+            f"{i.name} is {'draining' if i.draining else i.health}" + (f" ({i.reason})" if i.reason else "")
+            for i in self.instances(kind)
+        ]
+        kinds = self._expected if kind is None else [kind]
+        absent = [name for k in kinds for name in self._expected.get(k, ()) if name not in self._instances]
+        if absent:
+            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+            lines.append(f"{', '.join(absent[:MOST_NAMED])}{more} never registered")
+        return "; ".join(lines) or f"no {kind or 'instance'} has registered"
+
+    # ------------------------------------------------------------ inner parts
+
+    def _may_work(self, instance: Instance) -> bool:
+        return instance.health is Health.HEALTHY and instance.ready and not instance.draining
+
+    def _versioned(self, instance: Instance) -> bool:
+        return instance.kind in self.versioned and instance.name not in self.exempt
+
+    def _current(self, instance: Instance) -> bool:
+        if not self._versioned(instance):
+            return True
+        return self._version is not None and instance.weight_version == self._version
+
+    def _settled(self, i: Instance, now: float) -> Instance:
+        """The health that follows from the facts of an instance at `now`."""
+        t, silence = self._timeouts, now - i.seen
+        if i.health in (Health.DEAD, Health.RETIRED):
+            return i
+        if silence > t.dead:
+            return replace(i, health=Health.DEAD, until=0.0, reason=f"silent for {silence:.0f} s")
+        if not i.ready:
+            return replace(i, health=Health.RESTARTING, reason="it has not reported ready yet")
+        if not self._current(i):
+            held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
+            reason = f"holds {held}" + (f", version {self._version} is current" if self._version is not None else "")
+            # After a failed transfer its reason says more.
+            return replace(i, health=Health.STALE, reason=i.reason if i.failures else reason)
+        if silence > t.suspect:
+            return replace(i, health=Health.SUSPECT, reason=f"silent for {silence:.0f} s")
+        if now < i.until:
+            return replace(i, health=Health.SUSPECT)
+        if i.health is Health.HEALTHY and not i.reason:
+            return i
+        return replace(i, health=Health.HEALTHY, reason="")
+
+    def _set(self, instance: Instance) -> None:
+        old = self._instances.get(instance.name)
+        if instance == old:
+            return
+        self._instances[instance.name] = instance
+        if old is None or old.health is not instance.health:
+            self._log(
+                "instance.health",
+                instance=instance.name,
+                health=instance.health.value,
+                before=None if old is None else old.health.value,
+                reason=instance.reason,
+            )
+        if old is None or (old.health, old.draining, old.incarnation) != (
+            instance.health,
+            instance.draining,
+            instance.incarnation,
+        ):
+            for listener in list(self.listeners):
+                listener()

@@ -1,0 +1,167 @@
+"""When an iteration's tail is gathered, and which scorers may work meanwhile: the planner's decision in a run.
+
+One `Fusion` a job, one `StageFusion` an iteration. No I/O but the store's key `ppo/fusion`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.coordinator.fleet.fleet import Instance
+from dovetail.coordinator.generation.migrations import Migration
+from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.store.samples import Key
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.planner.interstage import Decision, Measurements, StageProfile, ThresholdController, plan_migration
+from dovetail.protocol.messages import Span
+
+STORED = "ppo/fusion"
+# Stands in for what a run has not measured yet, on the premise that a step takes almost as long with some dozens
+# of samples as with one. Only ratios matter for the first choice.
+ASSUMED = StageProfile(
+    decode=((1, 0.010), (64, 0.012)), prefill_seconds_per_token=1e-4, inference_seconds_per_token=3e-4
+)
+
+
+def rollout_of(scorer: str) -> str:
+    """The rollout that a scorer sits beside, by its name `<rollout>-scorer`."""
+    return scorer.removesuffix("-scorer")
+
+
+@dataclass
+class StageFusion:
+    """One iteration's. `decision` None: not decided yet (`provisional`, `roomy_before` count until then), or off.
+
+    `destinations`: where the tail was gathered, `freed`: the other rollouts; `remaining`: how many samples were left
+    then. `generated`: none are left to generate."""
+
+    profiles: dict[str, StageProfile]
+    kv_per_sample: int
+    decision: Decision | None = None
+    provisional: int | None = None
+    roomy_before: bool = False
+    destinations: tuple[str, ...] = ()
+    freed: tuple[str, ...] = ()
+    remaining: int | None = None
+    moves: int = 0
+    generated: bool = False
+
+    @property
+    def threshold(self) -> int | None:
+        """Unfinished samples at which the tail is gathered; 0: never; None: inference waits for generation's end."""
+        return self.provisional if self.decision is None else self.decision.threshold
+
+    @property
+    def roomy(self) -> bool:
+        """Whether destinations take what they have room for: see `Decision`."""
+        return self.roomy_before if self.decision is None else self.decision.roomy
+
+    def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
+        """The generator's `Tail`: the destinations, once the samples left are as few as the threshold."""
+        if self.destinations or not self.threshold or len(unfinished) > self.threshold or not unfinished:
+            return None
+        profiles = {name: self.profiles.get(name, ASSUMED) for name in sorted(eligible)}
+        if self.roomy:
+            profiles = {name: profile.roomy() for name, profile in profiles.items()}
+        plan = plan_migration(list(unfinished), profiles, self.kv_per_sample)
+        if plan is None:
+            return None
+        self.destinations, self.freed = plan.destinations, plan.freed
+        self.moves, self.remaining = len(plan.moves), len(unfinished)
+        return plan.destinations
+
+    def may_score(self, scorer: str, idle: Callable[[str], bool]) -> bool:
+        """Whether a scorer may work now: while others generate, if its rollout has nothing left to do."""
+        return self.generated or (self.threshold is not None and idle(rollout_of(scorer)))
+
+
+class Fusion:
+    """The threshold controller with its memory in the store, and one measured profile for every rollout group."""
+
+    def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None]) -> None:
+        self._spec = spec
+        self._store = store
+        self._log = log
+        self._assumed = replace(ASSUMED, max_samples=spec.generation.max_concurrent)
+        self._controller = ThresholdController(spec.plan.inter_stage_fusion, spec.generation.max_tokens, spec.seed)
+        saved = store.get(STORED)
+        if saved is not None:
+            self._controller.restore(saved)
+        setting = spec.plan.inter_stage_fusion
+        self._fraction = None if isinstance(setting, str) else setting
+        self._roomy = not isinstance(setting, str)
+        self.measurements: dict[str, Measurements] = {}
+
+    def measured(self, group: str) -> Measurements:
+        """What is known of the instances of a group."""
+        return self.measurements.setdefault(group, Measurements(self._assumed))
+
+    @asynccontextmanager
+    async def stage(
+        self, iteration: int, prompt_lengths: Sequence[int], instances: Sequence[Instance]
+    ) -> AsyncIterator[StageFusion]:
+        """One iteration's, whose threshold is decided while its generation begins; until then the last one's counts.
+        Raises what deciding raises."""
+        longest = max(prompt_lengths) + self._spec.generation.max_tokens
+        stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
+        if self._spec.plan.inter_stage_fusion == "Off" or not instances:
+            yield stage
+            return
+        profiles = [stage.profiles[i.name] for i in instances]
+        stage.provisional = None if self._fraction is None else int(self._fraction * len(prompt_lengths))
+        stage.roomy_before = self._roomy
+
+        async def decide() -> None:
+            stage.decision = await asyncio.to_thread(self._controller.decide, list(prompt_lengths), profiles)
+            self._fraction, self._roomy = stage.decision.fraction, stage.decision.roomy
+            self._log("fusion.decided", iteration=iteration, **describe(stage.decision))
+
+        deciding = asyncio.create_task(decide())
+        try:
+            yield stage
+            await deciding
+        finally:
+            deciding.cancel()
+
+    def learn(self, groups: Mapping[str, str], generated: Generated, scoring: Sequence[Span]) -> None:
+        """What an iteration's requests took. `groups`: by rollout and by scorer; `scoring`: a span a chunk."""
+        for name, activity in generated.instances.items():
+            known = self.measured(groups.get(name, name))
+            for batch, (steps, seconds) in sorted(activity.decode.items()):
+                known.decoded(batch, steps, seconds)
+            for tokens, seconds in activity.prefills.values():
+                known.prefilled(tokens, seconds)
+        for span in scoring:
+            known = self.measured(groups.get(span.process, span.process))
+            known.scored(int(span.args["tokens"]), span.end - span.start)
+        for destination, moves in arrivals(generated.migrations).items():
+            known = self.measured(groups.get(destination, destination))
+            known.migrated(sum(m.tokens for m in moves), max(m.seconds for m in moves))
+
+    def end(self, response_lengths: Sequence[int]) -> None:
+        """Learn an iteration's lengths."""
+        self._controller.observe(response_lengths)
+        self._store.put(STORED, self._controller.as_json())
+
+
+def arrivals(migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
+    """By destination, the samples of the tail that were prefilled there: the last one waited for all of them."""
+    found: dict[str, list[Migration]] = {}
+    for move in migrations:
+        if (move.mechanism, move.reason) == ("tokens", "tail"):
+            found.setdefault(move.destination, []).append(move)
+    return found
+
+
+def describe(decision: Decision) -> dict[str, Any]:
+    """For the event log."""
+    return {
+        "threshold": decision.threshold,
+        "fraction": decision.fraction,
+        "reason": decision.reason,
+        "predicted_speedup": round(decision.predicted_speedup, 4),
+    }

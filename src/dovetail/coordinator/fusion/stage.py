@@ -1,0 +1,61 @@
+"""Generation and inference of one iteration, each sample at its own pace: what fusion decides, carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from dovetail.coordinator.fusion.fusion import StageFusion
+from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.scoring.scoring import Finished
+from dovetail.coordinator.store.samples import Sample, SampleTable, State
+
+
+class Scoring(Protocol):
+    """What becomes of finished samples: see `dovetail.coordinator.scoring.scoring.Inference`."""
+
+    def add(self, samples: Iterable[Finished]) -> None: ...
+    def poke(self) -> None: ...
+    def check(self) -> None: ...
+    async def finish(self, deadline_seconds: float) -> None: ...
+
+
+def _finished(sample: Sample) -> Finished:
+    return Finished(sample.key, sample.prompt_tokens, sample.tokens)
+
+
+async def generate_and_score(
+    iteration: int,
+    samples: SampleTable,
+    generator: Generator,
+    inference: Scoring,
+    fusion: StageFusion,
+    deadline_seconds: float,
+    phase: Callable[[str], AbstractContextManager[None]],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Generated:
+    """Returns when every sample of the iteration that was not scored yet has been given to `inference`'s `on_scores`.
+
+    `inference` must ask `fusion.may_score`. `phase` times: "generation" lasts until the last sample is generated,
+    "inference" is what is left then. `on_progress(done, total)` follows generation. Raises what both parts raise."""
+
+    def progress(done: int, total: int, tokens: int) -> None:
+        on_progress(done, total)
+        inference.check()
+        # Who is idle may have changed.
+        inference.poke()
+
+    inference.add(_finished(s) for s in samples.samples(iteration, State.GENERATED))
+    with phase("generation"):
+        done = await generator.generate(
+            iteration,
+            on_finished=lambda sample: inference.add([_finished(sample)]),
+            progress=progress,
+            tail=fusion.gather,
+        )
+    with phase("inference"):
+        fusion.generated = True
+        await inference.finish(deadline_seconds)
+    return done

@@ -1,0 +1,1 @@
+"""Samples drawn on rollout servers."""

@@ -1,0 +1,155 @@
+"""Per sample that goes on elsewhere: are its keys and values moved, and what do the two servers have to be told?
+
+Only between servers that both announce it (`Register.abilities["kv"]`), with the same layout and the same weights.
+Whatever fails, the destination prefills: nothing here can lose a sample."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from pydantic import ValidationError
+
+from dovetail.coordinator.fleet.fleet import Instance
+from dovetail.coordinator.generation.stream import ROUTE
+from dovetail.planner.migration import MeasuredCosts, Mechanism, MigrationCosts
+from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
+
+BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
+# Servers keep blocks for 30 s (`dovetail.rollout.kv.config.HOLD_SECONDS`).
+FRESH_SECONDS = 20.0
+LEG_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where a sample's blocks were left, under which key, by which weights, at which time (monotonic seconds)."""
+
+    source: Instance
+    key: str
+    weights: int
+    time: float
+
+
+def ability(instance: Instance) -> KVAbility | None:
+    """What an instance announces; None for nothing, or nothing that this coordinator understands."""
+    announced = instance.abilities.get("kv")
+    if announced is None:
+        return None
+    try:
+        return KVAbility.model_validate(announced)
+    except ValidationError:
+        return None
+
+
+class KVMigration:
+    """`moves` counts, by mechanism, the samples that went on elsewhere; `nbytes`: of keys and values asked for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._costs: dict[tuple[str, str], MeasuredCosts] = {}
+        self.moves: Counter[Mechanism] = Counter()
+        self.nbytes = 0
+
+    async def prepare(
+        self,
+        session: aiohttp.ClientSession,
+        body: dict[str, Any],
+        target: Instance,
+        departure: Departure | None,
+        resumed: bool,
+    ) -> Callable[[], tuple[Mechanism, float] | None]:
+        """Add to a request what `target` has to know of moves. Returns what to call whenever tokens arrive: the first
+        time, and if the sample is a `resumed` one, it says how the sample came and in how many seconds."""
+        tokens = body["token_ids"]
+        pull = await self._pull(session, departure, target, tokens) if resumed else {}
+        if params := pull | self._hold(target, body["request_id"]):
+            body["kv_transfer_params"] = params
+        began: float | None = self._clock() if resumed else None
+
+        def arrived() -> tuple[Mechanism, float] | None:
+            nonlocal began
+            if began is None:
+                return None
+            seconds, began = self._clock() - began, None
+            mechanism = Mechanism.KV if pull else Mechanism.TOKENS
+            self._moved(target, mechanism, len(tokens), seconds)
+            return mechanism, seconds
+
+        return arrived
+
+    def left(self, source: Instance, request_id: str) -> Departure | None:
+        """A request was aborted by `source` (as it was when the request began) after it had made tokens."""
+        if source.weight_version is None or ability(source) is None:
+            return None
+        return Departure(source, request_id, source.weight_version, self._clock())
+
+    def _hold(self, instance: Instance, key: str) -> dict[str, Any]:
+        """kv_transfer_params by which a request can be moved later."""
+        kv = ability(instance)
+        if kv is None or kv.transport != "tcp" or instance.weight_version is None:
+            return {}
+        least = self._measured(kv).costs.least_tokens()
+        if least is None:
+            return {}
+        return {HOLD: KVHold(key=key, weights=instance.weight_version, min_tokens=least).model_dump()}
+
+    async def _pull(
+        self, session: aiohttp.ClientSession, departure: Departure | None, target: Instance, tokens: list[int]
+    ) -> dict[str, Any]:
+        """kv_transfer_params of the resubmission of `tokens` (prompt and response so far) to `target`; none if they
+        are to be prefilled."""
+        if departure is None or self._clock() - departure.time > FRESH_SECONDS:
+            return {}
+        there, here = ability(departure.source), ability(target)
+        if (
+            there is None
+            or here is None
+            or (there.transport, there.layout) != (here.transport, here.layout)
+            or departure.weights != target.weight_version
+            or departure.source.name == target.name
+            or self._measured(here).costs.choose(len(tokens)) is Mechanism.TOKENS
+        ):
+            return {}
+        if there.transport == "tcp":
+            asked = KVPull(key=departure.key, host=there.host, ports=there.ports, weights=departure.weights)
+            return {PULL: asked.model_dump()}
+        return await nixl_leg(session, departure.source.url, tokens)
+
+    def _moved(self, target: Instance, mechanism: Mechanism, tokens: int, seconds: float) -> None:
+        self.moves[mechanism] += 1
+        kv = ability(target)
+        if kv is not None:
+            measured = self._measured(kv)
+            measured.measured(mechanism, tokens, seconds)
+            if mechanism is Mechanism.KV:
+                self.nbytes += measured.costs.nbytes(tokens)
+
+    def _measured(self, kv: KVAbility) -> MeasuredCosts:
+        """Costs of servers that are alike."""
+        speed = BYTES_PER_SECOND[kv.transport]
+        assumed = MigrationCosts(kv.token_bytes, kv.block_tokens, bytes_per_second=speed)
+        return self._costs.setdefault((kv.transport, kv.layout), MeasuredCosts(assumed))
+
+
+async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> dict[str, Any]:
+    """NIXL hands over only what ended by its length: run one more token on the old server, whose prefix cache still
+    has all but the last block, and take the parameters that its answer carries. None of them if that fails."""
+    body = {
+        "model": "actor",
+        "token_ids": tokens,
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+    try:
+        async with session.post(url + ROUTE, json=body, timeout=aiohttp.ClientTimeout(total=LEG_SECONDS)) as response:
+            if response.status != 200:
+                return {}
+            params = (await response.json()).get("kv_transfer_params")
+            return dict(params) if isinstance(params, dict) and params.get("do_remote_prefill") else {}
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        return {}

@@ -1,0 +1,1 @@
+"""Is the run well, and why did it fail?"""

@@ -1,0 +1,52 @@
+"""Why a run ends, in one sentence for the user."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from pathlib import Path
+
+from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.generation.in_flight import GenerationError
+from dovetail.coordinator.health.health import UnhealthyError
+from dovetail.coordinator.rewards.calls import RewardError
+from dovetail.coordinator.store.changes import ChangeError
+from dovetail.coordinator.store.store import StoreError
+from dovetail.coordinator.trainers.trainer_group import TrainerError
+
+# Errors whose message is a sentence for the user; of others a traceback helps, too.
+EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, RewardError, UnhealthyError)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def sentence(error: BaseException, run_dir: Path) -> str:
+    """What to tell of `error`; of one that nobody foresaw its type and where it was raised."""
+    if (full := disk_full(error)) is not None:
+        where = full.filename if isinstance(full.filename, str) else run_dir
+        return f"the disk that holds {where} is full; free some space, then resume the run"
+    if isinstance(error, EXPLAINED):
+        return str(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError | TimeoutError | ValueError) and text:
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
+
+
+def is_final(error: Exception) -> bool:
+    """Whether a start from the store would only repeat it. A port that is busy, a connection that breaks or an error of
+    ours may be gone a moment later, and nothing is lost by trying: how often, the restarts' limit says."""
+    return isinstance(error, (*EXPLAINED, ValueError, TimeoutError)) or disk_full(error) is not None
+
+
+def disk_full(error: BaseException) -> OSError | None:
+    """The error, or one that it comes from, that says so."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in FULL:
+            return seen
+        if isinstance(seen, BaseExceptionGroup):
+            return next((found for part in seen.exceptions if (found := disk_full(part))), None)
+        seen = seen.__cause__ or seen.__context__
+    return None

@@ -1,0 +1,237 @@
+"""Whether an iteration can be trusted and still learns: verdicts, one plain sentence each. Pure.
+
+docs/health.md says what each verdict means, where its limit comes from and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dovetail.manifest.types import RLHFJobSpec
+
+# Rounding between bfloat16 engines gives some 0.01 nats per token; two different sets of weights give far more.
+MISMATCH_NATS = 0.05
+# The quickstart, which learns well, goes from 0.68 nats per token to 0.41 and from a KL of 0 to 0.42 nats per token.
+ENTROPY_LEAST_NATS = 0.01
+ENTROPY_LEAST_SHARE = 0.1
+ENTROPY_MOST_FACTOR = 2.0
+ENTROPY_MOST_MORE_NATS = 1.0
+KL_NATS_PER_TOKEN = 1.0
+KL_JUMP = 3.0
+KL_JUMP_FROM_NATS_PER_TOKEN = 0.3
+FINISHED_SHARE = 0.05
+EQUAL_GROUPS_SHARE = 0.75
+CLIPPED_SHARE = 0.2
+
+MISMATCH = "LogProbMismatch"
+NOT_FINITE = "NotFinite"
+ENTROPY_COLLAPSED = "EntropyCollapsed"
+ENTROPY_EXPLODED = "EntropyExploded"
+KL_RUNAWAY = "KLRunaway"
+TRUNCATED = "ResponsesTruncated"
+RESPONSES_EQUAL = "ResponsesEqual"
+REWARDS_EQUAL = "RewardsEqual"
+GROUPS_EQUAL = "GroupRewardsEqual"
+CLIPPED = "RewardsClipped"
+# The worst first.
+REASONS = (
+    MISMATCH,
+    NOT_FINITE,
+    KL_RUNAWAY,
+    ENTROPY_COLLAPSED,
+    ENTROPY_EXPLODED,
+    TRUNCATED,
+    RESPONSES_EQUAL,
+    REWARDS_EQUAL,
+    GROUPS_EQUAL,
+    CLIPPED,
+)
+
+
+class UnhealthyError(Exception):
+    """The run ends because of an iteration's health; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason`: one of REASONS. `stops`: nothing learnt from the iteration is true, so the run ends whatever
+    failurePolicy says."""
+
+    reason: str
+    message: str
+    stops: bool = False
+
+    def as_json(self) -> dict[str, str]:
+        return {"reason": self.reason, "message": self.message}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of the job decides which verdicts make sense.
+
+    `comparable`: trainers compare with log-probabilities at temperature 1, of which the rollouts' are.
+    `exact`: nothing random lies between them, so a mismatch is an error. `grouped`: advantages come from rewards
+    within a prompt's samples. `max_tokens`: the longest response."""
+
+    comparable: bool = True
+    exact: bool = True
+    grouped: bool = False
+    max_tokens: int = 0
+
+    @staticmethod
+    def of(spec: RLHFJobSpec) -> Rules:
+        lora = spec.models.actor.lora
+        return Rules(
+            comparable=spec.generation.temperature == 1.0 or spec.ppo.old_log_probs != "Rollout",
+            exact=lora is None or lora.dropout == 0.0,
+            grouped=spec.ppo.advantage in ("grpo", "rloo") and spec.ppo.advantage_function is None,
+            max_tokens=spec.generation.max_tokens,
+        )
+
+
+def judge(
+    metrics: Mapping[str, float], first: Mapping[str, float], previous: Mapping[str, float], rules: Rules
+) -> list[Verdict]:
+    """What is wrong with an iteration, the worst first; nothing for a healthy one.
+
+    `metrics`: its row of history.jsonl. `first`, `previous`: those of the first iteration that has an entropy and of
+    the one before; empty where there is none. A metric that is missing is not judged."""
+    verdicts = [
+        _mismatch(metrics, rules),
+        _not_finite(metrics),
+        _kl(metrics, previous),
+        _entropy(metrics, first),
+        _truncated(metrics, rules),
+        _responses_equal(metrics),
+        _groups_equal(metrics) if rules.grouped else _rewards_equal(metrics),
+        _clipped(metrics),
+    ]
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+def kl_per_token(metrics: Mapping[str, float]) -> float | None:
+    """Nats; None where the row lacks it."""
+    kl, length = metrics.get("kl"), metrics.get("response_length")
+    if kl is None or not length or not math.isfinite(kl):
+        return None
+    return kl / length
+
+
+def _mismatch(metrics: Mapping[str, float], rules: Rules) -> Verdict | None:
+    found = metrics.get("mismatch_abs")
+    if found is None or not rules.comparable or found <= MISMATCH_NATS:
+        return None
+    return Verdict(
+        MISMATCH,
+        f"rollouts and trainers disagree about the sampled tokens by {found:.3g} nats per token before the first update"
+        f" (at most {MISMATCH_NATS} is rounding), so the servers do not serve the weights that are trained; look in the"
+        " rollouts' logs for weights that failed to load, and at the groups' dtype and vllmArgs",
+        stops=rules.exact,
+    )
+
+
+def _not_finite(metrics: Mapping[str, float]) -> Verdict | None:
+    bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    if not bad:
+        return None
+    named = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+    return Verdict(
+        NOT_FINITE,
+        f"not finite: {named}; look at the rewards of this iteration's samples, and lower the learning rates",
+    )
+
+
+def _kl(metrics: Mapping[str, float], previous: Mapping[str, float]) -> Verdict | None:
+    now, before = kl_per_token(metrics), kl_per_token(previous)
+    if now is None:
+        return None
+    text = f"KL to the reference is {metrics['kl']:.3g} nats per sample, {now:.2g} per token"
+    advice = "raise ppo.kl.coef or lower actorOptimizer.learningRate, and read some responses"
+    if abs(now) > KL_NATS_PER_TOKEN:
+        return Verdict(
+            KL_RUNAWAY,
+            f"{text} (healthy: at most {KL_NATS_PER_TOKEN:g}): the policy has left what the reference could say; "
+            f"{advice}",
+        )
+    if before is not None and now > KL_JUMP_FROM_NATS_PER_TOKEN and now > KL_JUMP * abs(before):
+        return Verdict(KL_RUNAWAY, f"{text}, over {KL_JUMP:g} times the {before:.2g} of the iteration before; {advice}")
+    return None
+
+
+def _entropy(metrics: Mapping[str, float], first: Mapping[str, float]) -> Verdict | None:
+    now, begun = metrics.get("entropy"), first.get("entropy")
+    if now is None or not math.isfinite(now):
+        return None
+    since = f", {begun:.3g} in the first iteration" if begun is not None else ""
+    text = f"entropy is {now:.3g} nats per token{since}"
+    if now < max(ENTROPY_LEAST_NATS, ENTROPY_LEAST_SHARE * (begun or 0.0)):
+        return Verdict(
+            ENTROPY_COLLAPSED,
+            f"{text}: all samples of a prompt become the same, and nothing new is tried; raise ppo.entropyCoef or "
+            "ppo.kl.coef, or lower actorOptimizer.learningRate",
+        )
+    if begun is not None and now > max(ENTROPY_MOST_FACTOR * begun, begun + ENTROPY_MOST_MORE_NATS):
+        return Verdict(
+            ENTROPY_EXPLODED,
+            f"{text}: the policy turns into noise; lower actorOptimizer.learningRate or ppo.entropyCoef, and read some "
+            "responses",
+        )
+    return None
+
+
+def _truncated(metrics: Mapping[str, float], rules: Rules) -> Verdict | None:
+    finished = metrics.get("finished_fraction")
+    if finished is None or not finished < FINISHED_SHARE:
+        return None
+    which = "no response" if finished == 0 else f"only {finished:.1%} of the responses"
+    return Verdict(
+        TRUNCATED,
+        f"{which} ended before generation.maxTokens ({rules.max_tokens}); raise it, set ppo.missingEosPenalty, or "
+        "check that the tokenizer's end token is the one that the model learnt",
+    )
+
+
+def _responses_equal(metrics: Mapping[str, float]) -> Verdict | None:
+    samples, distinct = metrics.get("samples", 0.0), metrics.get("distinct_responses")
+    if distinct is None or samples < 2 or distinct > 1:
+        return None
+    return Verdict(
+        RESPONSES_EQUAL,
+        f"all {samples:.0f} responses are the same, so there is nothing to compare; look at the samples, at "
+        "generation.temperature and at what the reward prefers",
+    )
+
+
+def _rewards_equal(metrics: Mapping[str, float]) -> Verdict | None:
+    low, high = metrics.get("reward_min"), metrics.get("reward_max")
+    if low is None or low != high or metrics.get("samples", 0.0) < 2:
+        return None
+    return Verdict(
+        REWARDS_EQUAL,
+        f"all rewards are {low:.4g}, so no response is better than another; look at the reward function or model, "
+        "and at ppo.rewardClip",
+    )
+
+
+def _groups_equal(metrics: Mapping[str, float]) -> Verdict | None:
+    share = metrics.get("equal_reward_groups")
+    if share is None or share < EQUAL_GROUPS_SHARE:
+        return None
+    return Verdict(
+        GROUPS_EQUAL,
+        f"in {share:.0%} of the prompts all samples have the same reward (healthy: below {EQUAL_GROUPS_SHARE:.0%}), "
+        "and nothing is learnt from those; choose prompts that are neither too easy nor too hard, more "
+        "samplesPerPrompt, or a reward with finer steps",
+    )
+
+
+def _clipped(metrics: Mapping[str, float]) -> Verdict | None:
+    share = metrics.get("reward_clipped", 0.0)
+    if not share > CLIPPED_SHARE:
+        return None
+    return Verdict(
+        CLIPPED,
+        f"{share:.0%} of the rewards lie beyond ppo.rewardClip and count as it (healthy: at most {CLIPPED_SHARE:.0%}), "
+        "so the best and the good look alike; raise it, or set it to null",
+    )

@@ -1,0 +1,1 @@
+"""The iterations: what is drawn, scored, learnt and published, in which order."""

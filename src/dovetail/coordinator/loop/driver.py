@@ -1,0 +1,24 @@
+"""The whole job, on the engines' API: the stages of the manifest, one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.coordinator.loop.engines import Engines
+from dovetail.manifest.types import Stage
+
+
+async def run_job(engines: Engines) -> dict[str, Any]:
+    """SFT, reward model and PPO as the manifest says, from wherever the store says the job is. Returns the summary."""
+    stages = engines.spec.stages
+    await engines.check_rewards()
+    if Stage.SFT in stages:
+        await engines.run_sft()
+    if Stage.REWARD in stages:
+        await engines.run_reward()
+    if Stage.PPO in stages:
+        await engines.begin_ppo()
+        while engines.iteration < engines.spec.ppo.iterations:
+            experience = await engines.generate_experience()
+            await engines.train(experience)
+    return await engines.finish()

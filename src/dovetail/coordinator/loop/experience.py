@@ -1,0 +1,141 @@
+"""One iteration's finished and scored samples: what PPO trains on, kept on disk until a checkpoint covers it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.store.samples import Sample
+from dovetail.coordinator.telemetry.summary import write_whole
+from dovetail.protocol.wire import Arrays, pack
+
+FloatArray = NDArray[np.float32]
+
+
+@dataclass
+class Experience:
+    """Samples of one iteration, in order of (prompt, sample).
+
+    `arrays` follow docs/architecture.md, "Batches", ppo: tokens (N,T), scores (N,), ... You may change `scores`, and
+    set `advantages` and `returns` (both (N,R) float32) to replace the job's own estimator."""
+
+    iteration: int
+    prompts: list[str]
+    responses: list[str]
+    arrays: Arrays
+    fields: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def scores(self) -> FloatArray:
+        """Reward of each sample, (N,) float32."""
+        return self.arrays["scores"].astype(np.float32)
+
+    @scores.setter
+    def scores(self, value: Sequence[float] | FloatArray) -> None:
+        array = np.asarray(value, np.float32)
+        if array.shape != (len(self.responses),):
+            raise ValueError(f"scores must have shape ({len(self.responses)},), not {array.shape}")
+        self.arrays["scores"] = array
+
+    @property
+    def kl(self) -> FloatArray:
+        """KL of each sample against the reference, (N,) float32, nats: sum of log-probability differences (k1)."""
+        return kl_per_sample(self.arrays)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int32]:
+        return self.arrays["response_lengths"].astype(np.int32)
+
+    def set_advantages(self, advantages: FloatArray, returns: FloatArray) -> None:
+        """Both (N,R) float32; entries after a response's end are ignored."""
+        shape = self.arrays["rollout_logprobs"].shape
+        for name, value in (("advantages", advantages), ("returns", returns)):
+            if value.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, not {value.shape}")
+            self.arrays[name] = np.asarray(value, np.float32)
+
+
+def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
+    """Scored samples as the arrays of docs/architecture.md, "Batches", ppo; `groups` are the prompts' positions."""
+    arrays = ppo_batch([s.prompt_tokens for s in samples], [s.tokens for s in samples], pad)
+    longest = max(len(s.tokens) for s in samples)
+
+    def per_token(rows: Sequence[FloatArray]) -> FloatArray:
+        result = np.zeros((len(rows), longest), np.float32)
+        for target, row in zip(result, rows, strict=True):
+            target[: len(row)] = row
+        return result
+
+    arrays["rollout_logprobs"] = per_token([s.logprobs for s in samples])
+    references = [s.ref_logprobs for s in samples if s.ref_logprobs is not None]
+    if references:
+        arrays["ref_logprobs"] = per_token(references)
+    values = [s.values for s in samples if s.values is not None]
+    if values:
+        arrays["values"] = per_token(values)
+    arrays["scores"] = np.array([s.reward for s in samples], np.float32)
+    arrays["groups"] = np.array([s.key.prompt for s in samples], np.int32)
+    arrays["finished"] = np.array([s.finished for s in samples], np.uint8)
+    return arrays
+
+
+def kl_per_sample(arrays: Arrays) -> FloatArray:
+    """Sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32; zeros without a reference."""
+    lengths = arrays["response_lengths"].astype(np.int32)
+    logprobs = arrays["rollout_logprobs"].astype(np.float32)
+    if "ref_logprobs" not in arrays:
+        return np.zeros(len(lengths), np.float32)
+    mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
+    difference = np.where(mask, logprobs - arrays["ref_logprobs"].astype(np.float32), 0.0)
+    return np.asarray(difference.sum(axis=1), np.float32)
+
+
+class ExperienceFiles:
+    """Batches `ppo/<iteration>` as files, written whole or not at all, so that a step can be replayed bit for bit."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir / "experience"
+        self._known: dict[int, str] = {}
+        self._dir.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, iteration: int) -> Path:
+        return self._dir / f"{iteration:06d}.safetensors"
+
+    def write(self, iteration: int, arrays: Arrays) -> str:
+        """On the disk on return; returns the content's digest."""
+        data = pack(arrays)
+        write_whole(self._path(iteration), data)
+        self._known[iteration] = digest = hashlib.sha256(data).hexdigest()
+        return digest
+
+    def read(self, iteration: int, digest: str | None = None) -> bytes:
+        """Raises KeyError when the iteration has not been stored, or was forgotten after a checkpoint, and ValueError
+        with a sentence when the file is not what `digest` says."""
+        try:
+            data = self._path(iteration).read_bytes()
+        except FileNotFoundError:
+            raise KeyError(f"ppo/{iteration}") from None
+        if digest is not None and self._known.get(iteration) != digest:
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ValueError(
+                    f"{self._path(iteration)} is damaged or of another run: its content is not what the run stored; "
+                    "put a copy of the file back, or start a new run"
+                )
+            self._known[iteration] = digest
+        return data
+
+    def has(self, iteration: int) -> bool:
+        """Whether the iteration is stored."""
+        return self._path(iteration).is_file()
+
+    def forget_through(self, iteration: int) -> None:
+        """Drop iterations up to and including this one: a checkpoint covers them."""
+        for path in self._dir.glob("*.safetensors"):
+            if int(path.stem) <= iteration:
+                path.unlink(missing_ok=True)

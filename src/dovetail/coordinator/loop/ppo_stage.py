@@ -1,0 +1,269 @@
+"""The PPO stage: one iteration is generation, inference, training, weights; a checkpoint now and then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.health.health import UnhealthyError, Verdict
+from dovetail.coordinator.health.health_watch import HealthWatch
+from dovetail.coordinator.loop.experience import Experience
+from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.loop.kl import KLController
+from dovetail.coordinator.loop.ppo import (
+    StepFacts,
+    iteration_metrics,
+    mean_kl,
+    optimizer_steps,
+    other_seconds,
+    ppo_step,
+)
+from dovetail.coordinator.loop.schedule_words import applies, scheduled
+from dovetail.coordinator.telemetry import clock
+from dovetail.coordinator.telemetry.summary import mean_ci95
+from dovetail.coordinator.trainers.trainer_session import StagePlan
+from dovetail.manifest.critic import has_critic
+from dovetail.manifest.types import Stage
+from dovetail.planner.deviation import Expected, PlanCheck
+from dovetail.protocol.messages import CommandResult, Span, Step
+from dovetail.protocol.wire import Arrays, unpack
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.loop.engines import Engines
+    from dovetail.coordinator.loop.scheduling import Scheduling
+    from dovetail.protocol.plan import Layout
+
+
+class PPOStage:
+    """Everything of it that must survive the coordinator is in the store: ppo/progress (last step and KL coefficient),
+    ppo/<iteration>/facts (what the step needs to be replayed), ppo/totals."""
+
+    def __init__(self, engines: Engines, maker: ExperienceMaker) -> None:
+        self._engines = engines
+        self._spec = engines.spec
+        self._maker = maker
+        self._saving: asyncio.Task[None] | None = None
+        self._scheduling: Scheduling | None = None
+        self._placing: asyncio.Task[None] | None = None
+        self._verdicts: list[Verdict] = []
+        self._check: PlanCheck | None = None
+        if (predicted := engines.plan.prediction) is not None:
+            self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
+        if applies(engines.spec, engines.plan):
+            from dovetail.coordinator.loop.scheduling import Scheduling
+
+            self._scheduling = Scheduling(
+                engines.spec, engines.plan, engines.store, engines.settings.run_dir, engines.log
+            )
+            # Beside the stages before PPO: the first search compiles its kernels.
+            self._placing = asyncio.create_task(self._scheduling.begin())
+
+    async def close(self) -> None:
+        """Let go of a checkpoint and a search under way."""
+        for task in (self._saving, self._placing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def begin(self) -> None:
+        """Load actor and critic and bring their weights to the rollouts and scorers."""
+        progress = self._engines.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
+        self._health = HealthWatch(self._spec, self._engines.store, self._engines.log, self._engines.metrics.unhealthy)
+        self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
+        models = {"actor": self._engines.sources.policy()}
+        if has_critic(self._spec):
+            models["critic"] = self._engines.sources.critic()
+        if self._placing is not None:
+            await self._placing
+        again = self._engines.plan.recomputed(Stage.PPO)
+        self._engines.session.begin(
+            StagePlan(
+                Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again, self._can_replay
+            ),
+            int(progress["step"]),
+        )
+        self._engines.progress.update(
+            state="running",
+            stage="ppo",
+            iteration=self._engines.iteration,
+            total_iterations=self._spec.ppo.iterations,
+            phase="weights",
+            message="waiting for rollouts to take the first weights",
+            health=self._health.status(),
+        )
+        self._record_interrupted(self._engines.iteration)
+        await self._engines.sync.publish(self._engines.iteration)
+        self._engines.timeline.begin()
+
+    async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+        """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
+
+        What the store already holds of the iteration (after a crash) is not done again."""
+        iteration = self._engines.iteration + 1
+        self._engines.progress.update(iteration=iteration, message="")
+        prepared = self._engines.prepared
+        if prompts is None:
+            records = prepared.prompts(iteration)
+        else:
+            records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
+        return await self._maker.make(iteration, records)
+
+    async def train(self, experience: Experience) -> dict[str, float]:
+        """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
+        iteration = experience.iteration
+        if iteration != self._engines.iteration + 1:
+            raise ValueError(f"experience of iteration {iteration} given, {self._engines.iteration + 1} expected")
+        if self._engines.store.get(f"ppo/{iteration}/facts") is None:
+            warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
+            schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
+            facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
+            digest = self._engines.files.write(iteration, experience.arrays)
+            self._engines.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
+        self._maker.in_batch(iteration)
+        with self._engines.timeline.phase("training"):
+            self._engines.progress.update(phase="training")
+            await self._saved()
+            await self._maker.rest()
+            result = await self._engines.session.run_step()
+            self._engines.timeline.add(result.spans)
+            if self._scheduling is not None:
+                self._scheduling.learn(result)
+            self._refuse_untrue(iteration, experience.arrays, result)
+            kl = mean_kl(experience.arrays, result.metrics, self._spec.generation.temperature)["mean"]
+            self._kl.update(kl, len(experience.responses))
+            self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
+            self._maker.trained(iteration)
+        with self._engines.timeline.phase("weights"):
+            self._engines.progress.update(phase="weights")
+            await self._engines.sync.publish(iteration)
+        if iteration % self._spec.checkpoint.every_steps == 0:
+            # The trainers have nothing to do while the next iteration's samples are generated.
+            self._saving = asyncio.create_task(self._checkpoint(iteration))
+        metrics = self._close(iteration, experience.arrays, result)
+        try:
+            self._health.check(iteration, self._verdicts)
+        except UnhealthyError:
+            await self._saved()  # for --resume
+            raise
+        return metrics
+
+    def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
+        """Raise UnhealthyError if nothing learnt from the iteration is true; it has not happened then, for a run that
+        is taken up again."""
+        metrics = iteration_metrics(arrays, result.metrics, {}, None, self._spec.generation.temperature)
+        untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
+        if not untrue:
+            return
+        self._engines.history.add(Stage.PPO, iteration, metrics)
+        self._engines.progress.update(metrics=metrics, health=self._health.note(iteration, metrics, untrue))
+        self._engines.store.put(f"ppo/{iteration}/facts", None)
+        self._maker.discard(iteration)
+        self._health.check(iteration, untrue)
+
+    async def _checkpoint(self, iteration: int) -> None:
+        started = clock.now()
+        await self._engines.session.save()
+        # An older checkpoint is kept in case this one is damaged, and so are the batches since.
+        self._engines.files.forget_through(self._engines.session.oldest(Stage.PPO))
+        self._engines.store.samples.forget_before(iteration)
+        span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=clock.now())
+        self._engines.timeline.add([span])
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint under way, if any; its error is raised here."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
+        """Account for a finished iteration and begin the next."""
+        engines, timeline = self._engines, self._engines.timeline
+        wall = clock.now() - timeline.started
+        phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
+        engines.results.add_iteration(len(arrays["scores"]), wall, phases)
+        metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts)
+        gauges = engines.metrics
+        for name, seconds in phases.items():
+            gauges.phase_seconds.labels(name).inc(seconds)
+        gauges.iteration_seconds.observe(wall)
+        if self._check is not None:
+            self._compare(self._check, wall, phases)
+        gauges.rate.set(metrics["samples_per_second"])
+        timeline.write(iteration)
+        timeline.begin()
+        return metrics
+
+    def _compare(self, check: PlanCheck, wall: float, phases: Mapping[str, float]) -> None:
+        """Say so when iterations take other times than the plan says, and what is expected of the next."""
+        before = check.problem
+        check.observe(wall, phases)
+        if check.problem is not None and check.problem != before:
+            self._engines.log("plan.off", problem=check.problem)
+        told = {"expected_iteration_seconds": check.expected.seconds, "problem": check.problem}
+        self._engines.progress.update(plan=told)
+
+    def _record(
+        self,
+        iteration: int,
+        arrays: Arrays,
+        result: CommandResult,
+        phases: Mapping[str, float],
+        wall_seconds: float | None,
+        more: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
+        engines = self._engines
+        temperature = self._spec.generation.temperature
+        metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds, temperature), **(more or {})}
+        engines.history.add(Stage.PPO, iteration, metrics)
+        for when in ["first"] * (iteration == 1) + ["last"]:
+            engines.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
+            engines.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
+        self._verdicts = self._health.judge(iteration, metrics)
+        health = self._health.note(iteration, metrics, self._verdicts)
+        gauges = engines.metrics
+        gauges.reward.set(metrics["reward"])
+        gauges.kl.set(metrics["kl"])
+        gauges.weight_version.set(iteration)
+        gauges.stage_step.labels("ppo").set(iteration)
+        gauges.steps.labels("ppo").inc()
+        engines.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)
+        told = {"health": ", ".join(v.reason for v in self._verdicts) or "healthy"}
+        engines.log("iteration.finished", iteration=iteration, **told, **{k: round(v, 5) for k, v in metrics.items()})
+        engines.store.put("ppo/recorded", iteration)
+        return metrics
+
+    def _record_interrupted(self, iteration: int) -> None:
+        """A coordinator that died between the step and its records: make them now."""
+        if iteration == 0 or (self._engines.store.get("ppo/recorded") or 0) >= iteration:
+            return
+        result = self._engines.session.result_of(f"ppo/{iteration}/step")
+        self._record(iteration, unpack(self._engines.files.read(iteration)), result, {}, None)
+
+    def _can_replay(self, first: int, last: int) -> bool:
+        store, files = self._engines.store, self._engines.files
+        return all(files.has(i) and store.get(f"ppo/{i}/facts") is not None for i in range(first + 1, last + 1))
+
+    def _layouts(self) -> dict[str, Layout]:
+        return {} if self._scheduling is None else self._scheduling.layouts
+
+    def _ppo_step(self, iteration: int) -> Step:
+        facts = StepFacts(**self._engines.store.get(f"ppo/{iteration}/facts"))
+        step = ppo_step(self._spec, self._engines.plan, iteration, facts, self._layouts())
+        step = self._engines.settled.settle(step)
+        return scheduled(step, facts.schedule, self._engines.plan.world_size)
+
+    async def finish(self) -> None:
+        """Export the trained models."""
+        await self._saved()
+        if self._scheduling is not None:
+            await self._scheduling.close()
+        self._engines.progress.update(phase="export", message="exporting models")
+        folder = self._engines.settings.run_dir / "models"
+        await self._engines.session.export("actor", folder / "actor")
+        if self._spec.ppo.ema is not None:
+            await self._engines.session.export("ema", folder / "actor-ema")
+        if has_critic(self._spec):
+            await self._engines.session.export("critic", folder / "critic")

@@ -1,0 +1,95 @@
+"""Where an iteration's fusion shows: metrics, timeline, summary and history."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from dovetail.coordinator.fusion.account import StageAccount, account, totals
+from dovetail.coordinator.fusion.fusion import StageFusion, rollout_of
+from dovetail.coordinator.generation.work import Generated
+from dovetail.protocol.messages import Span
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.loop.engines import Engines
+
+TOTALS = "ppo/fusion/totals"
+LEFT = "samples left"
+
+
+def record(
+    engines: Engines, iteration: int, fusion: StageFusion, done: Generated, begun: float, generated: float
+) -> dict[str, float]:
+    """`begun`, `generated`: when the stage began and its last sample was generated, seconds since the epoch; it ends
+    now. Returns the iteration's `fusion_...` metrics."""
+    timeline = engines.timeline
+    by_rollout: dict[str, list[Span]] = {}
+    for span in timeline.spans("inference"):
+        if span.process != "coordinator":
+            by_rollout.setdefault(rollout_of(span.process), []).append(span)
+    scorers = len(engines.fleet.instances("scorer"))
+    found = account(begun, generated, time.time(), done.spans, by_rollout, scorers)
+    _on_timeline(engines, fusion, done, by_rollout, generated)
+    _in_metrics(engines, fusion, done, found)
+    facts = {
+        "fusion_migrated": float(len(done.migrations)),
+        "fusion_hidden_seconds": found.hidden,
+        "fusion_saved_seconds": found.saved,
+        "fusion_stage_seconds": found.seconds,
+    }
+    sums = {"samples_migrated": facts["fusion_migrated"], "seconds_hidden": found.hidden, "seconds_saved": found.saved}
+    sums["stage_seconds"] = found.seconds
+    decision = fusion.decision
+    if decision is not None:
+        if decision.threshold is not None:
+            facts["fusion_threshold"] = float(decision.threshold)
+        facts["fusion_predicted_seconds"] = decision.fused_seconds
+        facts["fusion_predicted_saved_seconds"] = decision.serial_seconds - decision.fused_seconds
+        sums["predicted_seconds_saved"] = facts["fusion_predicted_saved_seconds"]
+        sums["predicted_stage_seconds"] = decision.fused_seconds
+    sums = totals(engines.store.get(TOTALS), sums)
+    engines.store.put(TOTALS, sums)
+    setting = engines.spec.plan.inter_stage_fusion
+    engines.results.fact("fusion", {"setting": setting, "threshold": fusion.threshold, **sums})
+    engines.log("fusion.done", iteration=iteration, **{k: round(v, 4) for k, v in facts.items()})
+    return facts
+
+
+def _on_timeline(
+    engines: Engines, fusion: StageFusion, done: Generated, by_rollout: dict[str, list[Span]], generated: float
+) -> None:
+    timeline = engines.timeline
+    timeline.count(LEFT, done.tail)
+    early = [s.start for spans in by_rollout.values() for s in spans if s.start < generated]
+    if early:
+        args = {"threshold": fusion.threshold, "destinations": ", ".join(fusion.destinations)}
+        start = min(early)
+        span = Span(name="overlap", process="coordinator", lane="fusion", start=start, end=generated, args=args)
+        timeline.add([span])
+    timeline.add(
+        Span(
+            name="migration",
+            process=m.destination,
+            lane="migrations",
+            start=m.ended - m.seconds,
+            end=m.ended,
+            args={"from": m.source, "mechanism": m.mechanism, "reason": m.reason, "tokens": m.tokens},
+        )
+        for m in done.migrations
+    )
+
+
+def _in_metrics(engines: Engines, fusion: StageFusion, done: Generated, found: StageAccount) -> None:
+    metrics = engines.metrics
+    for m in done.migrations:
+        metrics.migrations.labels(m.mechanism, m.reason).inc()
+        metrics.migration_bytes.labels(m.mechanism).inc(m.nbytes)
+        metrics.migration_seconds.labels(m.mechanism).observe(m.seconds)
+    metrics.fusion_threshold.set(-1 if fusion.threshold is None else fusion.threshold)
+    metrics.fusion_seconds.labels("measured").set(found.seconds)
+    if fusion.decision is not None:
+        metrics.fusion_seconds.labels("predicted").set(fusion.decision.fused_seconds)
+        metrics.fusion_seconds.labels("predicted_serial").set(fusion.decision.serial_seconds)
+    metrics.hidden_seconds.inc(found.hidden)
+    for name, seconds in found.idle.items():
+        metrics.idle_seconds.labels(name).inc(seconds)

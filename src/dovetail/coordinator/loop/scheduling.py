@@ -1,0 +1,292 @@
+"""The schedule of actor and critic training during a job: chosen before the first iteration, refined by what the
+trainers measure, kept with each step so that a replay runs the same.
+
+Made only where there is something to choose (`schedule_words.applies`): the search loads numba."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.coordinator.loop.ppo import optimizer_steps
+from dovetail.coordinator.loop.schedule_words import Chosen, write_words
+from dovetail.coordinator.telemetry.summary import write_json
+from dovetail.manifest.types import RLHFJobSpec, Role, Stage
+from dovetail.pipelines.choose import Choice
+from dovetail.pipelines.export import document
+from dovetail.pipelines.families import DEDICATED, FAMILIES, Family, family_of
+from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
+from dovetail.pipelines.schedule import Schedule
+from dovetail.pipelines.search import Effort
+from dovetail.planner.division import divisions, same_batches
+from dovetail.planner.training import (
+    PINS,
+    Times,
+    choose_dedicated,
+    choose_schedule,
+    mini_batches_together,
+    placeable,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
+from dovetail.protocol.messages import CommandResult
+from dovetail.protocol.plan import Layout, Plan
+from dovetail.protocol.profile import Profile
+
+# A schedule is replaced between iterations when the new one is faster by this part; ranks are divided between the
+# models only for as much, since a job then keeps to that.
+HYSTERESIS = 0.03
+PROFILE = "profile.json"
+SEARCH_SECONDS = 5.0
+SPLIT_AGAIN = "a split backward would make a layer's activations again for every weight (spec.plan.recompute)"
+
+
+class Records(Protocol):
+    """The parts of the store used here."""
+
+    def get(self, key: str) -> Any: ...
+    def put(self, key: str, value: object) -> None: ...
+
+
+class Scheduling:
+    """Chooses among the families that plan.intraStageFusion allows and that run where the critic's stages are."""
+
+    def __init__(
+        self, spec: RLHFJobSpec, plan: Plan, records: Records, run_dir: Path, log: Callable[..., None]
+    ) -> None:
+        self._spec, self._plan, self._records, self._log = spec, plan, records, log
+        self._path = run_dir / "schedule.json"
+        self._times = Times()
+        self._again = plan.recomputed(Stage.PPO)
+        self._times.expect(plan.activation_bytes, self._again)
+        self._current: Schedule | None = None
+        self._choosing: asyncio.Task[None] | None = None
+        self._learned = 0
+        self._peak_bytes = 0.0
+        self._seconds: list[float] = []
+        self._layouts: dict[str, Layout] = {}
+        self._reverse: bool | None = None
+        self._apart = False  # each model has ranks of its own
+        self._allowed = PINS["Dedicated" if plan.apart else spec.plan.intra_stage_fusion]
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Where the stages of actor and critic are."""
+        return self._layouts
+
+    async def begin(self) -> None:
+        """Choose the first schedule, and with it the placement of the critic's stages, which the job keeps."""
+        kept = self._records.get("ppo/placement")
+        if isinstance(kept, dict):
+            own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
+            self._place(bool(kept["reverse"]), own)
+        self._assume()
+        await asyncio.to_thread(self._choose, self._times)
+        apart = {name: layout.model_dump() for name, layout in self._layouts.items()} if self._apart else {}
+        self._records.put("ppo/placement", {"reverse": bool(self._reverse), "apart": apart})
+
+    async def current(self) -> Chosen | None:
+        """The schedule of the next iteration. Nothing waits for a search under way: what it finds counts later."""
+        if self._choosing is not None and self._choosing.done():
+            await self.close()
+        current = self._current
+        if current is None:
+            return None
+        lists = rank_actions(current, self._layouts)
+        return Chosen(current.family, current.instance.problem.mini_batches, write_words(lists))
+
+    def learn(self, result: CommandResult) -> None:
+        """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule: after 1, 2,
+        4, 8, ... iterations, as each adds less to what is known and a search takes a core from the rollouts."""
+        if self._current is None or not result.times:
+            return
+        self._times.add(result.times, self._layouts)
+        self._learned += 1
+        self._peak_bytes = result.metrics.get("activation_peak_bytes", 0.0)
+        self._seconds = [
+            span.end - span.start
+            for span in result.spans
+            if span.process == "trainer-0" and span.lane == "phases" and span.name.startswith("mini-batch")
+        ]
+        if self._choosing is not None and self._choosing.done():
+            self._choosing.result()  # what went wrong there is raised here, as in `current`
+            self._choosing = None
+        if self._choosing is None and self._learned.bit_count() == 1:
+            self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times)))
+
+    async def close(self) -> None:
+        """Wait for a search under way, so that what it finds is in the report."""
+        if self._choosing is not None:
+            choosing, self._choosing = self._choosing, None
+            await choosing
+
+    # ------------------------------------------------------------ choice
+
+    def _assume(self) -> None:
+        """Begin with the run's profile.json (`dovetail run --profile`), where there is one that fits: its passes keep
+        all activations."""
+        if self._again:
+            return
+        try:
+            profile = Profile.model_validate_json((self._path.parent / PROFILE).read_text(encoding="utf-8"))
+            self._times.assume(profile, shared_layouts(self._plan.parallelism, False), self._spec.ppo.micro_batch_size)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            self._log("schedule.profile_ignored", reason=str(error))
+
+    def _place(self, reverse: bool, own: dict[str, Layout] | None = None) -> None:
+        self._reverse, self._apart = reverse, bool(own)
+        self._layouts = own or shared_layouts(self._plan.parallelism, reverse)
+
+    def _runs(self, family: str) -> bool:
+        """Whether a family runs where the stages are."""
+        if self._apart or family == DEDICATED.name:
+            return self._apart and family == DEDICATED.name
+        return placeable(FAMILIES[family], self._reverse)
+
+    def _limited(self) -> bool:
+        """On GPUs a job that fits with one model after the other must fit with both at once."""
+        return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
+
+    def _limit(self, problem: Problem, in_bytes: bool) -> float | None:
+        """The manifest's, where sizes are known to compare it with; else on GPUs, what serial 1F1B takes. None where
+        the plan gave each model ranks that 1F1B fits on."""
+        given = self._spec.plan.activation_memory
+        if given is not None and in_bytes:
+            return given * 2**30
+        if self._plan.apart:
+            return None
+        return serial_memory(problem) * (1 + 1e-6) if given is not None or self._limited() else None
+
+    def _refine(self, times: Times) -> None:
+        try:
+            self._choose(times)
+        except ProblemError as error:
+            self._log("schedule.kept", reason=str(error))
+
+    def _choose(self, times: Times) -> None:
+        """Evaluate every family with what is known; take the best one, if it gains enough."""
+        spec = self._spec
+        either = shared_layouts(self._plan.parallelism, False)
+        size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+        counts = {name: size // layout.dp for name, layout in either.items()}
+        together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
+        free, free_halves = (training_problem(either, counts, together, times, split=split) for split in (False, True))
+        in_bytes = times.complete("bytes", either, counts)
+        limit = self._limit(free, in_bytes)
+        problem, halves = (replace(p, memory_limit=limit) for p in (free, free_halves))
+        effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
+        pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
+        split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
+        names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
+        choice = choose_schedule(problem, halves, names, effort)
+        choice.refused.update(dict.fromkeys(split, SPLIT_AGAIN))
+        own = self._dedicated(choice, times, size, together, limit)
+        found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
+        if not found:
+            raise ProblemError(
+                f"spec.plan.intraStageFusion is {spec.plan.intra_stage_fusion}, but none of its schedules can run: "
+                + "; ".join(choice.refused.values())
+            )
+        if self._reverse is None:
+            family = self._placement(found)
+            self._place(family.reverse, own if family is DEDICATED else None)
+        here = {n: s for n, s in found.items() if self._runs(n)}
+        best = self._turned(min(here.values(), key=_rank), problem, halves, effort)
+        now = None if self._current is None else here.get(self._current.family)
+        if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
+            if self._current is None or best.family != self._current.family:
+                self._log("schedule.chosen", family=best.family, makespan=best.makespan, measured=times.measured)
+            self._current = best
+        else:
+            self._current = self._turned(now, problem, halves, effort)
+        self._write(choice, choose_schedule(free, free, ["serial"], effort, self._reverse).best, in_bytes)
+
+    def _dedicated(
+        self, choice: Choice, times: Times, size: int, together: int, limit: float | None
+    ) -> dict[str, Layout]:
+        """Add the schedule with ranks of its own for each model to the choice, or why there is none; returns the
+        layouts. Unless pinned, only where it changes neither micro-batches nor, on GPUs, what ranks hold."""
+        shared = self._plan.parallelism
+        if self._apart:
+            found = [self._layouts]
+        elif self._plan.apart:
+            found = [self._plan.apart]
+        else:
+            found = divisions(shared, size)
+            if self._spec.plan.intra_stage_fusion != "Dedicated":
+                found = [each for each in found if same_batches(shared, each)]
+        whole = math.lcm(shared["actor"].pp, shared["critic"].pp)
+        try:
+            schedule, layouts = choose_dedicated(found, size, together, times, whole, limit)
+        except ProblemError as error:
+            choice.refused[DEDICATED.name] = str(error)
+            return {}
+        choice.schedules[DEDICATED.name] = schedule
+        return layouts
+
+    def _placement(self, found: dict[str, Schedule]) -> Family:
+        """The family that decides where stages are: one with dedicated ranks must be worth it."""
+        best = min(found.values(), key=_rank)
+        shared = [s for s in found.values() if s.family != DEDICATED.name]
+        if best.family == DEDICATED.name and shared:
+            other = min(shared, key=_rank)
+            if self._limited() or best.makespan > other.makespan * (1 - HYSTERESIS):
+                best = other
+        return family_of(best.family)
+
+    def _turned(self, found: Schedule, problem: Any, halves: Any, effort: Effort) -> Schedule:
+        """A serial schedule, which runs either way, for the way that the stages are placed."""
+        if self._apart or found.instance.reverse == self._reverse:
+            return found
+        return choose_schedule(problem, halves, [found.family], effort, self._reverse).best
+
+    # ------------------------------------------------------------ report
+
+    def _write(self, choice: Choice, serial: Schedule, in_bytes: bool) -> None:
+        """schedule.json, for the report: every family's time and memory, and the timelines before and after."""
+        current = self._current
+        assert current is not None
+        write_json(
+            self._path,
+            {
+                "chosen": current.family,
+                "pinned": self._spec.plan.intra_stage_fusion,
+                "measured": self._times.measured,
+                "profiled": self._times.profiled,
+                "communication": float(current.instance.problem.latencies.max()),
+                "mini_batches": current.instance.problem.mini_batches,
+                "speedup": serial.makespan / current.makespan,
+                "serial_memory": serial.peak,
+                "memory": current.peak,
+                "memory_limit": current.instance.problem.memory_limit,
+                "in_bytes": in_bytes,
+                "measured_peak_bytes": self._peak_bytes,
+                "measured_seconds": statistics.median(self._seconds) if self._seconds else None,
+                "families": {
+                    name: {
+                        "makespan": found.makespan,
+                        "peak": found.peak,
+                        "description": family_of(name).description,
+                        "runs_here": name in self._allowed and self._runs(name),
+                    }
+                    for name, found in choice.schedules.items()
+                },
+                "refused": choice.refused,
+                "before": document(serial),
+                "after": document(current),
+            },
+        )
+
+
+def _rank(schedule: Schedule) -> tuple[float, float]:
+    return float(f"{schedule.makespan:.6g}"), schedule.peak

@@ -1,0 +1,165 @@
+"""The coordinator process: `python -m dovetail.coordinator.main`.
+
+Exit status: 0 the job succeeded, 3 it failed (the reason is in summary.json and the last log line), 143 it was told to
+stop, 1 anything else: started again, it goes on from its store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.health.failure import EXPLAINED, disk_full, is_final, sentence
+from dovetail.coordinator.health.health import UnhealthyError
+from dovetail.coordinator.loop.driver import run_job
+from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.store.results import leave
+from dovetail.coordinator.store.store import StoreError
+from dovetail.coordinator.telemetry.eventlog import EventLog
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.pulse import Pulse
+
+CRASHED = 1
+# In a pod: where its status gets the reason of a failure, or the last figures, from.
+TERMINATION_LOG = Path("/dev/termination-log")
+LAST_WORD_BYTES = 4000
+FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")
+
+
+def last_word(text: str) -> None:
+    """Leave `text` for the kubelet, which cuts it at 4096 bytes; outside of pods nothing happens."""
+    if TERMINATION_LOG.is_file():
+        with contextlib.suppress(OSError):
+            TERMINATION_LOG.write_text(text, encoding="utf-8")
+
+
+def final_figures(status: Mapping[str, Any]) -> str:
+    """The status as JSON, short enough for the kubelet to leave it whole."""
+    document = {**status, "instances": {}}
+    if len(json.dumps(document)) > LAST_WORD_BYTES:
+        metrics, health = status["metrics"], status["health"]
+        document["metrics"] = {name: metrics[name] for name in FIGURES if name in metrics}
+        document["health"] = {**health, "verdicts": health.get("verdicts", [])[:1]} if health else {}
+    return json.dumps(document)
+
+
+def verdict(status: Mapping[str, Any], error: Exception) -> str:
+    """A line before the sentence that ends a job: nobody may have asked for the status since the iteration."""
+    if not isinstance(error, UnhealthyError) or not status["health"]:
+        return ""
+    return json.dumps({"health": {**status["health"], "verdicts": status["health"]["verdicts"][:1]}}) + "\n"
+
+
+def _explain(error: Exception, run_dir: Path) -> str:
+    if not isinstance(error, EXPLAINED) and disk_full(error) is None:
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    return sentence(error, run_dir)
+
+
+def _let_go_of_logs() -> None:
+    """What a full disk did not take would make Python end with an exit code of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+
+
+def _text(path: Path) -> str:
+    """Raises StoreError where job.json or plan.json is lost."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is missing; `dovetail run` with the same manifest and --resume makes it again, and goes on from "
+            "the store"
+        ) from error
+
+
+async def _run(env: ProcessEnv, log: EventLog) -> int:
+    job = RLHFJob.model_validate_json(_text(env.job_file))
+    plan = Plan.model_validate_json(_text(env.plan_file))
+    settings = Settings(
+        run_dir=env.run_dir,
+        token=env.token,
+        host=env.host,
+        port=env.port,
+        base_dir=Path.cwd(),
+        pods=env.config_dir is not None,
+    )
+    engines = Engines(job.spec, plan, settings, log)
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    failed = False
+    beating = asyncio.create_task(Pulse.read().forever())
+    try:
+        async with engines:
+            try:
+                await engines.guard(run_job(engines))
+            except Exception as error:
+                if not is_final(error):
+                    raise
+                reason = _explain(error, env.run_dir)
+                engines.fail(reason)
+                last_word(verdict(engines.status(), error) + reason)
+                failed = True
+                return JOB_FAILED
+            last_word(final_figures(engines.status()))
+    except asyncio.CancelledError:
+        log("coordinator.stopped")
+        return 128 + signal.SIGTERM
+    except Exception:
+        if not failed:
+            raise
+        return JOB_FAILED  # closing what the failure left is not the cause
+    finally:
+        beating.cancel()
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; takes everything from the environment (docs/architecture.md)."""
+    del argv
+    try:
+        env = ProcessEnv.read()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        last_word(str(error))
+        return 2
+    env.run_dir.mkdir(parents=True, exist_ok=True)
+    log = EventLog(env.run_dir / "events.jsonl", env.name)
+    try:
+        return asyncio.run(_run(env, log))
+    except Exception as error:
+        reason = _explain(error, env.run_dir)
+        last_word(reason)
+        if not is_final(error):
+            log("coordinator.crashed", reason=reason)
+            return CRASHED
+        log("job.failed", reason=reason)
+        with contextlib.suppress(OSError):
+            leave(env.run_dir, "failed", reason)
+        return JOB_FAILED
+    finally:
+        log.close()
+        _let_go_of_logs()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

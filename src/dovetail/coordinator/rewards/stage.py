@@ -1,0 +1,214 @@
+"""The rewards of one iteration: functions are called as soon as what they need is finished, while others generate."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.rewards.calls import Call, Calls
+from dovetail.coordinator.scoring.lanes import Lanes
+from dovetail.coordinator.scoring.scoring import Finished, Inference, Scores
+from dovetail.coordinator.store.samples import Key, SampleTable, ScoreRow
+from dovetail.protocol.messages import Span
+
+
+def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
+    """The other fields of `chosen`, a list each: all that some of `records` has, None where one lacks it."""
+    names = sorted(set().union(*(r.fields for r in records)))
+    return {name: [r.fields.get(name) for r in chosen] for name in names}
+
+
+class Rewards:
+    """An async context manager, outside of which nothing is called. Every answer is stored at once, and what is stored
+    is not asked for again; so results depend neither on the timing of samples nor on the number of workers.
+
+    `text` decodes a response; `on_score` gets each sample's weighted sum; what it raises, `check` and `finish` raise.
+    `calls` must be open."""
+
+    def __init__(
+        self,
+        iteration: int,
+        calls: Calls,
+        samples: SampleTable,
+        records: Sequence[PromptRecord],
+        samples_per_prompt: int,
+        text: Callable[[Finished], str],
+        on_score: Callable[[Key, float], None],
+        on_span: Callable[[Span], None] = lambda _: None,
+    ) -> None:
+        self._iteration = iteration
+        self._calls = calls
+        self._samples = samples
+        self._records = records
+        self._per_prompt = samples_per_prompt
+        self._text, self._on_score, self._on_span = text, on_score, on_span
+        self._known = samples.rewards(iteration)
+        self._responses: dict[Key, str] = {}
+        self._groups: dict[int, list[Key]] = {}
+        self._left = 0
+        self._done = asyncio.Event()
+        self._done.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: Exception | None = None
+
+    async def __aenter__(self) -> Rewards:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def add(self, finished: Iterable[Finished]) -> None:
+        """Reward these, too."""
+        for sample in finished:
+            key = sample.key
+            self._responses[key] = self._text(sample)
+            group = self._groups.setdefault(key.prompt, [])
+            group.append(key)
+            self._left += 1
+            if self._error is None:
+                self._done.clear()
+            for number, function in enumerate(self._calls.functions):
+                if function.needs == "Sample":
+                    self._ask(number, [key])
+                elif len(group) == self._per_prompt:
+                    self._ask(number, sorted(group))
+            if self._whole(key):
+                self._settle(key)
+
+    def check(self) -> None:
+        """Raise what a call or `on_score` raised."""
+        if self._error is not None:
+            raise self._error
+
+    async def finish(self) -> None:
+        """Returns when all that was added has its score. Each call has its own deadline. Raises what `check` raises."""
+        await self._done.wait()
+        self.check()
+
+    def _whole(self, key: Key) -> bool:
+        return all(function.title in self._known.get(key, {}) for function in self._calls.functions)
+
+    def _ask(self, number: int, keys: list[Key]) -> None:
+        title = self._calls.functions[number].title
+        if all(title in self._known.get(key, {}) for key in keys):
+            return
+        task = asyncio.create_task(self._call(number, keys))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, number: int, keys: list[Key]) -> None:
+        function = self._calls.functions[number]
+        record = self._records[keys[0].prompt]
+        call = Call(
+            self._iteration,
+            keys[0].prompt,
+            [record.text] * len(keys),
+            [self._responses[key] for key in keys],
+            fields_of(self._records, [record] * len(keys)),
+            keys[0].sample if len(keys) == 1 and self._per_prompt > 1 else None,
+        )
+        try:
+            answer = await self._calls.rewards(number, call)
+            self._samples.add_rewards(function.title, dict(zip(keys, answer.rewards, strict=True)))
+            args = {"function": function.title, "prompt": call.prompt, "n": len(keys)}
+            self._on_span(
+                Span(
+                    name="reward function",
+                    process="coordinator",
+                    lane="reward",
+                    start=answer.started,
+                    end=answer.ended,
+                    args=args,
+                )
+            )
+            for key, reward in zip(keys, answer.rewards, strict=True):
+                self._known.setdefault(key, {})[function.title] = reward
+                if self._whole(key):
+                    self._settle(key)
+        except Exception as error:
+            self._error = self._error or error
+            self._done.set()
+
+    def _settle(self, key: Key) -> None:
+        known = self._known[key]
+        self._on_score(key, math.fsum(f.weight * known[f.title] for f in self._calls.functions))
+        self._left -= 1
+        if not self._left:
+            self._done.set()
+
+
+class Joined:
+    """A sample is stored as scored when it has both its scorers' answer and its reward, in whatever order they come."""
+
+    def __init__(self, samples: SampleTable, critic_version: int) -> None:
+        self._samples = samples
+        self._version = critic_version
+        self._scores: dict[Key, Scores] = {}
+        self._rewards: dict[Key, float] = {}
+
+    def scores(self, scores: list[Scores]) -> None:
+        self._scores.update((s.key, s) for s in scores)
+        self._store(s.key for s in scores)
+
+    def reward(self, key: Key, reward: float) -> None:
+        self._rewards[key] = reward
+        self._store([key])
+
+    def _store(self, keys: Iterable[Key]) -> None:
+        both = [key for key in keys if key in self._scores and key in self._rewards]
+        rows = [(self._scores.pop(key), self._rewards.pop(key)) for key in both]
+        self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, r, self._version) for s, r in rows)
+
+
+class WithRewards:
+    """Inference and reward functions behind the interface of inference alone."""
+
+    def __init__(self, inference: Inference | Lanes, rewards: Rewards) -> None:
+        self._inference = inference
+        self._rewards = rewards
+
+    async def __aenter__(self) -> WithRewards:
+        await self._rewards.__aenter__()
+        await self._inference.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._inference.__aexit__(kind, error, trace)
+        await self._rewards.__aexit__(kind, error, trace)
+
+    def add(self, samples: Iterable[Finished]) -> None:
+        """Score these, too."""
+        new = list(samples)
+        self._inference.add(new)
+        self._rewards.add(new)
+
+    def poke(self) -> None:
+        """Ask for scorers again."""
+        self._inference.poke()
+
+    def check(self) -> None:
+        """Raises what handling scores raised."""
+        self._inference.check()
+        self._rewards.check()
+
+    async def finish(self, deadline_seconds: float) -> None:
+        """Wait until everything that was added is scored; the deadline is the inference's."""
+        parts = [
+            asyncio.create_task(self._rewards.finish()),
+            asyncio.create_task(self._inference.finish(deadline_seconds)),
+        ]
+        try:
+            await asyncio.gather(*parts)
+        finally:
+            for part in parts:
+                part.cancel()

@@ -1,0 +1,111 @@
+"""One process that calls reward functions: `python -P -m dovetail.coordinator.rewards.worker PARENT`.
+
+JSON lines. In: first {"folder", "functions": [{"name", "field"}]}, then {"function": number, "prompts", "responses",
+"fields"}. Out: first {"ready": [{"file", "line", "needs"}]} or {"refused": sentence}; then {"rewards"}, {"wrong": what}
+or {"raised": ...} (`values.raised`). What functions print goes to stderr, and on SIGUSR1 the main thread's frames. It
+ends with its input, and with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TextIO
+
+from dovetail.coordinator.rewards.values import WrongRewards, checked, describe, raised
+from dovetail.manifest import callables
+
+_PR_SET_PDEATHSIG = 1
+# Their frames are not the user's.
+_OWN = {__file__, callables.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}
+_OWN.add(str(sys.modules["importlib"].__file__))
+
+
+def _pipes() -> tuple[TextIO, TextIO]:
+    """Requests and replies, on descriptors that functions and their children cannot write to by accident."""
+    requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _load(order: dict[str, Any]) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
+    """The functions, and what to answer."""
+    functions, ready = [], []
+    for wanted in order["functions"]:
+        name, field = wanted["name"], wanted["field"]
+        try:
+            function = callables.load_callable(name, field, order["folder"])
+            ready.append(describe(function))
+        except ValueError as error:
+            text = str(error)
+            return [], {"refused": text if text.startswith(field) else f"{field}: {name!r}: {text}"}
+        except BaseException as error:
+            found = raised(error, _OWN)
+            at = f"; last frames: {', '.join(found['frames'])}" if found["frames"] else ""
+            return [], {"refused": f"{field}: importing {name!r} raised {found['what']}{at}"}
+        functions.append(function)
+    return functions, {"ready": ready}
+
+
+def _call(function: Callable[..., Any], request: dict[str, Any], loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
+    try:
+        result = function(request["prompts"], request["responses"], **request["fields"])
+        if inspect.isawaitable(result):
+            result = loop.run_until_complete(_awaited(result))
+        return {"rewards": checked(result, len(request["responses"]))}
+    except WrongRewards as error:
+        return {"wrong": str(error)}
+    # SystemExit too: a function that calls sys.exit() must not look like a worker that came to its end.
+    except BaseException as error:
+        return {"raised": raised(error, _OWN)}
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _lines(file: TextIO) -> Iterator[dict[str, Any]]:
+    for line in iter(file.readline, ""):
+        yield json.loads(line)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until the input ends."""
+    (parent,) = sys.argv[1:] if argv is None else argv
+    _die_with(int(parent))
+    requests, replies = _pipes()
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    # Ctrl-C is for the coordinator, which ends this process itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    functions: list[Callable[..., Any]] = []
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    for number, request in enumerate(_lines(requests)):
+        if number == 0:
+            functions, reply = _load(request)
+        else:
+            reply = _call(functions[request["function"]], request, loop)
+        sys.stdout.flush()
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

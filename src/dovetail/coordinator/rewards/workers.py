@@ -1,0 +1,260 @@
+"""Worker processes that call the manifest's reward functions, one call at a time each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.coordinator.rewards import worker as worker_module
+from dovetail.coordinator.rewards.calls import Answer, Call, CallFailed, Function, RewardError
+from dovetail.coordinator.rewards.values import FRAMES
+from dovetail.manifest.types import RewardModel
+from dovetail.protocol.env import TOKEN
+
+# Imports of large libraries and models that a module loads take their time.
+START_SECONDS = 300.0
+# For a worker that is being ended: its last words, its exit status.
+END_SECONDS = 2.0
+LINE_BYTES = 1 << 26
+TAIL_LINES = 200
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+
+
+class _Gone(Exception):
+    """The process ended before it answered."""
+
+
+class _Worker:
+    """One process and its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._heard = asyncio.Event()
+        self._listening = asyncio.create_task(self._listen())
+
+    @staticmethod
+    async def start() -> _Worker:
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            worker_module.__name__,
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=LINE_BYTES,
+            # What it starts ends with it.
+            start_new_session=True,
+        )
+        return _Worker(process)
+
+    async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Its answer. Raises TimeoutError, and _Gone when it ends instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        async with asyncio.timeout(seconds):
+            try:
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                await self._process.stdin.drain()
+                line = await self._process.stdout.readline()
+            except (BrokenPipeError, ConnectionResetError):
+                line = b""
+        if not line.endswith(b"\n"):
+            raise _Gone
+        return dict(json.loads(line))
+
+    async def end(self) -> None:
+        """Kill it, and what it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
+                await self._listening
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def stack(self) -> list[str]:
+        """The last frames of the Python code it is in; none if it does not say."""
+        self._said.clear()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                while not self._frames(whole=True):
+                    self._heard.clear()
+                    await self._heard.wait()
+        return self._frames()
+
+    async def last_words(self) -> tuple[str, list[str]]:
+        """How it ended, as a verb phrase, and the frames that it was in, if it said."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
+                await self._listening
+        code = self._process.returncode
+        if code is None:
+            return "closed its worker process's pipe", []
+        if code >= 0:
+            return f"ended its worker process with exit code {code}", []
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"crashed its worker process ({name})", self._frames()
+
+    def _frames(self, whole: bool = False) -> list[str]:
+        """From faulthandler's words; `whole`: none unless it has said all of them."""
+        found: list[str] = []
+        for line in self._said:
+            if "(most recent call first)" in line:
+                found = []
+            match = _FRAME.search(line)
+            if match is None:
+                continue
+            file, number, name = match.groups()
+            if file == worker_module.__file__:
+                return found[:FRAMES][::-1]
+            if os.path.basename(os.path.dirname(file)) != "asyncio":
+                found.append(f"{file}:{number} in {name}")
+        return [] if whole else found[:FRAMES][::-1]
+
+    async def _listen(self) -> None:
+        """What functions print is the coordinator's log's."""
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(1 << 16):
+            text = chunk.decode(errors="replace")
+            print(text, end="", file=sys.stderr, flush=True)
+            lines = text.split("\n")
+            if self._said:
+                lines[0] = self._said.pop() + lines[0]
+            self._said.extend(lines)
+            self._heard.set()
+
+
+class Workers:
+    """Up to `reward.workers` processes, each started when it is first needed; one that fails is replaced.
+
+    Functions are found in `reward.import_path`, else in `folder`, before PYTHONPATH."""
+
+    def __init__(self, reward: RewardModel, folder: Path) -> None:
+        self._reward = reward
+        single = reward.functions is None
+        field = "spec.models.reward.function"
+        self._field = field if single else f"{field}s"
+        self._order = {
+            "folder": reward.import_path or str(folder),
+            "functions": [
+                {"name": f.function, "field": field if single else f"{field}s[{i}].function"}
+                for i, f in enumerate(reward.calls)
+            ],
+        }
+        self._free = asyncio.Semaphore(reward.workers)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        self._ready: Sequence[dict[str, Any]] = ()
+
+    async def open(self) -> list[Function]:
+        """Import the functions in a first worker. Raises RewardError."""
+        try:
+            self._idle.append(await self._start())
+        except CallFailed as error:
+            frames = f"; last frames: {', '.join(error.frames)}" if error.frames else ""
+            raise RewardError(f"{error.what}{frames}") from error
+        found = []
+        for function, ready in zip(self._reward.calls, self._ready, strict=True):
+            where = function.function if ready["file"] is None else f"{ready['file']}:{ready['line']}"
+            needs: Literal["Sample", "Group"] = function.needs or ready["needs"] or "Group"
+            found.append(Function(function.title, function.weight, where, needs))
+        return found
+
+    async def call(self, function: int, call: Call) -> Answer:
+        """Raises CallFailed; the worker of a failed call is ended."""
+        async with self._free:
+            worker = self._idle.pop() if self._idle else await self._again()
+            request = {
+                "function": function,
+                "prompts": call.prompts,
+                "responses": call.responses,
+                "fields": call.fields,
+            }
+            started = time.time()
+            try:
+                reply = await self._ask(worker, request)
+            except BaseException:
+                await self._end(worker)
+                raise
+            self._idle.append(worker)
+        if "wrong" in reply:
+            raise CallFailed(reply["wrong"], again=False)
+        return Answer(reply["rewards"], started, time.time())
+
+    async def _ask(self, worker: _Worker, request: dict[str, Any]) -> dict[str, Any]:
+        limit = self._reward.timeout_seconds
+        try:
+            reply = await worker.ask(request, limit)
+        except TimeoutError:
+            text = f"gave no answer within {limit:g} s (spec.models.reward.timeoutSeconds)"
+            raise CallFailed(text, await worker.stack()) from None
+        except _Gone:
+            raise CallFailed(*await worker.last_words()) from None
+        if "raised" in reply:
+            error = reply["raised"]
+            raise CallFailed(f"raised {error['what']}", error["frames"], outside=error["outside"])
+        return reply
+
+    async def _start(self) -> _Worker:
+        """Raises CallFailed when the functions cannot be imported."""
+        field = self._field
+        worker = await _Worker.start()
+        self._all.add(worker)
+        try:
+            reply = await worker.ask(self._order, START_SECONDS)
+            if "refused" in reply:
+                raise CallFailed(reply["refused"])
+            self._ready = reply["ready"]
+        except TimeoutError:
+            text = f"{field}: importing the reward functions took longer than {START_SECONDS:.0f} s"
+            frames = await worker.stack()
+            await self._end(worker)
+            raise CallFailed(text, frames) from None
+        except _Gone:
+            how, frames = await worker.last_words()
+            await self._end(worker)
+            raise CallFailed(f"{field}: importing the reward functions {how}", frames) from None
+        except BaseException:
+            await self._end(worker)
+            raise
+        return worker
+
+    async def _again(self) -> _Worker:
+        try:
+            return await self._start()
+        except CallFailed as error:
+            raise CallFailed(f"could not be loaded by a new worker: {error.what}", error.frames) from None
+
+    async def _end(self, worker: _Worker) -> None:
+        self._all.discard(worker)
+        await worker.end()
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._idle.clear()
+        for worker in list(self._all):
+            await self._end(worker)

@@ -1,0 +1,1 @@
+"""Samples scored by reference, reward model and critic."""

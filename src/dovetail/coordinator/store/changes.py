@@ -1,0 +1,130 @@
+"""A run that goes on with a changed manifest: what changed, after which step, and what each step is to be run with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dovetail.manifest.checks.changes import changes
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.messages import Step
+
+SPEC, CHANGES = "run/spec", "run/changes"
+# The operator fits groups and plan to the nodes; results do not depend on them.
+FITTED = ("spec.groups", "spec.plan")
+
+
+class ChangeError(Exception):
+    """A change that a run cannot take; the message is one sentence that names the field."""
+
+
+class Records(Protocol):
+    """The parts of the store used here."""
+
+    def get(self, key: str) -> Any: ...
+    def put_all(self, values: dict[str, object]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """The stage that the run is in, and the last step of it that is settled: its batch and facts are stored."""
+
+    stage: Stage
+    step: int
+
+
+def position(stages: list[Stage], records: Records) -> Position:
+    """How far the run is."""
+    for stage in stages:
+        if stage is not Stage.PPO and not records.get(f"{stage.value}/done"):
+            return Position(stage, int(records.get(f"{stage.value}/step") or 0))
+    if Stage.PPO not in stages:
+        return Position(stages[-1], int(records.get(f"{stages[-1].value}/step") or 0))
+    step = int((records.get("ppo/progress") or {"step": 0})["step"])
+    return Position(Stage.PPO, step + 1 if records.get(f"ppo/{step + 1}/facts") is not None else step)
+
+
+def check(spec: RLHFJobSpec, records: Records, *, fitted: bool = False) -> None:
+    """Raises ChangeError if the run that `records` are of cannot go on as `spec` says. `fitted`: groups and plan may
+    differ."""
+    found = _found(spec, records)
+    for change in found:
+        if not change.allowed and not (fitted and change.field.startswith(FITTED)):
+            raise ChangeError(change.sentence)
+    done = int((records.get("ppo/progress") or {"step": 0})["step"])
+    # A loop of one's own (the Python API) may do more than the manifest says.
+    if spec.ppo.iterations < done and any(change.field == "spec.ppo.iterations" for change in found):
+        raise ChangeError(
+            f"spec.ppo.iterations is {spec.ppo.iterations}, but the run has done {done}; set it to {done} or more"
+        )
+
+
+def adopt(spec: RLHFJobSpec, records: Records, log: Callable[..., None], *, guarded: bool = False) -> None:
+    """Take up the manifest: record what changed since the run last had one. Raises ChangeError; not where the manifest
+    is `guarded`: on a cluster only a new release's defaults could differ, which are no reason to end a job."""
+    if not guarded:
+        check(spec, records, fitted=True)
+    found = _found(spec, records)
+    values: dict[str, object] = {SPEC: spec.model_dump(mode="json", by_alias=True)}
+    if found:
+        here = position(spec.stages, records)
+        now = [
+            {"stage": here.stage.value, "step": here.step, "field": c.field, "old": c.old, "new": c.new} for c in found
+        ]
+        for entry in now:
+            log("run.changed", **entry)
+        values[CHANGES] = [*(records.get(CHANGES) or []), *({**entry, "time": time.time()} for entry in now)]
+        progress = records.get("ppo/progress")
+        if progress is not None and any(c.field == "spec.ppo.kl.coef" for c in found):
+            values["ppo/progress"] = {**progress, "kl_coef": spec.ppo.kl.coef}
+    records.put_all(values)
+
+
+def _found(spec: RLHFJobSpec, records: Records) -> list[Any]:
+    old = records.get(SPEC)
+    return [] if old is None else changes(old, spec)
+
+
+class Settled:
+    """What each step is run with, the first time and when it is run again."""
+
+    def __init__(self, spec: RLHFJobSpec, records: Records) -> None:
+        self._spec = spec
+        self._changes = list(records.get(CHANGES) or [])
+
+    def at(self, field: str, stage: Stage, step: int, current: Any) -> Any:
+        """Value of a field, `current` now, when this step of the stage was or is run first."""
+        mine = [c for c in self._changes if c["field"] == field]
+        order = [s.value for s in self._spec.stages]
+        value = mine[0]["old"] if mine else current
+        for change in mine:
+            if (order.index(change["stage"]), change["step"]) < (order.index(stage.value), step):
+                value = change["new"]
+        return value
+
+    def settle(self, command: Step) -> Step:
+        """The command with its learning rates and number of steps, where the run has changed them."""
+        spec, changed = self._spec, {c["field"] for c in self._changes}
+        optimizers = {
+            Stage.SFT: {"actor": ("spec.sft.optimizer", spec.sft.optimizer)},
+            Stage.REWARD: {"reward": ("spec.reward.optimizer", spec.reward.optimizer)},
+            Stage.PPO: {
+                "actor": ("spec.ppo.actorOptimizer", spec.ppo.actor_optimizer),
+                "critic": ("spec.ppo.criticOptimizer", spec.ppo.critic_optimizer),
+            },
+        }
+        rates = {
+            model: float(self.at(name, command.stage, command.step, optimizer.learning_rate))
+            for model, (field, optimizer) in optimizers[command.stage].items()
+            if (name := f"{field}.learningRate") in changed
+        }
+        update: dict[str, Any] = {"learning_rates": rates} if rates else {}
+        iterations = "spec.ppo.iterations"
+        if command.stage is Stage.PPO and iterations in changed:
+            ppo = spec.ppo
+            each = ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
+            update["total_steps"] = each * int(self.at(iterations, Stage.PPO, command.step, ppo.iterations))
+            update["warmup_total"] = each * int(self.at(iterations, Stage.PPO, 1, ppo.iterations))
+        return command.model_copy(update=update) if update else command

@@ -1,0 +1,194 @@
+"""The run's SQLite file: one writer, transactions, a schema version, and errors that say what to do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dovetail.protocol.durable import sync
+
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE samples (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    prompt BLOB NOT NULL,            -- int32 tokens
+    seed INTEGER NOT NULL,
+    fields TEXT NOT NULL,            -- JSON: the prompt record's other fields
+    attempt INTEGER NOT NULL DEFAULT 0,
+    instance TEXT,
+    incarnation TEXT,
+    first_version INTEGER,           -- weights that made the first kept token
+    weight_version INTEGER,          -- weights of the latest assignment
+    kept INTEGER NOT NULL DEFAULT 0, -- response tokens stored, in chunks or response
+    response BLOB,                   -- int32 tokens, once generated
+    logprobs BLOB,                   -- float32
+    finish_reason TEXT,
+    ref_logprobs BLOB,               -- float32
+    value_estimates BLOB,            -- float32
+    reward REAL,
+    critic_version INTEGER,
+    PRIMARY KEY (iteration, prompt_index, sample_index)
+);
+-- Tokens of an unfinished response, appended as they stream in. The key makes a second token at a position impossible.
+CREATE TABLE chunks (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    tokens BLOB NOT NULL,
+    logprobs BLOB NOT NULL,
+    PRIMARY KEY (iteration, prompt_index, sample_index, start)
+);
+CREATE TABLE kv (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+# Since version 1: stores that lack these get them, empty.
+ADDED = """
+CREATE TABLE IF NOT EXISTS rewards (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    function TEXT NOT NULL,          -- the reward function's name
+    reward REAL NOT NULL,
+    PRIMARY KEY (iteration, prompt_index, sample_index, function)
+)
+"""
+
+
+class StoreError(Exception):
+    """The store cannot be used as asked; the message is one sentence for the user."""
+
+
+class Database:
+    """`run_dir/store.sqlite`, opened by one coordinator at a time.
+
+    WAL with synchronous=NORMAL: a commit is a write to the log without fsync. A killed process loses nothing (the
+    pages are the operating system's); a power failure can only take back the newest transactions, whole, and the run
+    goes on from the state before them, recomputing the same bits."""
+
+    def __init__(self, path: Path) -> None:
+        """Create or open. Raises StoreError: in use by another process, of another version, unreadable, disk full."""
+        self.path = path
+        self._depth = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock_file = self._lock()
+        try:
+            # Autocommit; transactions are explicit. Waits 5 s for a reader's checkpoint lock.
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            with self._explained():
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                self._connection.execute("PRAGMA synchronous=NORMAL")
+                self._create_or_check()
+            sync(path.parent)
+        except sqlite3.Error as error:
+            os.close(self._lock_file)
+            raise StoreError(f"the store {path} cannot be opened: {error}") from error
+        except StoreError:
+            self._connection.close()
+            os.close(self._lock_file)
+            raise
+
+    def _lock(self) -> int:
+        # A POSIX lock of its own file: released by the kernel however the process ends, and not inherited by forks.
+        path = self.path.with_suffix(".lock")
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(f"the run directory cannot be written: {path}: {error.strerror}") from error
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if isinstance(error, BlockingIOError | PermissionError):
+                raise StoreError(
+                    f"another coordinator is using {self.path.parent}; stop it or choose another run directory"
+                ) from error
+            raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
+        return file
+
+    def _create_or_check(self) -> None:
+        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            with self.transaction() as connection:
+                for statement in SCHEMA.split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        elif version != SCHEMA_VERSION:
+            raise StoreError(
+                f"the store {self.path} has schema version {version}, this release reads version {SCHEMA_VERSION}; "
+                "resume with the release that began the run, or begin a new run"
+            )
+        self._connection.execute(ADDED)
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing; nested calls join the outer one. sqlite errors become StoreError."""
+        if self._depth:
+            yield self._connection
+            return
+        with self._explained():
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._depth = 1
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+            finally:
+                self._depth = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """For queries: sqlite errors become StoreError."""
+        with self._explained():
+            yield self._connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(self._explain(error)) from error
+
+    def _explain(self, error: sqlite3.Error) -> str:
+        code = getattr(error, "sqlite_errorname", "") or ""
+        if code.startswith("SQLITE_FULL"):
+            return f"the disk that holds {self.path} is full; free some space, then resume the run"
+        if code.startswith(("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_CANTOPEN")):
+            return f"the store {self.path} cannot be written ({error}); make its folder writable, then resume the run"
+        if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            return f"the store {self.path} is damaged ({error}); begin a new run from the last exported models"
+        if code.startswith("SQLITE_BUSY"):
+            return f"the store {self.path} is locked by another program; close it, then resume the run"
+        return f"the store {self.path} failed: {error}"
+
+    def sync(self) -> None:
+        """Everything committed so far is on the disk on return."""
+        with self._explained():
+            # A commit with synchronous=FULL ends with an fsync of the log, which holds the earlier commits, too.
+            self._connection.execute("PRAGMA synchronous=FULL")
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("INSERT OR REPLACE INTO kv VALUES ('store/synced', '1')")
+                self._connection.execute("COMMIT")
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                self._connection.execute("PRAGMA synchronous=NORMAL")
+
+    def close(self) -> None:
+        """Idempotent. Everything committed stays; the log is merged into the main file."""
+        if self._lock_file < 0:
+            return
+        self._connection.close()
+        os.close(self._lock_file)
+        self._lock_file = -1

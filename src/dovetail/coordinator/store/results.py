@@ -1,0 +1,112 @@
+"""What a job has achieved so far, kept in the store, and summary.json made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.store.changes import CHANGES
+from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.telemetry.summary import build, write_json
+
+NOTE_SECONDS = 5.0
+# Beside the facts; the stages in the order in which they run.
+STEPS = {"sft": "sft/step", "reward": "reward/step", "ppo": "ppo/progress"}
+RECORDS = ("job/seconds", "ppo/totals", CHANGES, *STEPS.values())
+
+
+def summarise(records: Mapping[str, Any], state: str, reason: str | None = None) -> dict[str, Any]:
+    """summary.json of a store's records: facts, totals and how far the job is. Pure.
+
+    `progress`: the last stage that began, and its last finished step (PPO: iteration)."""
+    document = build({key.removeprefix("fact/"): value for key, value in records.items() if key.startswith("fact/")})
+    document["state"] = state
+    if reason is not None:
+        document["reason"] = reason
+    if "job/seconds" in records:
+        document["wall_seconds"] = records["job/seconds"]
+    for stage, key in STEPS.items():
+        done = records.get(key)
+        if done is not None:
+            document["progress"] = {"stage": stage, "done": done["step"] if isinstance(done, dict) else done}
+    if changed := records.get(CHANGES):
+        document["changes"] = changed
+    totals = records.get("ppo/totals")
+    if totals:
+        document["samples_per_second"] = totals["samples"] / totals["seconds"]
+        document["phases"] = totals["phases"]
+    return document
+
+
+class Results:
+    """Facts by dotted name (`sft.loss_before`), totals of the PPO iterations, and the job's wall time over restarts.
+
+    `clock`: seconds that never go back."""
+
+    def __init__(self, store: Store, run_dir: Path, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._path = run_dir / "summary.json"
+        self._seed = seed
+        self._clock = clock
+        self._earlier = float(store.get("job/seconds") or 0.0)
+        self._started = self._noted = clock()
+
+    def fact(self, name: str, value: object) -> None:
+        """Set one fact."""
+        self._store.put(f"fact/{name}", value)
+
+    def add_iteration(self, samples: int, wall_seconds: float, phases: Mapping[str, float]) -> None:
+        """Add one PPO iteration to the totals."""
+        totals = self._store.get("ppo/totals") or {"samples": 0, "seconds": 0.0, "phases": {}}
+        totals["samples"] += samples
+        totals["seconds"] += wall_seconds
+        for name, seconds in phases.items():
+            totals["phases"][name] = totals["phases"].get(name, 0.0) + seconds
+        self._store.put("ppo/totals", totals)
+
+    def note_time(self) -> None:
+        """Keep the wall time now and then, so that a killed coordinator's life counts."""
+        now = self._clock()
+        if now - self._noted >= NOTE_SECONDS:
+            self._noted = now
+            self._store.put("job/seconds", self.wall_seconds())
+
+    def write(self, state: str, reason: str | None = None) -> dict[str, Any]:
+        """Write summary.json; returns its content. Raises OSError."""
+        records = self._store.items("fact") | {key: self._store.get(key) for key in RECORDS}
+        document = summarise(records | {"job/seconds": self.wall_seconds()}, state, reason) | {"seed": self._seed}
+        write_json(self._path, document)
+        return document
+
+    def wall_seconds(self) -> float:
+        """Of the job, over all lives of its coordinator."""
+        return self._earlier + self._clock() - self._started
+
+
+def leave(run_dir: Path, state: str, reason: str | None) -> None:
+    """Write summary.json for a coordinator that could not: from its store, whatever can be read of it. The store must
+    have no coordinator. Raises OSError."""
+    document = summarise(_records(run_dir / "store.sqlite"), state, reason)
+    # A pod's manifest is elsewhere, and a damaged one may be what failed.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document["seed"] = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["spec"]["seed"]
+    write_json(run_dir / "summary.json", document)
+
+
+def _records(path: Path) -> dict[str, Any]:
+    """All that `summarise` needs; {} of a store that is missing or cannot be read."""
+    try:
+        # Not `Store`: it takes up the work that a dead coordinator left.
+        with contextlib.closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5.0)) as db:
+            marks = ",".join("?" * len(RECORDS))
+            rows = db.execute(
+                f"SELECT key, value FROM kv WHERE key LIKE 'fact/%' OR key IN ({marks})", RECORDS
+            ).fetchall()
+        return {key: json.loads(value) for key, value in rows}
+    except (sqlite3.Error, ValueError):
+        return {}

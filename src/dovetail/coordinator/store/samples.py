@@ -1,0 +1,374 @@
+"""The table of samples of PPO iterations: each prompt answered exactly once, whatever dies.
+
+Tokens are kept as they stream in. Every assignment to a server has a number (`attempt`); what an old assignment still
+sends is refused, so no token can be stored twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dovetail.coordinator.store.database import Database, StoreError
+from dovetail.coordinator.store.sample import (
+    ORDER,
+    TRANSITIONS,
+    Assignment,
+    Delta,
+    Floats,
+    IllegalTransition,
+    Key,
+    NewSample,
+    Sample,
+    ScoreRow,
+    State,
+    Tokens,
+)
+
+__all__ = [
+    "ORDER",
+    "TRANSITIONS",
+    "Assignment",
+    "Delta",
+    "Floats",
+    "IllegalTransition",
+    "Key",
+    "NewSample",
+    "Sample",
+    "SampleTable",
+    "ScoreRow",
+    "State",
+    "Tokens",
+]
+
+_TABLES = ("chunks", "samples", "rewards")
+_WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
+
+
+def _int32(values: Sequence[int] | Tokens) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+def _float32(values: Sequence[float] | Floats) -> bytes:
+    return np.asarray(values, "<f4").tobytes()
+
+
+class SampleTable:
+    """Every method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    # ------------------------------------------------------------ life of an iteration
+
+    def begin_iteration(self, iteration: int, samples: Sequence[NewSample]) -> bool:
+        """Store an iteration's samples as pending. False if they are stored already, whatever their state.
+
+        Raises StoreError if the iteration was begun with other prompts or seeds."""
+        if not samples:
+            raise StoreError(f"iteration {iteration} has no prompts")
+        rows = [
+            (iteration, s.prompt, s.sample, State.PENDING, _int32(s.prompt_tokens), s.seed, json.dumps(s.fields))
+            for s in sorted(samples, key=lambda s: (s.prompt, s.sample))
+        ]
+        for sample in samples:
+            if not 0 <= sample.seed < 2**63:
+                raise StoreError(f"seed {sample.seed} of prompt {sample.prompt} is not in [0, 2**63)")
+            if len(sample.prompt_tokens) == 0:
+                raise StoreError(f"prompt {sample.prompt} of iteration {iteration} has no tokens")
+        with self._db.transaction() as db:
+            stored = db.execute(
+                "SELECT prompt_index, sample_index, prompt, seed FROM samples WHERE iteration=? ORDER BY 1, 2",
+                (iteration,),
+            ).fetchall()
+            if stored:
+                if stored != [(r[1], r[2], r[4], r[5]) for r in rows]:
+                    raise StoreError(
+                        f"iteration {iteration} was begun with other prompts or seeds than it is given now"
+                    )
+                return False
+            db.executemany(
+                "INSERT INTO samples (iteration, prompt_index, sample_index, state, prompt, seed, fields)"
+                " VALUES (?,?,?,?,?,?,?)",
+                rows,
+            )
+        return True
+
+    def recover(self) -> list[Sample]:
+        """After a crash: what was being generated is pending again, with its tokens.
+
+        Returns the samples concerned as they were before, so that their requests can be aborted."""
+        busy = (State.GENERATING, State.MIGRATING)
+        with self._db.transaction() as db:
+            interrupted = self._select(db, "state IN (?,?)", busy)
+            db.execute(f"UPDATE samples SET state='{State.PENDING}' WHERE state IN (?,?)", busy)
+        return interrupted
+
+    def advance(self, iteration: int, state: State) -> None:
+        """All samples of an iteration to IN_BATCH or TRAINED; those already there or beyond stay."""
+        if state not in (State.IN_BATCH, State.TRAINED):
+            raise IllegalTransition(f"an iteration cannot be advanced to {state}")
+        before = ORDER[ORDER.index(state) - 1]
+        with self._db.transaction() as db:
+            counts = self._counts(db, iteration)
+            early = {s: n for s, n in counts.items() if s not in ORDER or ORDER.index(s) < ORDER.index(before)}
+            if early or not counts:
+                found = ", ".join(f"{n} are {s}" for s, n in early.items()) or "it has no samples"
+                raise IllegalTransition(f"iteration {iteration} cannot become {state}: {found}")
+            db.execute("UPDATE samples SET state=? WHERE iteration=? AND state=?", (state, iteration, before))
+
+    def forget_before(self, iteration: int) -> None:
+        """Delete all iterations of training, which count from 1, below `iteration`."""
+        with self._db.transaction() as db:
+            for table in _TABLES:
+                db.execute(f"DELETE FROM {table} WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
+
+    def forget(self, iteration: int) -> None:
+        """Delete one iteration; its prompts can be answered anew."""
+        with self._db.transaction() as db:
+            for table in _TABLES:
+                db.execute(f"DELETE FROM {table} WHERE iteration=?", (iteration,))
+
+    # ------------------------------------------------------------ generation
+
+    def assign(self, assignments: Sequence[Assignment]) -> list[int]:
+        """Pending or migrating -> generating; the attempt numbers, in order. All or none."""
+        attempts = []
+        with self._db.transaction() as db:
+            for a in assignments:
+                state, attempt, kept, first = self._row(db, a.key, "state, attempt, kept, first_version")
+                self._check(a.key, State(state), State.GENERATING)
+                if not 0 <= a.keep <= kept:
+                    raise StoreError(f"{a.key}: asked to keep {a.keep} tokens of {kept}")
+                if a.keep < kept:
+                    self._truncate(db, a.key, a.keep)
+                db.execute(
+                    "UPDATE samples SET state=?, attempt=?, instance=?, incarnation=?, weight_version=?, kept=?,"
+                    f" first_version=? WHERE {_WHERE}",
+                    (
+                        State.GENERATING,
+                        attempt + 1,
+                        a.instance,
+                        a.incarnation,
+                        a.weight_version,
+                        a.keep,
+                        first if a.keep else a.weight_version,
+                        *a.key,
+                    ),
+                )
+                attempts.append(attempt + 1)
+        return attempts
+
+    def record(self, deltas: Iterable[Delta]) -> list[bool]:
+        """Append streamed tokens, and finish responses whose delta has a reason; one transaction for all.
+
+        False for a delta of an assignment that is over: it is dropped. Raises StoreError for a gap or an overlap
+        within the current assignment."""
+        accepted = []
+        with self._db.transaction() as db:
+            for delta in deltas:
+                if len(delta.tokens) != len(delta.logprobs) or not self._extend(db, delta):
+                    state, attempt, kept = self._row(db, delta.key, "state, attempt, kept")
+                    if delta.attempt != attempt or state not in (State.GENERATING, State.MIGRATING):
+                        accepted.append(False)
+                        continue
+                    raise StoreError(
+                        f"{delta.key}: {len(delta.tokens)} tokens and {len(delta.logprobs)} log-probabilities for"
+                        f" position {delta.start}, but {kept} tokens are stored"
+                    )
+                if len(delta.tokens):
+                    db.execute(
+                        "INSERT INTO chunks VALUES (?,?,?,?,?,?)",
+                        (*delta.key, delta.start, _int32(delta.tokens), _float32(delta.logprobs)),
+                    )
+                if delta.finish_reason is not None:
+                    self._finish(db, delta.key, delta.finish_reason)
+                accepted.append(True)
+        return accepted
+
+    def migrate(self, keys: Iterable[tuple[Key, int]]) -> None:
+        """Generating -> migrating for (key, attempt); its stream may still deliver until it ends."""
+        self._leave(keys, State.MIGRATING)
+
+    def release(self, keys: Iterable[tuple[Key, int]]) -> None:
+        """Generating or migrating -> pending for (key, attempt), tokens kept. Assignments that are over are skipped."""
+        self._leave(keys, State.PENDING)
+
+    def _leave(self, keys: Iterable[tuple[Key, int]], state: State) -> None:
+        with self._db.transaction() as db:
+            for key, attempt in keys:
+                now, current = self._row(db, key, "state, attempt")
+                if current == attempt and state in TRANSITIONS[State(now)]:
+                    db.execute(f"UPDATE samples SET state=? WHERE {_WHERE}", (state, *key))
+
+    def score(self, rows: Iterable[ScoreRow]) -> int:
+        """Generated -> scored; how many were. Samples scored before keep their first scores.
+
+        Raises StoreError for lengths that do not fit the response or values that are not finite."""
+        done = 0
+        with self._db.transaction() as db:
+            for row in rows:
+                state, kept = self._row(db, row.key, "state, kept")
+                if State(state) in ORDER[1:]:
+                    continue
+                self._check(row.key, State(state), State.SCORED)
+                for name, array in (("ref_logprobs", row.ref_logprobs), ("values", row.values)):
+                    if array is not None and (len(array) != kept or not np.isfinite(array).all()):
+                        raise StoreError(f"{row.key}: {name} must be {kept} finite numbers, one per response token")
+                if row.reward is not None and not math.isfinite(row.reward):
+                    raise StoreError(f"{row.key}: its reward is {row.reward}, not a finite number")
+                db.execute(
+                    "UPDATE samples SET state=?, ref_logprobs=?, value_estimates=?, reward=?,"
+                    f" critic_version=? WHERE {_WHERE}",
+                    (
+                        State.SCORED,
+                        None if row.ref_logprobs is None else _float32(row.ref_logprobs),
+                        None if row.values is None else _float32(row.values),
+                        row.reward,
+                        row.critic_version,
+                        *row.key,
+                    ),
+                )
+                done += 1
+        return done
+
+    def add_rewards(self, function: str, rewards: Mapping[Key, float]) -> None:
+        """What one call of a reward function gave."""
+        with self._db.transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)",
+                [(*key, function, reward) for key, reward in rewards.items()],
+            )
+
+    # ------------------------------------------------------------ queries
+
+    def rewards(self, iteration: int) -> dict[Key, dict[str, float]]:
+        """What reward functions gave so far, by sample and function."""
+        found: dict[Key, dict[str, float]] = {}
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT prompt_index, sample_index, function, reward FROM rewards WHERE iteration=?", (iteration,)
+            )
+            for prompt, sample, function, reward in rows:
+                found.setdefault(Key(iteration, prompt, sample), {})[function] = reward
+        return found
+
+    def samples(self, iteration: int, *states: State) -> list[Sample]:
+        """An iteration's samples in order of (prompt, sample); only those in `states`, if any are given."""
+        where = "iteration=?" + (f" AND state IN ({','.join('?' * len(states))})" if states else "")
+        with self._db.reading() as db:
+            return self._select(db, where, (iteration, *states))
+
+    def get(self, key: Key) -> Sample:
+        """Raises StoreError for an unknown key."""
+        with self._db.reading() as db:
+            found = self._select(db, _WHERE, key)
+        if not found:
+            raise StoreError(f"{key} is not in the store")
+        return found[0]
+
+    def counts(self, iteration: int) -> dict[State, int]:
+        """Samples by state."""
+        with self._db.reading() as db:
+            return self._counts(db, iteration)
+
+    def experience(self, iteration: int) -> list[Sample]:
+        """The scored samples of an iteration. Raises StoreError unless all of them are scored."""
+        samples = self.samples(iteration)
+        missing = sum(s.state not in ORDER[1:] for s in samples)
+        if missing or not samples:
+            raise StoreError(f"iteration {iteration}: {missing or 'all'} of {len(samples)} samples are not scored")
+        return samples
+
+    # ------------------------------------------------------------ inner parts
+
+    @staticmethod
+    def _row(db: sqlite3.Connection, key: Key, columns: str) -> tuple[Any, ...]:
+        row = db.execute(f"SELECT {columns} FROM samples WHERE {_WHERE}", key).fetchone()
+        if row is None:
+            raise StoreError(f"{key} is not in the store")
+        return tuple(row)
+
+    @staticmethod
+    def _check(key: Key, old: State, new: State) -> None:
+        if new not in TRANSITIONS[old]:
+            raise IllegalTransition(f"{key} is {old}: it cannot become {new}")
+
+    @staticmethod
+    def _counts(db: sqlite3.Connection, iteration: int) -> dict[State, int]:
+        rows = db.execute("SELECT state, COUNT(*) FROM samples WHERE iteration=? GROUP BY state", (iteration,))
+        return {State(state): n for state, n in rows}
+
+    @staticmethod
+    def _chunks(db: sqlite3.Connection, key: Key) -> tuple[bytes, bytes]:
+        rows = db.execute(f"SELECT tokens, logprobs FROM chunks WHERE {_WHERE} ORDER BY start", key).fetchall()
+        return b"".join(r[0] for r in rows), b"".join(r[1] for r in rows)
+
+    @staticmethod
+    def _extend(db: sqlite3.Connection, delta: Delta) -> bool:
+        """Count a delta's tokens; False unless they follow those stored for the current assignment."""
+        cursor = db.execute(
+            f"UPDATE samples SET kept=? WHERE {_WHERE} AND attempt=? AND kept=? AND state IN (?,?)",
+            (
+                delta.start + len(delta.tokens),
+                *delta.key,
+                delta.attempt,
+                delta.start,
+                State.GENERATING,
+                State.MIGRATING,
+            ),
+        )
+        return cursor.rowcount == 1
+
+    def _truncate(self, db: sqlite3.Connection, key: Key, keep: int) -> None:
+        tokens, logprobs = self._chunks(db, key)
+        db.execute(f"DELETE FROM chunks WHERE {_WHERE}", key)
+        if keep:
+            db.execute("INSERT INTO chunks VALUES (?,?,?,?,?,?)", (*key, 0, tokens[: 4 * keep], logprobs[: 4 * keep]))
+
+    def _finish(self, db: sqlite3.Connection, key: Key, reason: str) -> None:
+        tokens, logprobs = self._chunks(db, key)
+        db.execute(
+            f"UPDATE samples SET state=?, response=?, logprobs=?, finish_reason=? WHERE {_WHERE}",
+            (State.GENERATED, tokens, logprobs, reason, *key),
+        )
+        db.execute(f"DELETE FROM chunks WHERE {_WHERE}", key)
+
+    def _select(self, db: sqlite3.Connection, where: str, arguments: Sequence[Any]) -> list[Sample]:
+        rows = db.execute(
+            "SELECT iteration, prompt_index, sample_index, state, prompt, seed, fields, response, logprobs, attempt,"
+            " instance, incarnation, first_version, weight_version, finish_reason, ref_logprobs,"
+            f" value_estimates, reward, critic_version FROM samples WHERE {where}"
+            " ORDER BY iteration, prompt_index, sample_index",
+            tuple(arguments),
+        ).fetchall()
+        return [self._sample(db, row) for row in rows]
+
+    def _sample(self, db: sqlite3.Connection, row: tuple[Any, ...]) -> Sample:
+        key = Key(*row[:3])
+        state, prompt, seed, fields, response, logprobs = row[3:9]
+        if response is None:
+            response, logprobs = self._chunks(db, key)
+        return Sample(
+            key,
+            State(state),
+            np.frombuffer(prompt, "<i4"),
+            seed,
+            json.loads(fields),
+            np.frombuffer(response, "<i4"),
+            np.frombuffer(logprobs, "<f4"),
+            attempt=row[9],
+            instance=row[10],
+            incarnation=row[11],
+            first_version=row[12],
+            weight_version=row[13],
+            finish_reason=row[14],
+            ref_logprobs=None if row[15] is None else np.frombuffer(row[15], "<f4"),
+            values=None if row[16] is None else np.frombuffer(row[16], "<f4"),
+            reward=row[17],
+            critic_version=row[18],
+        )

@@ -1,0 +1,87 @@
+"""Everything the coordinator must not forget, in `run_dir/store.sqlite`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.store.database import Database, StoreError
+from dovetail.coordinator.store.samples import Sample, SampleTable
+
+__all__ = ["KeyValues", "Store", "StoreError", "open_records"]
+
+
+class KeyValues:
+    """The store's records: JSON by key, `<namespace>/<name>`. Every method is one transaction; all raise StoreError."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def get(self, key: str) -> Any:
+        """The value put last, or None."""
+        with self._db.reading() as db:
+            row = db.execute("SELECT value FROM kv WHERE key=?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def put(self, key: str, value: object) -> None:
+        """Store a JSON value; None deletes the key. Raises TypeError for what JSON cannot hold."""
+        text = json.dumps(value)
+        with self._db.transaction() as db:
+            if value is None:
+                db.execute("DELETE FROM kv WHERE key=?", (key,))
+            else:
+                db.execute(
+                    "INSERT INTO kv VALUES (?,?) ON CONFLICT (key) DO UPDATE SET value=excluded.value", (key, text)
+                )
+
+    def put_all(self, values: dict[str, object]) -> None:
+        """Several keys in one transaction."""
+        with self._db.transaction():
+            for key, value in values.items():
+                self.put(key, value)
+
+    def items(self, namespace: str) -> dict[str, Any]:
+        """All keys below `namespace/`."""
+        prefix = namespace.rstrip("/") + "/"
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT key, value FROM kv WHERE substr(key, 1, ?)=? ORDER BY key", (len(prefix), prefix)
+            ).fetchall()
+        return {key: json.loads(value) for key, value in rows}
+
+    def sync(self) -> None:
+        """On return, everything put so far survives a power failure. Call it before deleting what an older state of
+        the store would still need."""
+        self._db.sync()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._db.close()
+
+
+def open_records(run_dir: Path) -> KeyValues:
+    """The records of a run that is not running, its samples left as they are. Close it. Raises StoreError."""
+    return KeyValues(Database(run_dir / "store.sqlite"))
+
+
+class Store(KeyValues):
+    """Opening it recovers from a crash: samples that were being generated are pending again, tokens kept, and
+    `take_interrupted` says which requests may still run on servers.
+
+    `samples`: the iterations' samples. Every method is one transaction; all raise StoreError with one sentence when
+    the disk is full, read-only or damaged. Use from one thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(Database(run_dir / "store.sqlite"))
+        self.samples = SampleTable(self._db)
+        try:
+            self._interrupted = self.samples.recover()
+        except StoreError:
+            self._db.close()
+            raise
+
+    def take_interrupted(self) -> list[Sample]:
+        """Samples that were on a server when the coordinator died, as they were then; empty the second time."""
+        interrupted, self._interrupted = self._interrupted, []
+        return interrupted

@@ -1,0 +1,1 @@
+"""Metrics, events and timelines of a run."""

@@ -1,0 +1,61 @@
+"""summary.json: what a finished run says of itself. Pure, but for the atomic write."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.protocol.durable import sync
+
+
+def mean_ci95(values: Sequence[float]) -> dict[str, float]:
+    """Mean and half-width of its 95% confidence interval, 1.96 s / sqrt(n) with the unbiased s (0 for n < 2)."""
+    n = len(values)
+    if n == 0:
+        raise ValueError("no values")
+    mean = math.fsum(values) / n
+    if n < 2:
+        return {"mean": mean, "ci95": 0.0}
+    variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
+    return {"mean": mean, "ci95": 1.96 * math.sqrt(variance / n)}
+
+
+def set_path(document: dict[str, Any], path: str, value: Any) -> None:
+    """set_path(d, "ppo.reward_first", x) makes the dictionaries on the way."""
+    *parents, last = path.split(".")
+    for name in parents:
+        document = document.setdefault(name, {})
+    document[last] = value
+
+
+def build(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Nest dotted facts: {"sft.loss_before": 3.1} -> {"sft": {"loss_before": 3.1}}."""
+    document: dict[str, Any] = {}
+    for path in sorted(facts):
+        set_path(document, path, facts[path])
+    return document
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file has all of it, or is what it was. Raises OSError that names `path`."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # on a full disk others need the room
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,0 +1,65 @@
+"""Spans of the current iteration, and its trace file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dovetail.coordinator.telemetry import clock
+from dovetail.coordinator.telemetry.summary import write_json
+from dovetail.protocol.messages import Span
+from dovetail.protocol.trace import chrome_trace
+
+
+class Timeline:
+    """Collects spans of one iteration at a time; `phases` adds up the coordinator's own phases in seconds."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir / "traces"
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._spans: list[Span] = []
+        self._counters: dict[str, list[tuple[float, float]]] = {}
+        self.phases: dict[str, float] = {}
+        self.started = clock.now()
+
+    def begin(self) -> None:
+        """Start an iteration; spans of the last one that were not written are dropped."""
+        self._spans = []
+        self._counters = {}
+        self.phases = {}
+        self.started = clock.now()
+
+    def add(self, spans: Iterable[Span]) -> None:
+        self._spans.extend(spans)
+
+    def count(self, name: str, points: Iterable[tuple[float, float]]) -> None:
+        """Add points (seconds since the epoch, value) of a curve."""
+        self._counters.setdefault(name, []).extend(points)
+
+    def spans(self, name: str) -> list[Span]:
+        """The spans of one name so far."""
+        return [s for s in self._spans if s.name == name]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the iteration."""
+        start = clock.now()
+        try:
+            yield
+        finally:
+            end = clock.now()
+            self.phases[name] = self.phases.get(name, 0.0) + end - start
+            self._spans.append(Span(name=name, process="coordinator", lane="phases", start=start, end=end))
+
+    def write(self, iteration: int) -> None:
+        """traces/iteration-0001.json, for Perfetto and the report."""
+        trace = chrome_trace(self._spans, {"iteration": iteration}, self._counters)
+        write_json(self._path(iteration), trace)
+
+    def read(self, iteration: int) -> bytes:
+        """What `write` wrote. Raises FileNotFoundError."""
+        return self._path(iteration).read_bytes()
+
+    def _path(self, iteration: int) -> Path:
+        return self._dir / f"iteration-{iteration:04d}.json"

@@ -1,0 +1,1 @@
+"""The trainer ranks: who has joined, and what they are told to do."""

@@ -1,0 +1,259 @@
+"""The coordinator's end of the trainer ranks: who has joined, which generation is current, which command runs.
+
+Ranks pull (docs/architecture.md, "Trainers pull"). A *generation* is one life of the ranks' process groups; it ends as
+soon as any rank joins again, falls silent, or reports that it lost a peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import (
+    Command,
+    CommandResult,
+    Heartbeat,
+    HeartbeatReply,
+    JoinReply,
+    JoinRequest,
+    NextReply,
+    NextRequest,
+)
+
+POLL_SECONDS = 20.0
+
+
+class TrainerLost(Exception):
+    """The generation ended while a command ran: load the last checkpoint and replay."""
+
+
+class TrainerError(Exception):
+    """The trainers refused or failed a command; the message is theirs."""
+
+
+class StaleGeneration(Exception):
+    """A rank asked for work in a generation that is over."""
+
+
+class CheckpointDamaged(TrainerError):
+    """A checkpoint is not what was saved, or is gone."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """What the ranks hold: a stage and its last applied step; stage None: nothing is loaded."""
+
+    stage: Stage | None
+    step: int
+
+
+@dataclass
+class _Pending:
+    request: JoinRequest
+    polled_at: float
+
+
+@dataclass
+class _Running:
+    command: Command
+    sent: bool
+    result: asyncio.Future[CommandResult]
+
+
+@dataclass
+class TrainerGroup:
+    """`clock` gives monotonic seconds. `record_result` is called before a result is acknowledged to the rank."""
+
+    world_size: int
+    generation: int
+    formed: bool
+    peer_timeout: float
+    clock: Callable[[], float]
+    record_generation: Callable[[int], None]
+    record_result: Callable[[CommandResult], None]
+    log: Callable[..., None]
+    _pending: dict[int, _Pending] = field(default_factory=dict)
+    _replies: dict[str, JoinReply] = field(default_factory=dict)
+    _seen: dict[int, float] = field(default_factory=dict)
+    _running: _Running | None = None
+    _position: Position | None = None
+    _last_result: CommandResult | None = None
+    _cancelled: str | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # ------------------------------------------------------------ called by the HTTP server
+
+    async def join(self, request: JoinRequest) -> JoinReply:
+        """Long poll: the reply's generation is None if the world is not complete yet."""
+        if request.world_size != self.world_size:
+            raise ValueError(
+                f"rank {request.rank} was started for {request.world_size} ranks, the plan has {self.world_size}"
+            )
+        if request.rank in range(self.world_size) and request.incarnation not in self._replies:
+            if self.formed:
+                self.end_generation(f"{request.name} joined again")
+            self._pending[request.rank] = _Pending(request, self.clock())
+            self._form_if_complete()
+        deadline = self.clock() + POLL_SECONDS
+        while request.incarnation not in self._replies:
+            remaining = deadline - self.clock()
+            if remaining <= 0:
+                return JoinReply()
+            await self._wait_change(remaining)
+        # Taken once: a rank that joins again after this has left the generation.
+        return self._replies.pop(request.incarnation)
+
+    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        """Tells a rank the current generation, so that it leaves the collectives of an older one, and the command that
+        is waited for, so that it gives up a publish of a coordinator that died."""
+        self._seen[beat.rank] = self.clock()
+        running = self._running.command.id if self._running is not None else ""
+        return HeartbeatReply(generation=self.generation, cancelled=self._cancelled, running=running)
+
+    async def next(self, request: NextRequest) -> NextReply:
+        """Long poll of rank 0. Raises StaleGeneration."""
+        if request.generation != self.generation or not self.formed:
+            raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
+        self._position = Position(request.stage, request.step)
+        if request.result is not None:
+            self._take_result(request.result)
+        if self._running is not None:
+            # An idle rank 0 has not got the command, even if it was sent: that reply was lost on its way.
+            self._running.sent = False
+        self._notify()
+        deadline = self.clock() + POLL_SECONDS
+        while True:
+            if request.generation != self.generation or not self.formed:
+                raise StaleGeneration(f"generation {request.generation} is over")
+            if self._running is not None and not self._running.sent:
+                self._running.sent = True
+                return NextReply(command=self._running.command)
+            remaining = deadline - self.clock()
+            if remaining <= 0:
+                return NextReply()
+            await self._wait_change(remaining)
+
+    def end_generation(self, why: str) -> None:
+        """Survivors learn it from their heartbeats, and join again."""
+        self.generation += 1
+        self.formed = False
+        self.record_generation(self.generation)
+        self._pending.clear()
+        self._replies.clear()
+        self._position = None
+        self._last_result = None
+        self.log("trainers.lost", reason=why, generation=self.generation)
+        if self._running is not None and not self._running.result.done():
+            self._running.result.set_exception(TrainerLost(why))
+        self._running = None
+        self._notify()
+
+    def check_silence(self) -> None:
+        """End the generation if a rank's heartbeats stopped for `peer_timeout` seconds. Call every second or so."""
+        if not self.formed:
+            return
+        now = self.clock()
+        for rank in range(self.world_size):
+            if now - self._seen.setdefault(rank, now) > self.peer_timeout:
+                self._seen.clear()
+                self.end_generation(f"trainer-{rank} was silent for {self.peer_timeout:.0f} s")
+                return
+
+    # ------------------------------------------------------------ called by the driver
+
+    async def wait_position(self, timeout: float) -> Position:
+        """What the ranks hold, once a generation is formed and rank 0 has asked for work. Raises TimeoutError."""
+        deadline = self.clock() + timeout
+        while self._position is None or not self.formed:
+            remaining = deadline - self.clock()
+            if remaining <= 0:
+                missing = sorted(set(range(self.world_size)) - set(self._pending))
+                raise TimeoutError(
+                    f"trainer ranks {missing} did not join within {timeout:.0f} s; see their logs"
+                    if missing and not self.formed
+                    else f"trainer rank 0 did not ask for work within {timeout:.0f} s; see its log"
+                )
+            await self._wait_change(remaining)
+        return self._position
+
+    async def execute(self, command: Command, timeout: float) -> CommandResult:
+        """Run one command on all ranks.
+
+        Raises TrainerLost (a rank died, or nothing came back within `timeout`) or TrainerError (refused)."""
+        if self._running is not None:
+            raise RuntimeError(f"{self._running.command.id} is still running")
+        if self._last_result is not None and self._last_result.id == command.id:
+            return self._checked(self._last_result)
+        generation = self.generation
+        if not self.formed:
+            raise TrainerLost("the trainers are joining")
+        running = _Running(command, False, asyncio.get_running_loop().create_future())
+        self._running = running
+        self._notify()
+        try:
+            async with asyncio.timeout(timeout):
+                result = await running.result
+        except TimeoutError:
+            if generation == self.generation:
+                self.end_generation(f"{command.id} took longer than {timeout:.0f} s")
+            raise TrainerLost(f"{command.id} took longer than {timeout:.0f} s") from None
+        finally:
+            if self._running is running:
+                self._running = None
+        return self._checked(result)
+
+    def cancel(self, command_id: str) -> None:
+        """Tell the ranks, with their next heartbeats, to give up a publish that waits for a failed receiver."""
+        self._cancelled = command_id
+
+    # ------------------------------------------------------------ inner parts
+
+    @staticmethod
+    def _checked(result: CommandResult) -> CommandResult:
+        if not result.ok and result.damaged:
+            raise CheckpointDamaged(result.error or f"{result.id}: the checkpoint is damaged")
+        if not result.ok:
+            raise TrainerError(result.error or f"{result.id} failed without a reason")
+        return result
+
+    def _take_result(self, result: CommandResult) -> None:
+        self.record_result(result)
+        self._last_result = result
+        running = self._running
+        if running is not None and running.command.id == result.id and not running.result.done():
+            running.result.set_result(result)
+            self._running = None
+
+    def _form_if_complete(self) -> None:
+        if len(self._pending) < self.world_size:
+            self._notify()
+            return
+        first = self._pending[0].request
+        reply = JoinReply(
+            generation=self.generation,
+            world_size=self.world_size,
+            master_host=first.host,
+            master_port=first.port,
+        )
+        now = self.clock()
+        for rank, pending in self._pending.items():
+            self._replies[pending.request.incarnation] = reply
+            self._seen[rank] = now
+        self._pending.clear()
+        self.formed = True
+        self._position = None
+        self.record_generation(self.generation)
+        self.log("trainers.formed", generation=self.generation, world_size=self.world_size)
+        self._notify()
+
+    def _notify(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    async def _wait_change(self, timeout: float) -> None:
+        event = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await event.wait()

@@ -1,0 +1,275 @@
+"""Brings the trainers to a step and keeps them there: load the last whole checkpoint, replay the steps since.
+
+A step is a function of the state before it and of its batch, and batches are kept until a checkpoint covers them, so
+a replay ends in the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from dovetail.coordinator.trainers.trainer_group import (
+    CheckpointDamaged,
+    Position,
+    TrainerError,
+    TrainerGroup,
+    TrainerLost,
+)
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.protocol.plan import Layout
+
+STEP_TIMEOUT_SECONDS = 6 * 3600.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the trainers need to run a stage: model sources, optimizer steps in all, the command of a step, where
+    models are if not where the plan puts them, and which of them make activations again. `can_replay(i, k)`: whether
+    the batches of steps i + 1 to k are still there."""
+
+    stage: Stage
+    models: dict[str, ModelRef]
+    total_optimizer_steps: int
+    make_step: Callable[[int], Step]
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    recompute: list[str] = field(default_factory=list)
+    can_replay: Callable[[int, int], bool] = lambda first, last: True
+
+
+class Records(Protocol):
+    """The parts of the store used here."""
+
+    def get(self, key: str) -> object: ...
+    def put(self, key: str, value: object) -> None: ...
+    def sync(self) -> None: ...
+
+
+class TrainerSession:
+    """All calls are serialised; each survives any number of lost generations (the launcher bounds restarts)."""
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        records: Records,
+        run_dir: Path,
+        keep: int,
+        join_timeout: float,
+        log: Callable[..., None],
+        run: str = "",
+    ) -> None:
+        """`run`: the id that the run's checkpoints and exports bear."""
+        self._run = run
+        self._group = group
+        self._records = records
+        self._dir = run_dir / "checkpoints"
+        self._keep = keep
+        self._join_timeout = join_timeout
+        self._log = log
+        self._lock = asyncio.Lock()
+        self._plan: StagePlan | None = None
+        self._step = 0
+
+    # ------------------------------------------------------------ checkpoints
+
+    def checkpoint(self, stage: Stage) -> tuple[int, str | None]:
+        """Step and folder of the stage's last checkpoint; (0, None) before the first."""
+        record = self._records.get(f"checkpoint/{stage.value}")
+        if isinstance(record, dict):
+            # Stored relative to the run directory (by older releases absolute), which may have been moved.
+            return int(record["step"]), str(self._dir / Path(str(record["path"])).name)
+        return 0, None
+
+    def oldest(self, stage: Stage) -> int:
+        """Step of the oldest checkpoint that is kept: nothing older is ever replayed. 0: none is kept."""
+        last = self.checkpoint(stage)[0]
+        return min((step for step in self._kept(stage) if step <= last), default=0)
+
+    async def save(self) -> None:
+        """Checkpoint the current step, then drop the oldest beyond `keep`."""
+        plan = self._need_plan()
+        path = self._path(plan.stage, self._step)
+        if self.checkpoint(plan.stage) == (self._step, str(path)):
+            return
+        await self.at_target(lambda: self._command(Save(id=self._id("save"), path=str(path), run=self._run)))
+        self._record(plan.stage, self._step)
+        self._log("checkpoint.saved", stage=plan.stage.value, step=self._step)
+        kept = self._kept(plan.stage)
+        # Those of later steps are of a future that a power failure took back.
+        ours = [step for step in kept if step <= self._step]
+        for step in [*ours[: -self._keep], *(s for s in kept if s > self._step)]:
+            await asyncio.to_thread(self._delete, self._path(plan.stage, step))
+        for rest in [*self._dir.glob(f"{plan.stage.value}-*.old"), *self._dir.glob(f"{plan.stage.value}-*.damaged")]:
+            await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
+
+    def forget(self, stage: Stage) -> None:
+        """A finished stage needs no checkpoint: its exported model is what goes on."""
+        self._records.put(f"checkpoint/{stage.value}", None)
+        self._records.sync()
+        for old in self._dir.glob(f"{stage.value}-*"):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _path(self, stage: Stage, step: int) -> Path:
+        return self._dir / f"{stage.value}-{step:06d}"
+
+    def _kept(self, stage: Stage) -> list[int]:
+        """Steps of the stage's checkpoint folders, oldest first."""
+        names = (p.name.removeprefix(f"{stage.value}-") for p in self._dir.glob(f"{stage.value}-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _record(self, stage: Stage, step: int) -> None:
+        """The stage's last checkpoint from now on, durably: others are deleted next."""
+        where = {"step": step, "path": f"{self._dir.name}/{self._path(stage, step).name}"}
+        self._records.put(f"checkpoint/{stage.value}", where if step else None)
+        self._records.sync()
+
+    @staticmethod
+    def _delete(folder: Path) -> None:
+        """A half-deleted folder must not look like a checkpoint."""
+        doomed = folder.with_name(folder.name + ".old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        try:
+            folder.rename(doomed)
+        except OSError:
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _fall_back(self, plan: StagePlan, step: int, damaged: int, reason: str) -> None:
+        """Go on from an older checkpoint, or from the stage's beginning. Raises TrainerError if no older one will do.
+
+        The damaged one is put aside, and deleted after the next is saved."""
+        older = [s for s in reversed(self._kept(plan.stage)) if s < damaged and plan.can_replay(s, step)]
+        if not older and not plan.can_replay(0, step):
+            raise TrainerError(
+                f"{reason}; no older checkpoint of stage {plan.stage.value} is kept to go on from (checkpoint.keep): "
+                "put a copy of the folder back, or start a new run"
+            )
+        step_back = older[0] if older else 0
+        self._log(
+            "checkpoint.damaged", stage=plan.stage.value, step=damaged, reason=reason, going_on_from_step=step_back
+        )
+        folder = self._path(plan.stage, damaged)
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        if folder.exists():
+            folder.rename(aside)
+        self._record(plan.stage, step_back)
+
+    # ------------------------------------------------------------ steps
+
+    def begin(self, plan: StagePlan, step: int) -> None:
+        """Make (plan.stage, step) the position to hold. Nothing is sent yet."""
+        self._plan, self._step = plan, step
+
+    @property
+    def step(self) -> int:
+        """Last finished step of the current stage."""
+        return self._step
+
+    async def run_step(self) -> CommandResult:
+        """Run the next step once: if the ranks turn out to have run it already, its stored result is returned."""
+        plan, step = self._need_plan(), self._step + 1
+        command = plan.make_step(step)
+        async with self._lock:
+            while True:
+                try:
+                    position = await self._group.wait_position(self._join_timeout)
+                    if position == Position(plan.stage, step):
+                        result = self.result_of(command.id)
+                    else:
+                        await self._bring(plan, self._step)
+                        result = await self._group.execute(command, STEP_TIMEOUT_SECONDS)
+                except TrainerLost as lost:
+                    self._log("trainers.recover", stage=plan.stage.value, step=step, reason=str(lost))
+                    continue
+                self._step = step
+                return result
+
+    async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
+        """Metrics of the current weights on whole batches; `demonstrations`: for a reward model."""
+        plan = self._need_plan()
+        command = Evaluate(
+            id=self._id("evaluate"), stage=plan.stage, batches=batches, demonstrations=list(demonstrations)
+        )
+        return (await self.at_target(lambda: self._command(command))).metrics
+
+    async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
+        """Write a Hugging Face folder of the current weights; `subtract` from every value of a value head."""
+        where = {"path": str(path), "subtract": subtract, "run": self._run}
+        command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
+        await self.at_target(lambda: self._command(command))
+
+    async def hold(self) -> None:
+        """Background: whenever the ranks have formed anew, bring them back to the current step at once."""
+        while True:
+            position = await self._group.wait_position(float("inf"))
+            if self._plan is not None and position.stage is None and not self._lock.locked():
+                async with self._lock:
+                    try:
+                        await self._bring(self._need_plan(), self._step)
+                    except TrainerLost:
+                        continue
+            await asyncio.sleep(0.5)
+
+    # ------------------------------------------------------------ inner parts
+
+    def _need_plan(self) -> StagePlan:
+        if self._plan is None:
+            raise RuntimeError("no stage has begun")
+        return self._plan
+
+    def _id(self, what: str) -> str:
+        return f"{self._need_plan().stage.value}/{self._step}/{what}/{time.time_ns()}"
+
+    def result_of(self, command_id: str) -> CommandResult:
+        """A command's stored result; one without metrics if the coordinator died before it could store it."""
+        record = self._records.get(f"result/{command_id}")
+        if record is None:
+            return CommandResult(id=command_id, ok=True)
+        return CommandResult.model_validate(record)
+
+    async def _command(self, command: Command) -> CommandResult:
+        return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
+
+    async def at_target(self, action: Callable[[], Awaitable[T]]) -> T:
+        """Run something (a publish) while the ranks hold the current step; repeated if they are lost in the middle."""
+        async with self._lock:
+            while True:
+                try:
+                    await self._bring(self._need_plan(), self._step)
+                    return await action()
+                except TrainerLost as lost:
+                    self._log("trainers.recover", step=self._step, reason=str(lost))
+
+    async def _bring(self, plan: StagePlan, step: int) -> None:
+        """Load and replay until the ranks hold (plan.stage, step). Raises TrainerLost."""
+        while True:
+            position = await self._group.wait_position(self._join_timeout)
+            if position == Position(plan.stage, step):
+                return
+            saved, path = self.checkpoint(plan.stage)
+            if position.stage != plan.stage or not saved <= position.step < step:
+                load = Load(
+                    id=self._id("load"),
+                    stage=plan.stage,
+                    models=plan.models,
+                    total_steps=plan.total_optimizer_steps,
+                    checkpoint=path,
+                    run=self._run,
+                    layouts=plan.layouts,
+                    recompute=plan.recompute,
+                )
+                self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
+                try:
+                    await self._command(load)
+                except CheckpointDamaged as damaged:
+                    self._fall_back(plan, step, saved, str(damaged))
+                continue
+            self._log("trainers.replay", stage=plan.stage.value, step=position.step + 1)
+            await self._command(plan.make_step(position.step + 1))

@@ -1,0 +1,1 @@
+"""New weights for rollouts and scorers."""

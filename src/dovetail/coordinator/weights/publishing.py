@@ -1,0 +1,161 @@
+"""One weight version to a set of receivers: trainers offer, receivers take (docs/architecture.md, "Weights")."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
+from dovetail.coordinator.weights.probing import Server, prove
+from dovetail.coordinator.weights.weights import ReceiverError, push_offer
+from dovetail.protocol.messages import CommandResult, Offer, Publish, Receiver
+
+GRACE_SECONDS = 10.0
+# Receivers that fail so soon after the first one may be what it failed of; later ones waited for them in vain.
+BLAME_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """An instance that shall hold the new weights. `incarnation` tells a restarted process from the one before;
+    `max_model_len`, `dtype`, `engines`: see `dovetail.coordinator.weights.probing.Server`."""
+
+    name: str
+    kind: str
+    url: str
+    incarnation: str
+    world: int = 1
+    max_model_len: int | None = None
+    dtype: str | None = None
+    engines: int = 1
+
+
+@dataclass(frozen=True)
+class Published:
+    """`errors` by receiver, None where the version arrived whole and is what a server serves; `result` is None if the
+    trainers failed to send. `blamed`: those that failed first, which may have kept the others from it, and those that
+    serve something else."""
+
+    errors: dict[str, str | None]
+    result: CommandResult | None
+    blamed: frozenset[str] = frozenset()
+
+
+def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
+    """Number the receivers of each model from rank 1 up; rollouts take the actor, scorers the critic."""
+    offsets = {"actor": 1, "critic": 1}
+    receivers = []
+    for target in sorted(targets, key=lambda t: t.name):
+        model = "actor" if target.kind == "rollout" else "critic"
+        receivers.append(
+            Receiver(
+                name=target.name,
+                kind="rollout" if target.kind == "rollout" else "scorer",
+                models=[model],
+                rank_offset=offsets[model],
+                world=target.world,
+            )
+        )
+        offsets[model] += target.world
+    return receivers
+
+
+class Publisher:
+    """Keeps the communicators' epoch: a new one whenever receivers, their processes or the trainers' groups change,
+    and after any failure."""
+
+    def __init__(self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float):
+        self._trainers = trainers
+        self._session = session
+        self._deadline = deadline_seconds
+        # Starts at the clock so that a restarted coordinator never reuses an epoch.
+        self._epoch = int(time.time())
+        self._members: frozenset[tuple[str, str]] | None = None
+        self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}
+
+    def offer(self, message: Offer) -> None:
+        """Handler of POST /v1/weights/offer; an offer nobody waits for is dropped (its deadline ends it)."""
+        future = self._expected.get((message.version, message.epoch))
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    async def publish(self, version: int, targets: Sequence[Target]) -> Published:
+        """Send `version` to all targets at once. Raises TrainerLost; failures of receivers are in the answer."""
+        members = frozenset({(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))})
+        epoch_is_new = members != self._members
+        if epoch_is_new:
+            self._epoch += 1
+        self._members = members
+        receivers = receivers_of(targets)
+        command = Publish(
+            id=f"publish/{version}/{self._epoch}/{time.time_ns()}",
+            version=version,
+            epoch=self._epoch,
+            receivers=receivers,
+            deadline_seconds=self._deadline,
+        )
+        key = (version, self._epoch)
+        expected: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        self._expected[key] = expected
+        sending = asyncio.create_task(self._trainers.execute(command, self._deadline + GRACE_SECONDS))
+        errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
+        failed: dict[str, float] = {}
+
+        def fail(name: str, _: str) -> None:
+            failed[name] = time.monotonic()
+            self._trainers.cancel(command.id)
+
+        try:
+            both: set[asyncio.Future[Any]] = {sending, expected}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if expected.done():
+                urls = {t.name: t.url for t in targets}
+                errors = await push_offer(
+                    self._session,
+                    expected.result(),
+                    [(r, urls[r.name]) for r in receivers],
+                    epoch_is_new,
+                    on_error=fail,
+                )
+            result = await sending
+        except TrainerError as error:
+            self._members = None
+            return Published({name: text or str(error) for name, text in errors.items()}, None, _first(failed))
+        except BaseException:
+            self._members = None
+            raise
+        finally:
+            self._expected.pop(key, None)
+            if not sending.done():
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+        unproved = await self._prove(version, [t for t in targets if errors[t.name] is None], result)
+        errors |= unproved
+        if any(text is not None for text in errors.values()):
+            self._members = None
+        return Published(errors, result, _first(failed) | unproved.keys())
+
+    async def _prove(self, version: int, targets: Sequence[Target], result: CommandResult) -> dict[str, str | None]:
+        """Let the servers among `targets` serve what they took, once each has shown that it does; errors of those that
+        do not."""
+
+        async def one(target: Target) -> str | None:
+            try:
+                server = Server(target.url, target.max_model_len, target.dtype, target.engines)
+                await prove(self._session, server, result.probe, version)
+            except ReceiverError as error:
+                return str(error)
+            return None
+
+        servers = [target for target in targets if target.kind == "rollout"]
+        found = await asyncio.gather(*(one(target) for target in servers))
+        return {target.name: error for target, error in zip(servers, found, strict=True) if error is not None}
+
+
+def _first(failed: Mapping[str, float]) -> frozenset[str]:
+    return frozenset(name for name, at in failed.items() if at - min(failed.values()) <= BLAME_SECONDS)

@@ -1,0 +1,95 @@
+"""What a run leaves that did not succeed: summary.json and report.html with the cause, whoever found it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dovetail.coordinator.store.results import leave
+from dovetail.local.report.report import write_report
+from dovetail.supervision.errors import RunError
+from dovetail.supervision.supervisor import Outcome
+
+# With less than this no checkpoint, no log and no database goes on.
+LEAST_BYTES = 1 << 20
+LOOK_SECONDS = 5.0
+RESERVE = ".reserve"
+RESERVE_BYTES = 1 << 19
+
+
+def full_disk(folders: Iterable[Path]) -> Path | None:
+    """The first of the folders whose disk has no room left."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            free = (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize
+            if free < LEAST_BYTES or (disk.f_files and not disk.f_ffree):
+                return folder
+    return None
+
+
+def reserve(run_dir: Path) -> None:
+    """Take the room that summary.json and report.html need should the disk become full."""
+    with contextlib.suppress(OSError):
+        (run_dir / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+
+
+def give_back(run_dir: Path) -> None:
+    """Nobody needs the reserve any more, or now is the time."""
+    with contextlib.suppress(OSError):
+        (run_dir / RESERVE).unlink()
+
+
+class DiskWatch:
+    """Tells when a disk of the run becomes full: logs lose lines then, and the next checkpoint or the store's next
+    transaction fails. `clock`: monotonic seconds."""
+
+    def __init__(self, folders: Sequence[Path], tell: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._folders = folders
+        self._tell = tell
+        self._clock = clock
+        self._due = clock()
+        self._told: Path | None = None
+
+    def look(self) -> None:
+        """Call often; it looks every few seconds."""
+        if self._clock() < self._due:
+            return
+        self._due = self._clock() + LOOK_SECONDS
+        found = full_disk(self._folders)
+        if found is not None and found != self._told:
+            self._tell(f"Warning: the disk that holds {found} is full; free some space")
+        self._told = found
+
+
+def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
+    """A failure on a full disk, as one sentence: who failed may have found no room to say why."""
+    if outcome.succeeded or outcome.interrupted or (folder := full_disk(folders)) is None:
+        return outcome
+    said = f" (last: {outcome.reason})" if outcome.reason and "is full" not in outcome.reason else ""
+    text = f"the disk that holds {folder} is full; free some space, then continue with --resume{said}"
+    return replace(outcome, reason=text)
+
+
+def leave_behind(run_dir: Path, outcome: Outcome) -> None:
+    """Write both files, as far as the disk lets; what the coordinator wrote of its failure stays. For after the last
+    process has ended."""
+    give_back(run_dir)
+    with contextlib.suppress(OSError):
+        if outcome.interrupted:
+            leave(run_dir, "interrupted", None)
+        elif _state(run_dir) != "failed":
+            leave(run_dir, "failed", outcome.reason)
+    with contextlib.suppress(RunError, OSError):
+        write_report(run_dir)
+
+
+def _state(run_dir: Path) -> object:
+    try:
+        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

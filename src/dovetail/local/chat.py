@@ -1,0 +1,158 @@
+"""Talk with a run's model: dialogue as text, replies streamed token by token. For torch models small enough for this
+machine; imports transformers only when a chat starts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.supervision.errors import RunError
+
+Speaker = Literal["user", "assistant"]
+Turn = tuple[Speaker, str]
+# The dialogue format of Anthropic's HH data, which the built-in data uses as well.
+_MARKS = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant:"}
+REPLY_ENDS = ("\n\nHuman:", "\n\nAssistant:")
+
+
+def hh_prompt(turns: Iterable[Turn]) -> str:
+    """The dialogue as HH text, ending where the assistant's next reply begins."""
+    text = "".join(
+        f"{_MARKS[speaker]}{words}" if speaker == "user" else f"{_MARKS[speaker]} {words}" for speaker, words in turns
+    )
+    return text + _MARKS["assistant"]
+
+
+def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> Iterator[str]:
+    """The pieces of a text up to the first stop string, which may be spread over pieces and is left out."""
+    held = ""
+    longest = max(len(stop) for stop in stops)
+    for piece in pieces:
+        held += piece
+        found = [at for stop in stops if (at := held.find(stop)) >= 0]
+        if found:
+            yield held[: min(found)]
+            return
+        # Keep back what may be the beginning of a stop string.
+        keep = next(
+            (n for n in range(min(longest, len(held)), 0, -1) if any(stop.startswith(held[-n:]) for stop in stops)), 0
+        )
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    yield held
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 takes the likeliest token each time."""
+
+    max_tokens: int = 128
+    temperature: float = 0.7
+
+
+class ChatModel:
+    """A Hugging Face causal language model of a run. Raises RunError if the run has no such model."""
+
+    def __init__(self, run_dir: Path, name: str = "actor") -> None:
+        folder = run_dir / "models" / name
+        if not (folder / "config.json").is_file():
+            models = run_dir / "models"
+            found = sorted(p.parent.name for p in models.glob("*/*.safetensors")) if models.is_dir() else []
+            there = [n for n in dict.fromkeys(found) if n in ("actor", "sft", "actor-ema")]
+            hint = f"it has: {', '.join(there)} (choose with --model)" if there else "has the run finished?"
+            raise RunError(f"{run_dir} has no trained model {name!r}; {hint}")
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        tokenizer = run_dir / "tokenizer"
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer if tokenizer.is_dir() else folder)
+            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
+        except (OSError, ValueError) as error:
+            raise RunError(f"cannot load the model in {folder}: {error}") from error
+        self._model.eval()
+
+    def prompt(self, turns: list[Turn]) -> str:
+        """The dialogue as the model has seen it in training: the tokenizer's chat template, else HH text."""
+        if getattr(self._tokenizer, "chat_template", None):
+            messages = [{"role": speaker, "content": words} for speaker, words in turns]
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return hh_prompt(turns)
+
+    def reply(self, turns: list[Turn], sampling: Sampling) -> Iterator[str]:
+        """Pieces of the assistant's next reply, as they come."""
+        from transformers import StoppingCriteriaList, TextIteratorStreamer
+
+        limit = int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
+        templated = bool(getattr(self._tokenizer, "chat_template", None))
+        ids = self._tokenizer(self.prompt(turns), return_tensors="pt", add_special_tokens=not templated)["input_ids"]
+        room = max(1, limit - sampling.max_tokens) if limit else ids.shape[1]
+        ids = ids[:, -room:]
+        streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=120.0)
+        options: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            options = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        failure: list[BaseException] = []
+        stop = threading.Event()
+
+        def generate() -> None:
+            try:
+                self._model.generate(
+                    input_ids=ids,
+                    attention_mask=ids.new_ones(ids.shape),
+                    max_new_tokens=sampling.max_tokens if not limit else min(sampling.max_tokens, limit - 1),
+                    pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id or 0,
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([lambda *_: stop.is_set()]),
+                    **options,
+                )
+            except BaseException as error:
+                failure.append(error)
+                streamer.end()
+
+        thread = threading.Thread(target=generate, name="generate", daemon=True)
+        thread.start()
+        try:
+            yield from until_stop(streamer)
+        finally:
+            stop.set()
+            thread.join(10.0)
+        if failure:
+            raise RunError(f"the model could not reply: {failure[0]}")
+
+
+def converse(
+    model: ChatModel,
+    lines: Iterable[str],
+    write: Callable[[str], None],
+    sampling: Sampling,
+) -> None:
+    """Answer line after line until they end or say /quit; /reset forgets the dialogue so far."""
+    turns: list[Turn] = []
+    for line in lines:
+        words = line.strip()
+        if not words:
+            continue
+        if words in ("/quit", "/exit"):
+            return
+        if words == "/reset":
+            turns = []
+            write("(the dialogue starts anew)\n")
+            continue
+        if words.startswith("/"):
+            write("commands: /reset forgets the dialogue, /quit ends it\n")
+            continue
+        turns.append(("user", words))
+        reply = ""
+        for piece in model.reply(turns, sampling):
+            shown = piece if reply else piece.lstrip()
+            reply += shown
+            write(shown)
+        write("\n")
+        turns.append(("assistant", reply.strip()))

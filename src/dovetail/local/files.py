@@ -1,0 +1,34 @@
+"""Open files: a job's processes need more of them than some machines allow, and die of it one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol.plan import Plan
+from dovetail.supervision.errors import UsageError
+
+# What a process has open without any sample under way: libraries, sockets of vLLM and of the trainers, logs.
+BASE_FILES = 256
+
+
+def files_needed(spec: RLHFJobSpec, plan: Plan) -> int:
+    """Of the process that needs most, the coordinator: it has a connection for each sample that is being generated."""
+    streams = len(plan.rollouts) * spec.generation.max_concurrent
+    return BASE_FILES + 16 * len(plan.trainers) + min(streams, spec.ppo.global_batch_size)
+
+
+def allow_files(needed: int) -> None:
+    """Raise this process's limit, which those that it starts inherit, to `needed`. Raises UsageError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise UsageError(
+        f"a process may have {hard} files open here and the job needs {needed}; "
+        f"raise the limit (`ulimit -Hn {needed}` as root, or nofile in /etc/security/limits.conf), or lower "
+        f"generation.maxConcurrent"
+    )

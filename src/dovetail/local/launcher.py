@@ -1,0 +1,261 @@
+"""Runs a job on this machine: directory, ports, processes, and their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from dovetail.local.aftermath import DiskWatch, give_back, leave_behind, reserve, with_cause
+from dovetail.local.files import allow_files, files_needed
+from dovetail.local.rundir import RunDir
+from dovetail.local.stopwatch import Stopwatch
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.profile import Profile
+from dovetail.protocol.pulse import PULSE
+from dovetail.supervision.devices import cuda_devices
+from dovetail.supervision.errors import RunError
+from dovetail.supervision.liveness import Limits, Liveness, Pulses
+from dovetail.supervision.ports import PortReservation
+from dovetail.supervision.processes import COORDINATOR, HOST, ProcessSpec, process_names, render
+from dovetail.supervision.spawn import ExecSpawner, ForkSpawner, Spawner
+from dovetail.supervision.supervisor import Outcome, Supervisor, cpu_threads
+
+SPAWN = "DOVETAIL_SPAWN"
+GRACE_SECONDS = 5.0
+SpawnKind = Literal["exec", "fork"]
+
+
+def spawn_kind(environ: Mapping[str, str], devices: Collection[str]) -> SpawnKind:
+    """DOVETAIL_SPAWN, else fork on a machine without GPUs and exec on one with. Raises RunError on other values."""
+    chosen = environ.get(SPAWN) or ("exec" if devices else "fork")
+    if chosen not in ("exec", "fork"):
+        raise RunError(f"{SPAWN} is {chosen!r}; set it to exec or fork")
+    return "fork" if chosen == "fork" else "exec"
+
+
+class Launcher:
+    """One run of a job. As a context manager it holds the run directory, and on leaving ends every process.
+
+        with Launcher(job, plan, Path("runs/quickstart")) as launcher:
+            outcome = launcher.run()
+
+    `exclude`: processes not to start, for callers that do a process's work themselves (the Python API is its own
+    coordinator and passes {"coordinator"}). Raises RunError (UsageError for a directory in use) on entering."""
+
+    def __init__(
+        self,
+        job: RLHFJob,
+        plan: Plan,
+        run_dir: Path | str,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        profile: Profile | None = None,
+        exclude: Collection[str] = (),
+        environ: Mapping[str, str] = os.environ,
+        tell: Callable[[str], None] = lambda line: None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        self._job = job
+        self._plan = plan
+        self._dir = RunDir(Path(run_dir))
+        self._resume = resume
+        self._overwrite = overwrite
+        self._profile = profile
+        self._exclude = frozenset(exclude)
+        self._environ = dict(environ)
+        self._tell = tell
+        self._grace = grace
+        self._ports = PortReservation(HOST)
+        self._interrupts = 0
+        self._supervisor: Supervisor | None = None
+        self._stopwatch: Stopwatch | None = None
+        self._pulses: Pulses | None = None
+        self.specs: list[ProcessSpec] = []
+        self.token = ""
+        self.coordinator_port = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self._dir.path
+
+    @property
+    def _disks(self) -> tuple[Path, Path]:
+        """Folders that may be on disks of their own."""
+        return self.run_dir, self._dir.logs
+
+    @property
+    def url(self) -> str:
+        """The coordinator's address."""
+        return f"http://{HOST}:{self.coordinator_port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs now, by name."""
+        return {} if self._supervisor is None else self._supervisor.pids
+
+    @property
+    def spawner_pids(self) -> dict[str, int]:
+        """Process ids of what starts the others, by name: `spawner`, and `forker` where processes are forked."""
+        return {} if self._supervisor is None else self._supervisor.spawner_pids
+
+    def __enter__(self) -> Launcher:
+        devices = cuda_devices(self._environ)
+        kind = spawn_kind(self._environ, devices)
+        allow_files(files_needed(self._job.spec, self._plan))
+        self._dir.open(resume=self._resume, overwrite=self._overwrite)
+        try:
+            self._dir.write_job(self._job, self._plan, resume=self._resume)
+            if self._profile is not None:
+                self._dir.write_profile(self._profile)
+            self.token = self._dir.token()
+            self._stopwatch = Stopwatch(self.run_dir / "elapsed.json")
+            ports = self._ports.reserve(process_names(self._plan))
+            self.coordinator_port = ports[COORDINATOR]
+            self._prepare(kind, devices, ports)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start every process; `step` then keeps them running."""
+        assert self._supervisor is not None, "use the launcher in a with statement"
+        self._supervisor.start()
+
+    def step(self, seconds: float = 0.5) -> Outcome | None:
+        """Wait up to `seconds`, restarting what died; the outcome once the job is over. To be called all the time."""
+        assert self._supervisor is not None
+        assert self._stopwatch is not None
+        outcome = self._supervisor.step(seconds)
+        self._stopwatch.look()
+        limit = self._job.spec.active_deadline_seconds
+        if outcome is None and limit is not None and self._stopwatch.seconds > limit:
+            reason = (
+                f"the run took longer than spec.activeDeadlineSeconds, {limit} s in all its resumes; to go on, give "
+                "--resume with --set spec.activeDeadlineSeconds=N and a larger N"
+            )
+            return Outcome(False, reason)
+        return outcome
+
+    def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
+        """Start, wait for the end, stop. SIGINT and SIGTERM stop everything within seconds, a second one at once.
+
+        `on_step` is called a few times a second. Signals are handled only when called from the main thread."""
+        disks = DiskWatch(self._disks, self._tell, time.monotonic)
+        previous = self._catch_signals()
+        reserve(self.run_dir)
+        try:
+            self.start()
+            outcome: Outcome | None = None
+            while outcome is None:
+                outcome = self.step(0.2)
+                on_step()
+                disks.look()
+                if self._interrupts:
+                    outcome = Outcome(False, "interrupted", interrupted=True)
+            # Before processes tidy up as they end.
+            outcome = with_cause(outcome, self._disks)
+            self.stop()
+            if not outcome.succeeded:
+                leave_behind(self.run_dir, outcome)
+            return outcome
+        except RunError as error:
+            self.stop()
+            leave_behind(self.run_dir, Outcome(False, str(error)))
+            raise
+        finally:
+            give_back(self.run_dir)
+            for sig, handler in previous.items():
+                signal.signal(sig, handler)
+
+    def stop(self) -> None:
+        """End every process. They get a SIGTERM and a few seconds, unless one more interrupt comes."""
+        if self._supervisor is not None:
+            before = self._interrupts
+            self._supervisor.stop(self._grace, impatient=lambda: self._interrupts > before)
+
+    def close(self) -> None:
+        """Stop, and give the directory and the ports back."""
+        try:
+            self.stop()
+        finally:
+            if self._stopwatch is not None:
+                self._stopwatch.write()
+            self._supervisor = self._stopwatch = None
+            if self._pulses is not None:
+                self._pulses.close()
+            self._ports.close()
+            self._dir.close()
+
+    def _prepare(self, kind: SpawnKind, devices: list[str], ports: Mapping[str, int]) -> None:
+        at_work = max(len(self._plan.trainers), len(self._plan.rollouts))  # they take turns
+        threads = 1 if kind == "fork" else cpu_threads(at_work)
+        specs = render(
+            self._job,
+            self._plan,
+            self.run_dir,
+            ports,
+            self.token,
+            base_env=self._environ,
+            devices=devices,
+            threads=threads,
+        )
+        self._pulses = pulses = Pulses()
+
+        def pulse(name: str) -> dict[str, str]:
+            return {PULSE: str(pulses.path(name))}
+
+        mine = [spec for spec in specs if spec.name not in self._exclude]
+        self.specs = [replace(spec, env=spec.env | pulse(spec.name)) for spec in mine]
+        zygote_env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | self._environ
+        if kind == "fork":
+            # One OpenMP or BLAS thread pool in the zygote, and its children would wait for threads they don't have.
+            zygote_env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        log = self._dir.logs / "spawner.log"
+        direct: Spawner = ExecSpawner(zygote_env | pulse("spawner"), log, "spawner")
+        shared: Spawner = direct
+        if kind == "fork":
+            shared = ForkSpawner(zygote_env | pulse("forker"), log, "forker")
+        policy = self._job.spec.failure_policy
+        self._supervisor = Supervisor(
+            [(spec, shared if spec.shares_imports else direct) for spec in self.specs],
+            policy.max_restarts,
+            failure_reason=self._failure_reason,
+            tell=self._tell,
+            liveness=Liveness(Limits.of(policy.peer_timeout_seconds), pulses.mark),
+        )
+
+    def _failure_reason(self) -> str | None:
+        """What the coordinator wrote into summary.json before it exited with 1."""
+        try:
+            summary = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        for key in ("reason", "message", "error"):
+            if isinstance(summary, dict) and summary.get(key):
+                return str(summary[key])
+        return None
+
+    def _catch_signals(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+
+        return {sig: signal.signal(sig, on_signal) for sig in (signal.SIGINT, signal.SIGTERM)}

@@ -1,0 +1,245 @@
+"""The Python API: a job's engines in your own loop, on one machine (DeepSpeed-Chat's RLHF API).
+
+    with Pipeline.from_manifest("examples/quickstart.yaml") as pipeline:
+        pipeline.run_sft()
+        pipeline.run_reward()
+        pipeline.begin_ppo()
+        for _ in range(10):
+            experience = pipeline.generate_experience()
+            print(pipeline.train(experience))
+        pipeline.finish()
+
+It is the same code that `dovetail run` runs (`dovetail.coordinator.loop.engines.Engines`): real vLLM servers, scorers and
+trainer ranks as processes of this machine; only the coordinator lives in your process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.coordinator.health.failure import sentence
+from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.loop.experience import Experience
+from dovetail.coordinator.rewards.live import RewardCallable
+from dovetail.coordinator.telemetry.eventlog import EventLog
+from dovetail.local.aftermath import leave_behind, with_cause
+from dovetail.local.launcher import Launcher
+from dovetail.manifest.accelerators import no_gpus, on_cpus
+from dovetail.manifest.checks.files import model_configs
+from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
+from dovetail.manifest.manifest import ManifestError
+from dovetail.manifest.types import RLHFJob
+from dovetail.planner.simple import make_plan
+from dovetail.supervision.devices import cuda_devices
+from dovetail.supervision.errors import RunError
+from dovetail.supervision.processes import COORDINATOR, HOST
+from dovetail.supervision.supervisor import Outcome
+
+T = TypeVar("T")
+AdvantageFunction = Callable[[Experience], tuple[NDArray[np.float32], NDArray[np.float32]]]
+START_SECONDS = 300.0
+
+
+class Pipeline:
+    """Synchronous; use from one thread, as a context manager. On leaving, every process it started is ended.
+
+    `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model; it is
+    called in this process, for each prompt's responses (or for each one: docs/custom.md), while others are generated.
+    `advantage_function(experience)` returns (advantages, returns), each (N,R) float32, and replaces the job's
+    estimator. Errors of the job are raised as `RunError` with one sentence."""
+
+    def __init__(
+        self,
+        job: RLHFJob,
+        run_dir: Path | str,
+        *,
+        reward_function: RewardCallable | None = None,
+        advantage_function: AdvantageFunction | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        if reward_function is not None and job.spec.ppo.reward_clip == "Auto":
+            job = without_clip(job)
+        self.job = job
+        self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()))
+        self.run_dir = Path(run_dir).resolve()
+        self._reward_function = reward_function
+        self._advantage_function = advantage_function
+        self._launcher = Launcher(
+            job, self.plan, self.run_dir, resume=resume, overwrite=overwrite, exclude={COORDINATOR}
+        )
+        self._loop = asyncio.new_event_loop()
+        self._engines: Engines | None = None
+        self._failure: str | None = None
+        self._finished = False
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @classmethod
+    def from_manifest(
+        cls, path: Path | str, run_dir: Path | str | None = None, *, cpu: bool = False, **options: Any
+    ) -> Pipeline:
+        """From an RLHFJob manifest. `run_dir` is runs/<name> by default. `cpu`: on CPUs, also what groups want GPUs
+        for. Raises ManifestError for a bad manifest, and for GPUs that this machine does not have."""
+        written, job = parse_manifest(Path(path)), load_manifest(Path(path))
+        if cpu:
+            job = job.model_copy(update={"spec": resolve(on_cpus(job.spec))})
+        elif problem := no_gpus(written.spec, len(cuda_devices())):
+            raise ManifestError([f"{problem} (in Python: cpu=True)."])
+        return cls(job, run_dir or Path("runs") / job.metadata.name, **options)
+
+    # ------------------------------------------------------------ the loop's calls
+
+    def run_sft(self) -> None:
+        """Step 1: supervised fine-tuning of the actor."""
+        self._call(self.engines.run_sft())
+
+    def run_reward(self) -> None:
+        """Step 2: training of the reward model."""
+        self._call(self.engines.run_reward())
+
+    def begin_ppo(self) -> None:
+        """Load actor and critic and give the rollouts their first weights."""
+        self._call(self.engines.begin_ppo())
+
+    @property
+    def iteration(self) -> int:
+        """Last finished PPO iteration."""
+        return self.engines.iteration
+
+    def prompts(self) -> list[str]:
+        """The job's own prompts of the next iteration."""
+        return [record.text for record in self.engines.prepared.prompts(self.iteration + 1)]
+
+    def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+        """Responses to `prompts` (the job's own by default) with log-probabilities, reference, values and scores.
+
+        There must be ppo.globalBatchSize / ppo.samplesPerPrompt prompts."""
+        ppo = self.job.spec.ppo
+        expected = ppo.global_batch_size // ppo.samples_per_prompt
+        if prompts is not None and len(prompts) != expected:
+            raise ValueError(f"{len(prompts)} prompts given, {expected} expected (globalBatchSize / samplesPerPrompt)")
+        return self._call(self.engines.generate_experience(prompts))
+
+    def train(self, experience: Experience) -> dict[str, float]:
+        """Train on one iteration's experience and send the new weights to the rollouts. Returns metrics."""
+        if self._advantage_function is not None:
+            experience.set_advantages(*self._advantage_function(experience))
+        return self._call(self.engines.train(experience))
+
+    def finish(self) -> dict[str, Any]:
+        """Export the trained models to run_dir/models and write summary.json; returns its content."""
+        document = self._call(self.engines.finish())
+        self._finished = True
+        return document
+
+    # ------------------------------------------------------------ life
+
+    @property
+    def engines(self) -> Engines:
+        """The asynchronous engines underneath; use them from their own event loop only."""
+        if self._engines is None:
+            raise RuntimeError("use the pipeline in a with statement")
+        return self._engines
+
+    def __enter__(self) -> Pipeline:
+        self._launcher.__enter__()
+        try:
+            self._start_thread(self._run_loop, "dovetail-loop")
+            self._engines = self._submit(self._open(), START_SECONDS)
+            # Each call has its own deadline.
+            self._submit(self._engines.check_rewards())
+            self._start_thread(self._supervise, "dovetail-launcher")
+        except BaseException as error:
+            self.close()
+            self._leave(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is not None and not self._finished:
+            self._leave(error)
+
+    def close(self) -> None:
+        """End every process. Idempotent."""
+        self._closing.set()
+        if self._engines is not None:
+            engines, self._engines = self._engines, None
+            self._submit(engines.__aexit__(None, None, None), START_SECONDS)
+            self._log.close()
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        for thread in self._threads:
+            thread.join(START_SECONDS)
+        self._threads.clear()
+        self._launcher.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """What a run that failed leaves, also if it was the user's own loop."""
+        reason = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
+        outcome = Outcome(False, reason, interrupted=isinstance(error, KeyboardInterrupt))
+        leave_behind(self.run_dir, with_cause(outcome, (self.run_dir,)))
+
+    async def _open(self) -> Engines:
+        self._log = EventLog(
+            self.run_dir / "events.jsonl", COORDINATOR, stream=(self.run_dir / "logs/coordinator.log").open("a")
+        )
+        settings = Settings(
+            run_dir=self.run_dir,
+            token=self._launcher.token,
+            host=HOST,
+            port=self._launcher.coordinator_port,
+            base_dir=Path.cwd(),
+            reward_function=self._reward_function,
+        )
+        return await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
+
+    def _start_thread(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _supervise(self) -> None:
+        self._launcher.start()
+        while not self._closing.is_set():
+            outcome = self._launcher.step(0.2)
+            if outcome is not None:
+                self._failure = outcome.reason or "the job's processes ended"
+                return
+        self._launcher.stop()
+
+    def _submit(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the event loop; ends early if the launcher gives up."""
+        future = asyncio.run_coroutine_threadsafe(self.engines.guard(work), self._loop)
+        while True:
+            try:
+                return future.result(0.2)
+            except TimeoutError:
+                if future.done():
+                    raise
+            if self._failure is not None:
+                future.cancel()
+                raise RunError(self._failure)
+
+
+def without_clip(job: RLHFJob) -> RLHFJob:
+    """The trainers do not see a function given here, whose scale is its author's (`dovetail.manifest.reward`)."""
+    ppo = job.spec.ppo.model_copy(update={"reward_clip": None})
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})

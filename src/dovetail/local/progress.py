@@ -1,0 +1,229 @@
+"""What a running job shows: bars on a terminal, plain lines elsewhere. Fed with status documents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from dovetail.manifest.types import RLHFJobSpec, Stage
+
+_LABELS = {Stage.SFT: "SFT", Stage.REWARD: "Reward model", Stage.PPO: "PPO"}
+_SHOWN = {
+    Stage.SFT: (("loss", "loss", "{:.3f}"),),
+    Stage.REWARD: (("loss", "loss", "{:.3f}"), ("accuracy", "accuracy", "{:.1%}")),
+    Stage.PPO: (("reward", "reward", "{:.3f}"), ("kl", "KL", "{:.3f}"), ("samples_per_second", "samples/s", "{:.1f}")),
+}
+
+
+def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
+    """'reward 1.204 ± 0.031, KL 0.210, samples/s 14.2': the metrics of a stage worth a glance, those that exist."""
+    parts = []
+    for key, label, form in _SHOWN[stage]:
+        value = metrics.get(key)
+        if isinstance(value, int | float):
+            text = f"{label} {form.format(round(value, 6) + 0.0)}"
+            spread = metrics.get(f"{key}_ci95")
+            if isinstance(spread, int | float):
+                text += f" ± {form.format(spread)}"
+            parts.append(text)
+    return ", ".join(parts)
+
+
+def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
+    """Stage, finished steps (PPO: iterations) and their total; None before the first stage or of unknown stages."""
+    try:
+        stage = Stage(status.get("stage") or "")
+    except ValueError:
+        return None
+    if stage is not Stage.PPO:
+        return stage, int(status.get("step") or 0), int(status.get("total_steps") or 0)
+    iteration, total = int(status.get("iteration") or 0), int(status.get("total_iterations") or 0)
+    # The iteration under way counts from its first phase on; its training done, `phase` is null.
+    done = iteration if status.get("phase") in (None, "export", "checkpoint") else max(0, iteration - 1)
+    return stage, done, total
+
+
+class HealthNews:
+    """Verdicts on iterations, each told when it begins and when it ends."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._iteration = 0
+
+    def lines(self, status: Mapping[str, Any]) -> list[str]:
+        """What is new in a status document."""
+        health = status.get("health") or {}
+        if not health or health.get("iteration", 0) <= self._iteration:
+            return []
+        self._iteration = health["iteration"]
+        verdicts = {v["reason"]: v["message"] for v in health.get("verdicts") or []}
+        new = [
+            f"Warning: iteration {self._iteration} is unhealthy ({reason}): {message}"
+            for reason, message in verdicts.items()
+            if reason not in self._told
+        ]
+        over = [f"iteration {self._iteration}: no longer {reason}" for reason in sorted(self._told - set(verdicts))]
+        self._told = set(verdicts)
+        return new + over
+
+
+class Display(Protocol):
+    """Shows a run. `update` takes status documents, `tell` one-line events; from any thread."""
+
+    def update(self, status: Mapping[str, Any]) -> None: ...
+    def tell(self, line: str) -> None: ...
+    def __enter__(self) -> Display: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def make_display(spec: RLHFJobSpec, console: Console) -> Display:
+    """Bars if `console` is a terminal, lines if not."""
+    return Bars(spec, console) if console.is_terminal else Lines(console)
+
+
+class Bars:
+    """A bar per stage, and one for the samples of the iteration under way."""
+
+    def __init__(self, spec: RLHFJobSpec, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[metrics]}", style="cyan"),
+            console=console,
+        )
+        self._bars: dict[Stage, TaskID] = {}
+        for stage in spec.stages:
+            total = {Stage.SFT: spec.sft.steps, Stage.REWARD: spec.reward.steps, Stage.PPO: spec.ppo.iterations}[stage]
+            self._bars[stage] = self._progress.add_task(_LABELS[stage], total=total, start=False, metrics="")
+        self._samples: TaskID | None = None
+        if Stage.PPO in spec.stages:
+            self._samples = self._progress.add_task("  samples", total=None, start=False, visible=False, metrics="")
+        self._message = self._progress.add_task("starting", total=None, metrics="", start=False, visible=False)
+        self._current: Stage | None = None
+        self._last_line = ""
+        self._health = HealthNews()
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        self.tell("starting the coordinator, trainers, vLLM servers and scorers")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._samples is not None:
+            self._progress.update(self._samples, visible=False)
+        self._progress.stop()
+
+    def tell(self, line: str) -> None:
+        self._progress.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(line)}", highlight=False)
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        message = str(status.get("message") or "")
+        if message and message != self._last_line:
+            self._last_line = message
+            self.tell(message)
+        for line in self._health.lines(status):
+            self.tell(line)
+        place = position(status)
+        if place is None or place[0] not in self._bars:
+            return
+        stage, done, total = place
+        if stage is not self._current:
+            self._enter(stage)
+        bar = self._bars[stage]
+        if total:
+            self._progress.update(bar, total=total)
+        self._progress.update(bar, completed=done)
+        text = describe_metrics(stage, status.get("metrics") or {})
+        if text:
+            self._progress.update(bar, metrics=text)
+        if stage is Stage.PPO and self._samples is not None:
+            self._show_samples(status)
+        if status.get("state") == "succeeded":
+            self._complete(bar)
+
+    def _enter(self, stage: Stage) -> None:
+        """Stages run in order, so those before are complete (also when a resumed run never showed them)."""
+        for earlier, bar in self._bars.items():
+            if earlier is stage:
+                break
+            self._complete(bar)
+        self._progress.start_task(self._bars[stage])
+        self._current = stage
+
+    def _complete(self, bar: TaskID) -> None:
+        task = next(t for t in self._progress.tasks if t.id == bar)
+        self._progress.start_task(bar)
+        self._progress.update(bar, completed=task.total or task.completed, total=task.total or task.completed)
+        self._progress.stop_task(bar)
+
+    def _show_samples(self, status: Mapping[str, Any]) -> None:
+        assert self._samples is not None
+        total = int(status.get("samples_total") or 0)
+        phase = status.get("phase") or ""
+        self._progress.update(
+            self._samples,
+            visible=bool(total),
+            total=total or None,
+            completed=int(status.get("samples_done") or 0),
+            metrics=f"iteration {status.get('iteration', 0)}: {phase}" if phase else "",
+        )
+
+
+class Lines:
+    """One line when something changes, steps at most every few seconds."""
+
+    def __init__(
+        self, console: Console, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._every = every_seconds
+        self._clock = clock
+        self._shown: tuple[Stage, int, int] | None = None
+        self._shown_at = 0.0
+        self._message = ""
+        self._health = HealthNews()
+
+    def __enter__(self) -> Lines:
+        self.tell("starting the coordinator, trainers, vLLM servers and scorers")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def tell(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        message = str(status.get("message") or "")
+        if message and message != self._message:
+            self.tell(message)
+        self._message = message
+        for line in self._health.lines(status):
+            self.tell(line)
+        place = position(status)
+        if place is None or place == self._shown:
+            return
+        stage, done, total = place
+        new_stage = self._shown is None or self._shown[0] is not stage
+        # Iterations are worth a line each; SFT and reward steps come too fast for that.
+        due = stage is Stage.PPO or self._clock() - self._shown_at >= self._every or (total > 0 and done >= total)
+        if not new_stage and not due:
+            return
+        self._shown, self._shown_at = place, self._clock()
+        metrics = describe_metrics(stage, status.get("metrics") or {}) if done else ""
+        unit = "iteration" if stage is Stage.PPO else "step"
+        self.tell(f"{_LABELS[stage]}: {unit} {done} of {total or '?'}" + (f": {metrics}" if metrics else ""))

@@ -1,0 +1,1 @@
+"""A run's report and its figures."""

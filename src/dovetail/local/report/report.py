@@ -1,0 +1,252 @@
+"""report.html: one file that shows a run, with no scripts and nothing to load. From summary.json, history.jsonl and
+the iterations' traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dovetail.local.report import charts
+from dovetail.local.report.charts import Bar, Series
+from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.local.report.summary import (
+    PHASES,
+    duration,
+    fusion_rows,
+    get,
+    health_rows,
+    health_sentences,
+    how_it_ended,
+    read_summary,
+    rows,
+    stage_seconds,
+)
+from dovetail.supervision.errors import RunError
+
+STYLE = """
+:root{color-scheme:light dark;--fg:#1b1f24;--mute:#667;--line:#8884;--card:#fff;--bg:#f4f5f7}
+@media(prefers-color-scheme:dark){:root{--fg:#e6e8eb;--mute:#9aa3ad;--card:#1d2126;--bg:#14171a}}
+body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.45 system-ui,sans-serif}
+main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
+h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:28px 0 8px}
+.sub{color:var(--mute);margin:2px 0 18px}.bad{color:#c0392b}.warn{color:#b9770e}
+table{border-collapse:collapse;background:var(--card);border-radius:8px;width:100%}
+th,td{padding:6px 12px;text-align:right;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
+th:first-child,td:first-child{text-align:left}th{color:var(--mute);font-weight:500}tr:last-child td{border-bottom:0}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:14px}
+figure{margin:0;background:var(--card);border-radius:8px;padding:10px 12px}figure.wide{margin-bottom:14px}
+figcaption{font-weight:600;margin-bottom:4px}svg{width:100%;height:auto;display:block}
+.grid{stroke:var(--line);stroke-width:1}.stripe{fill:#8881}.tick{font-size:11px;fill:var(--mute)}
+.axis{font-size:12px;fill:var(--mute)}.inbar{font-size:12px;fill:#fff;font-weight:600}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:12.5px;color:var(--mute);margin-top:6px}
+.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
+"""
+
+# Title, x axis, then (label, metric, metric with the interval's half-width or None) for each line.
+_Chart = tuple[str, str, tuple[tuple[str, str, str | None], ...]]
+_CHARTS: dict[str, tuple[_Chart, ...]] = {
+    "sft": (("SFT: loss", "step", (("loss", "loss", None),)),),
+    "reward": (
+        ("Reward model: loss", "step", (("loss", "loss", None),)),
+        ("Reward model: accuracy on training pairs", "step", (("accuracy", "accuracy", None),)),
+    ),
+    "ppo": (
+        ("PPO: reward per sample, 95% interval", "iteration", (("reward", "reward", "reward_ci95"),)),
+        ("PPO: KL to the reference, nats per sample", "iteration", (("KL", "kl", "kl_ci95"),)),
+        (
+            "PPO: response length, tokens",
+            "iteration",
+            (("mean", "response_length", None), ("longest", "response_length_max", None)),
+        ),
+        ("PPO: entropy, nats per token", "iteration", (("entropy", "entropy", None),)),
+        ("PPO: value loss", "iteration", (("value loss", "value_loss", None),)),
+        ("PPO: policy loss", "iteration", (("policy loss", "policy_loss", None),)),
+        (
+            "PPO: clipped share of tokens",
+            "iteration",
+            (("policy", "clip_fraction", None), ("value", "value_clip_fraction", None)),
+        ),
+        (
+            "Generation and inference: seconds",
+            "iteration",
+            (("measured", "fusion_stage_seconds", None), ("predicted", "fusion_predicted_seconds", None)),
+        ),
+        (
+            "Inter-stage fusion: seconds saved",
+            "iteration",
+            (("measured", "fusion_saved_seconds", None), ("predicted", "fusion_predicted_saved_seconds", None)),
+        ),
+        ("PPO: samples per second", "iteration", (("samples/s", "samples_per_second", None),)),
+    ),
+}
+_STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "ppo": "PPO"}
+
+
+def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """history.jsonl as {stage: {step: metrics}}. A replayed step's last line counts; a line cut off by a crash is
+    passed over."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    try:
+        lines = (run_dir / "history.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            found.setdefault(entry["stage"], {})[int(entry["step"])] = dict(entry["metrics"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return {stage: dict(sorted(steps.items())) for stage, steps in found.items()}
+
+
+def series(steps: Mapping[int, Mapping[str, Any]], label: str, metric: str, band: str | None) -> Series:
+    """One metric over the steps that have it."""
+    kept = [(k, m) for k, m in steps.items() if isinstance(m.get(metric), int | float)]
+    widths = [float(m.get(band) or 0.0) for _, m in kept] if band else None
+    return Series(label, [float(k) for k, _ in kept], [float(m[metric]) for _, m in kept], widths)
+
+
+def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
+    """Name and content of the trace to show: the last iteration's, but the one before if there are several, for the
+    last also holds the final checkpoint."""
+    files = sorted(p for p in (run_dir / "traces").glob("iteration-*.json") if re.fullmatch(r"iteration-\d+", p.stem))
+    for path in [*files[-2:-1], *files[-1:], *reversed(files[:-2])]:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(document, dict) and document.get("traceEvents"):
+            return path.stem, document
+    return None
+
+
+def trace_bars(trace: Mapping[str, Any]) -> list[Bar]:
+    """The bars of a Chrome trace, in seconds, on tracks 'process / lane' in the trace's own order."""
+    events = trace["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+
+    def track(event: Mapping[str, Any]) -> str:
+        process = processes.get(event["pid"], str(event["pid"]))
+        lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
+        return str(process) if lane == "main" else f"{process} / {lane}"
+
+    spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["pid"], e["tid"], e["ts"]))
+    return [
+        Bar(track(e), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, _detail(e.get("args") or {}))
+        for e in spans
+    ]
+
+
+def trace_curve(trace: Mapping[str, Any], name: str) -> Series:
+    """A counter of a Chrome trace: its value over seconds."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "C" and e.get("name") == name]
+    return Series(name, [e["ts"] / 1e6 for e in events], [float(e["args"]["value"]) for e in events])
+
+
+def _detail(args: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in list(args.items())[:6] if isinstance(value, str | int | float))
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    body = [(what, first, last) for what, first, last in rows(summary)]
+    if isinstance(get(summary, "samples_per_second"), int | float):
+        body.append(("Samples per second", "", f"{summary['samples_per_second']:.2f}"))
+    body += health_rows(summary) + fusion_rows(summary)
+    body += [(f"Time of stage {name}", "", duration(s)) for name, s in stage_seconds(summary)]
+    lines = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in body)
+    head = "<tr><th></th><th>before / first</th><th>after / last</th></tr>"
+    return f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>"
+
+
+def changes_section(summary: Mapping[str, Any]) -> str:
+    """Fields of the manifest that were changed while the run went on."""
+    changed = summary.get("changes")
+    if not isinstance(changed, list) or not changed:
+        return ""
+    cells = ("field", "old", "new")
+    lines = "".join(
+        f"<tr><td>{escape(str(c.get('stage')))} {escape(str(c.get('step')))}</td>"
+        + "".join(f"<td>{escape('–' if c.get(key) is None else str(c.get(key)))}</td>" for key in cells)
+        + "</tr>"
+        for c in changed
+    )
+    head = "<tr><th>after step</th><th>field</th><th>old</th><th>new</th></tr>"
+    return f"<h2>Changes of the manifest</h2><table><thead>{head}</thead><tbody>{lines}</tbody></table>"
+
+
+def _section(title: str, figures: Iterable[str]) -> str:
+    drawn = [figure for figure in figures if figure]
+    return f'<h2>{escape(title)}</h2><div class="charts">{"".join(drawn)}</div>' if drawn else ""
+
+
+def render_report(
+    name: str,
+    summary: Mapping[str, Any],
+    history: Mapping[str, Mapping[int, Mapping[str, Any]]],
+    trace: tuple[str, Mapping[str, Any]] | None,
+    schedule: Mapping[str, Any] | None = None,
+) -> str:
+    """The page. Pure."""
+    facts: list[str] = []
+    if summary.get("wall_seconds") is not None:
+        facts.append(duration(float(summary["wall_seconds"])))
+    if summary.get("seed") is not None:
+        facts.append(f"seed {summary['seed']}")
+    state = str(summary.get("state") or "")
+    ended = how_it_ended(summary)
+    subtitle = "".join(f'<span class="bad">{escape(line)}</span><br>' for line in ended)
+    subtitle += escape(", ".join(([state] if state and not ended else []) + facts))
+    subtitle += "".join(f'<br><span class="warn">{escape(line)}</span>' for line in health_sentences(summary))
+    sections = []
+    for stage, heading in _STAGES.items():
+        steps = history.get(stage, {})
+        figures = [
+            charts.line_chart(title, axis, [series(steps, *line) for line in lines])
+            for title, axis, lines in _CHARTS[stage]
+        ]
+        sections.append(_section(heading, figures))
+    phases: Sequence[tuple[str, float]] = sorted(
+        ((k, float(v)) for k, v in (get(summary, "phases") or {}).items()),
+        key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES),
+    )
+    time_bar = charts.share_bar("Where the time of all PPO iterations went", phases)
+    timeline = ""
+    if trace is not None:
+        number = int(trace[0].rpartition("-")[2])
+        timeline = charts.gantt(f"Timeline of iteration {number}", trace_bars(trace[1]), PHASES)
+        left = trace_curve(trace[1], "samples left")
+        timeline += charts.line_chart(f"Samples still to generate, iteration {number}", "second", [left])
+    when = f"<h2>Time</h2>{time_bar}{timeline}" if time_bar or timeline else ""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(name)}: Dovetail report</title><style>{STYLE}</style></head><body><main>"
+        f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{"".join(sections)}{when}'
+        f"{schedule_section(schedule)}{changes_section(summary)}"
+        "</main></body></html>\n"
+    )
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html into a run directory, whole or not at all. Raises RunError without a summary.json."""
+    try:
+        name = str(json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["metadata"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        name = run_dir.name
+    page = render_report(
+        name, read_summary(run_dir), read_history(run_dir), last_trace(run_dir), read_schedule(run_dir)
+    )
+    path = run_dir / "report.html"
+    temporary = path.with_suffix(".html.tmp")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    return path

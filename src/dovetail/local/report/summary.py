@@ -1,0 +1,196 @@
+"""The table at the end of a run, from summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dovetail.supervision.errors import RunError
+
+STAGES = ("sft", "reward", "ppo")
+PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json. Raises RunError if there is none, or it is damaged."""
+    path = run_dir / "summary.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist: the run has not finished, or {run_dir} is no run directory") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    if not isinstance(document, dict):
+        raise RunError(f"{path} is not a JSON object")
+    return document
+
+
+def get(document: Mapping[str, Any], path: str) -> Any:
+    """get(d, 'ppo.reward_last.mean'), or None."""
+    value: Any = document
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def duration(seconds: float) -> str:
+    """'4 min 07 s', '12.3 s', '2 h 05 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def interval(value: Any, digits: int = 3) -> str | None:
+    """'1.234 ± 0.056' of {mean, ci95}."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("mean"), int | float):
+        return None
+    spread = value.get("ci95")
+    text = f"{round(value['mean'], digits) + 0.0:.{digits}f}"  # adding 0 turns -0.000 into 0.000
+    return f"{text} ± {spread:.{digits}f}" if isinstance(spread, int | float) else text
+
+
+def binomial_p(correct: int, pairs: int) -> float:
+    """Chance that coin flips get at least `correct` of `pairs` right (one-sided binomial test against 1/2)."""
+    if correct <= 0:
+        return 1.0
+    log_half = math.lgamma(pairs + 1) - pairs * math.log(2.0)
+    terms = (math.exp(log_half - math.lgamma(k + 1) - math.lgamma(pairs - k + 1)) for k in range(correct, pairs + 1))
+    return min(1.0, math.fsum(terms))
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, before or first, after or last) of everything that the summary has."""
+    found: list[tuple[str, str, str]] = []
+    before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
+    if after is not None:
+        found.append(("SFT loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
+    accuracy, pairs = get(summary, "reward_model.accuracy"), get(summary, "reward_model.pairs")
+    if accuracy is not None:
+        text = f"{accuracy:.1%}"
+        if pairs:
+            p = binomial_p(round(accuracy * pairs), int(pairs))
+            text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
+        found.append(("Reward model accuracy, held out", "", text))
+    for key, label in (("reward", "Reward per sample"), ("kl", "KL to reference, nats per sample")):
+        first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
+        if first or last:
+            found.append((label, first or "", last or ""))
+    return found + evaluation_rows(summary)
+
+
+def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(measure, before PPO, after PPO) of the answers to held-out prompts; nothing where none were measured."""
+    found = []
+    for name, value in (get(summary, "evaluation") or {}).items():
+        before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))
+        if before or after:
+            prompts = get(summary, "evaluation.prompts")
+            found.append((f"{name.capitalize()} of {prompts} held-out answers", before or "", after or ""))
+    return found
+
+
+def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
+    """Of a run that did not succeed: its state and cause, and what it finished."""
+    state = str(summary.get("state") or "")
+    if state in ("", "succeeded"):
+        return []
+    reason = summary.get("reason")
+    lines = [f"{state}: {reason}" if reason else state]
+    stage, done = get(summary, "progress.stage"), get(summary, "progress.done")
+    if stage is not None:
+        lines.append(f"last finished: {'PPO iteration' if stage == 'ppo' else f'step of stage {stage},'} {done}")
+    return lines
+
+
+def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, first iteration, last or how many) of the iterations' health; nothing of a run without PPO."""
+    iterations, unhealthy = get(summary, "health.iterations"), get(summary, "health.unhealthy")
+    if not iterations:
+        return []
+    found = [("Unhealthy iterations", "", f"{unhealthy or 0} of {iterations}")]
+    for reason, known in sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"]):
+        first, last, count = known["first"], known["last"], known["count"]
+        found.append((f"  {reason}", f"iteration {first}", f"iteration {last}" if last > first else ""))
+        if count > 1:
+            found[-1] = (*found[-1][:2], f"iteration {last}, {count} in all")
+    return found
+
+
+def health_sentences(summary: Mapping[str, Any]) -> list[str]:
+    """The last sentence of each verdict that there was, in the order of their first iterations."""
+    reasons = sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"])
+    return [f"{reason} (iteration {known['last']}): {known['message']}" for reason, known in reasons]
+
+
+def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What inter-stage fusion did, (what, "", value); nothing where it was off."""
+    fusion = get(summary, "fusion")
+    if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
+        return []
+    threshold = fusion.get("threshold")
+    found = [
+        ("Fusion: samples left when the rest migrated", "", str(threshold) if threshold else "nobody migrates"),
+        ("Fusion: samples migrated", "", f"{fusion.get('samples_migrated', 0):.0f}"),
+    ]
+    saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
+    if isinstance(saved, int | float):
+        text = duration(saved) + (f" ({duration(predicted)} predicted)" if isinstance(predicted, int | float) else "")
+        found.append(("Fusion: time saved", "", text))
+    return found
+
+
+def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(stage, seconds) in the order in which stages run."""
+    found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
+    return sorted(found.items(), key=lambda item: STAGES.index(item[0]) if item[0] in STAGES else len(STAGES))
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The table printed when a run ends."""
+    table = Table(title="Result", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("before / first", justify="right")
+    table.add_column("after / last", justify="right")
+    for row in rows(summary):
+        table.add_row(*row)
+    rate, wall = get(summary, "samples_per_second"), get(summary, "wall_seconds")
+    table.add_section()
+    if rate is not None:
+        table.add_row("Samples per second", "", f"{rate:.2f}")
+    if wall is not None:
+        table.add_row("Wall time", "", duration(wall))
+    for row in [*health_rows(summary), *fusion_rows(summary)]:
+        table.add_row(*row)
+    for name, seconds in stage_seconds(summary):
+        table.add_row(f"  stage {name}", "", duration(seconds))
+    phases = {k: v for k, v in (get(summary, "phases") or {}).items() if isinstance(v, int | float)}
+    total = sum(phases.values())
+    if total > 0:
+        table.add_section()
+        table.add_row("PPO iterations, all together", "", duration(total))
+        for name in sorted(phases, key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES)):
+            table.add_row(f"  {name}", f"{phases[name] / total:.1%}", duration(phases[name]))
+    if get(summary, "seed") is not None:
+        table.add_section()
+        table.add_row("Seed", "", str(summary["seed"]))
+    return table
+
+
+def show(console: Console, summary: Mapping[str, Any]) -> None:
+    """The table, after how the run ended if it did not succeed, and before what was unhealthy."""
+    for line in how_it_ended(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(summary_table(summary))
+    if sentences := health_sentences(summary):
+        console.print()
+    for line in sentences:
+        console.print(f"Warning: {line}", highlight=False, markup=False, soft_wrap=True)

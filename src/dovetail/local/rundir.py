@@ -1,0 +1,210 @@
+"""A run's directory: made or taken up again, locked against a second launcher, with the job's token in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.store.changes import ChangeError, check
+from dovetail.coordinator.store.identity import RESULTS, has_store, new_id, write_id
+from dovetail.coordinator.store.store import StoreError, open_records
+from dovetail.manifest.checks.changes import changes
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.durable import sync
+from dovetail.protocol.env import token_problem
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.profile import Profile
+from dovetail.supervision.errors import RunError, UsageError
+
+# Any of these says that a run has begun here.
+SIGNS = ("job.json", "plan.json", "run.json", "store.sqlite")
+# There from before the first file of an earlier run is deleted until after the last one is.
+DELETING = ".deleting"
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """OSErrors as RunErrors: disk full, not allowed, not a directory, ... with the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(f"the disk that holds {path} is full; free some space or use another --run-dir") from error
+        reason = (error.strerror or str(error)).lower()
+        raise RunError(f"cannot write the run directory {path}: {reason}; choose another with --run-dir") from error
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync(path.parent)
+
+
+class RunDir:
+    """Holds the lock from `open` to `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self._lock: int | None = None
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def open(self, *, resume: bool = False, overwrite: bool = False) -> None:
+        """Make the directory and lock it. Raises UsageError if an earlier run is in it and neither `resume` nor
+        `overwrite` (which deletes that run first) is given, if the run to resume lacks what it needs, or if another
+        launcher runs there now. A deletion that was interrupted is completed first."""
+        deleting = (self.path / DELETING).exists()
+        if not deleting:
+            self._check(resume, overwrite)
+        with explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.close()
+                raise UsageError(
+                    f"another dovetail run is using {self.path}; wait for it, or choose another --run-dir"
+                ) from None
+            try:
+                if (self.path / DELETING).exists():
+                    self._empty()
+                    if resume:
+                        raise UsageError(
+                            f"there is no run to resume in {self.path}: an --overwrite was deleting it when it was "
+                            "stopped; leave out --resume to start the new run"
+                        )
+                self._check(resume, overwrite)
+                if overwrite and self._signs():
+                    self._empty()
+            except UsageError:
+                self.close()
+                raise
+            self.logs.mkdir(exist_ok=True)
+            (self.path / "traces").mkdir(exist_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
+        """run.json, job.json and plan.json. On resumption the manifest must be the one of the run, up to fields that
+        may change (`dovetail.manifest.checks.changes`); raises UsageError, naming the first other field that differs. A file that
+        is lost is made again."""
+        new = job.model_dump(mode="json", by_alias=True)
+        path = self.path / "job.json"
+        if resume:
+            self._check_same(job, _read_json(path) if path.exists() else None)
+            (self.path / "summary.json").unlink(missing_ok=True)
+        with explained(self.path):
+            if not resume:
+                write_id(self.path, new_id())
+            write_text(self.path / "plan.json", plan.model_dump_json(by_alias=True, indent=2) + "\n")
+            write_text(path, json.dumps(new, indent=2) + "\n")
+
+    def write_profile(self, profile: Profile) -> None:
+        """profile.json: the times that the schedule of training begins with."""
+        with explained(self.path):
+            write_text(self.path / "profile.json", profile.model_dump_json(by_alias=True, indent=2) + "\n")
+
+    def token(self) -> str:
+        """The run's secret, made on first use and readable by its owner alone. Raises UsageError for a file that holds
+        none."""
+        path = self.path / "token"
+        with explained(self.path):
+            if not path.exists():
+                write_text(path, secrets.token_hex(32), mode=0o600)
+            token = path.read_text(errors="replace").strip()
+        if problem := token_problem(token):
+            raise UsageError(f"the run's token file, {path}, {problem}; delete it and give --resume: a new one is made")
+        return token
+
+    def _check_same(self, job: RLHFJob, old: dict[str, Any] | None) -> None:
+        """Against job.json, and against what the store says of the run."""
+        try:
+            if old is not None and old.get("metadata", {}).get("name") != job.metadata.name:
+                raise ChangeError(
+                    f"metadata.name is {job.metadata.name}, but the run is of {old.get('metadata', {}).get('name')}; "
+                    "undo the change, or start a new run in another --run-dir"
+                )
+            for change in changes(old.get("spec", {}), job.spec) if old is not None else ():
+                if not change.allowed:
+                    raise ChangeError(change.sentence)
+            if has_store(self.path):
+                records = open_records(self.path)
+                try:
+                    check(job.spec, records)
+                finally:
+                    records.close()
+        except ChangeError as error:
+            raise UsageError(f"cannot resume {self.path}: {error}") from error
+        except StoreError as error:
+            raise RunError(str(error)) from error
+
+    def _signs(self) -> list[str]:
+        return [name for name in SIGNS if (self.path / name).exists()]
+
+    def _check(self, resume: bool, overwrite: bool) -> None:
+        """Raises UsageError unless the run may begin, go on, or be replaced, as is asked."""
+        signs = self._signs()
+        results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
+        if results and not has_store(self.path) and not (overwrite and signs):
+            # Without its store a run would begin anew among the files of the old one.
+            way = "delete the rest with --overwrite" if signs else "move them away"
+            raise UsageError(
+                f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing or "
+                f"empty; put that file back and --resume, or {way}, or choose another --run-dir"
+            )
+        if resume and not signs:
+            raise UsageError(f"there is no run to resume in {self.path}; leave out --resume to start one")
+        if signs and not resume and not overwrite:
+            raise UsageError(
+                f"{self.path} holds an earlier run; continue it with --resume, replace it with --overwrite, "
+                "or choose another --run-dir"
+            )
+
+    def _empty(self) -> None:
+        """Delete everything but the lock. Stopped at any moment, the next `open` goes on: what is left of the old run
+        is never taken for a part of a new one."""
+        mark = self.path / DELETING
+        mark.touch()
+        sync(self.path)
+        for entry in self.path.iterdir():
+            if entry.name in (".lock", DELETING):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        sync(self.path)
+        mark.unlink()
+        sync(self.path)
+
+
+def _holds_files(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    return dict(document)

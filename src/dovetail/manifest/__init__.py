@@ -1,0 +1,1 @@
+"""The RLHFJob manifest: its types, how it is read, checked and described."""

@@ -1,0 +1,40 @@
+"""GPUs that a manifest asks for in so many words, and the same job without them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dovetail.manifest.types import GPU, Group, RLHFJobSpec
+
+
+def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
+    """Index and group where GPUs are asked for: a product, or perPod as written (its default asks for nothing).
+
+    Of a spec as written: `resolve` leaves products alone."""
+    for index, group in enumerate(spec.groups):
+        named = group.gpu.product is not None or "per_pod" in group.gpu.model_fields_set
+        if named and group.gpu.per_pod > 0:
+            yield index, group
+
+
+def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
+    """Why this machine, with `present` GPUs, would run such a group on its CPUs; None where it would not."""
+    for index, group in asked(spec):
+        gpu, field = group.gpu, f"spec.groups[{index}].gpu"
+        if gpu.product is None:
+            return (
+                f"{field}.perPod is {gpu.per_pod}, but without gpu.product the group runs on CPUs; name the product, "
+                "or give --cpu to mean CPUs"
+            )
+        if not present:
+            return (
+                f"{field} asks for {gpu.per_pod} x {gpu.product} a pod, but this machine has no GPU; give --cpu to run "
+                "the job on its CPUs"
+            )
+    return None
+
+
+def on_cpus(spec: RLHFJobSpec) -> RLHFJobSpec:
+    """`spec` with CPU groups alone: as many pods, one trainer rank in each."""
+    groups = [group.model_copy(update={"gpu": GPU(product=None, per_pod=0)}) for group in spec.groups]
+    return spec.model_copy(update={"groups": groups})

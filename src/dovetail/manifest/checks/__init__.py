@@ -1,0 +1,1 @@
+"""What a manifest must satisfy, and in which words it is told."""

@@ -1,0 +1,112 @@
+"""What of a manifest may change while its run goes on. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from dovetail.manifest.types import RLHFJobSpec
+
+# None of these alters what the run has done so far. Learning rates and numbers of iterations are kept for each step, so
+# that a step that is run again (from a checkpoint) is run as it was.
+CHANGEABLE = (
+    "suspend",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+    "failurePolicy",
+    "checkpoint.everySteps",
+    "checkpoint.keep",
+    "models.reward.importPath",
+    "models.reward.workers",
+    "models.reward.timeoutSeconds",
+    "sft.optimizer.learningRate",
+    "reward.optimizer.learningRate",
+    "ppo.iterations",
+    "ppo.actorOptimizer.learningRate",
+    "ppo.criticOptimizer.learningRate",
+    "ppo.kl.coef",
+    "ppo.kl.target",
+    "ppo.kl.horizon",
+)
+# Why others may not, by the longest prefix.
+REASONS = {
+    "": "steps since the last checkpoint are run again on resume and must give the same weights",
+    "seed": "everything random in the run so far came from it",
+    "stages": "each stage began from the result of the one before",
+    "models": "the weights so far belong to these models",
+    "data": "the records of each step were drawn from this data",
+    "groups": "the stored steps were cut for these processes",
+    "plan": "the stored steps were cut for this plan",
+    "sft": "the stage's steps and batches are counted in it",
+    "reward": "the stage's steps and batches are counted in it",
+    "ppo.globalBatchSize": "stored batches have this size",
+    "generation": "samples under way were begun with it",
+    "checkpoint.volume": "the run's files are there",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field, as in spec.ppo.kl.coef, and its values as JSON."""
+
+    field: str
+    old: Any
+    new: Any
+
+    @property
+    def allowed(self) -> bool:
+        """Whether a run may go on with the new value."""
+        name = self.field.removeprefix("spec.")
+        if any(name == field or name.startswith(field + ".") for field in CHANGEABLE):
+            return True
+        return name.startswith("data.") and self._same_data(name)
+
+    def _same_data(self, name: str) -> bool:
+        """A data set in another folder, or by another name of its commit; that it is the same is told by its
+        fingerprint."""
+        if name.endswith(".revision"):
+            return True
+        return (
+            name.endswith(".path")
+            and bool(self.old and self.new)
+            and PurePath(self.old).name == PurePath(self.new).name
+        )
+
+    @property
+    def sentence(self) -> str:
+        """Why it is not allowed, and what is."""
+        name = self.field.removeprefix("spec.")
+        prefix = max((p for p in REASONS if not p or name == p or name.startswith(p + ".")), key=len)
+        return (
+            f"{self.field} may not change from {_short(self.old)} to {_short(self.new)} in a run: {REASONS[prefix]}; "
+            f"undo the change, or start a new run in another --run-dir (may change: {', '.join(CHANGEABLE)})"
+        )
+
+
+def changes(old: dict[str, Any], new: RLHFJobSpec) -> list[Change]:
+    """Fields in which `new` differs from the spec `old`, a JSON document, in the order of their names. Fields that a
+    release has added since count with their defaults."""
+    with contextlib.suppress(ValidationError):  # of another release: compare what it says
+        old = RLHFJobSpec.model_validate(old).model_dump(mode="json", by_alias=True)
+    return list(_differences(old, new.model_dump(mode="json", by_alias=True), "spec"))
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[Change]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, after, f"{path}[{i}]")
+    elif old != new:
+        yield Change(path, old, new)
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

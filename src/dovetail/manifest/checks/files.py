@@ -1,0 +1,161 @@
+"""The files that a manifest names: are they there and usable? The only part of validation that reads the disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
+
+DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
+    """One sentence for each local file or folder that is missing, empty or unusable; relative paths start at
+    `base_dir`. Reads names, sizes and model configurations, no data."""
+    return list(_data(spec, base_dir)) + list(_models(spec, base_dir)) + list(_tokenizer(spec, base_dir))
+
+
+def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
+    """Layers of actor, critic and reward model, where the manifest's own folders and configurations tell.
+
+    A critic without a source is made from the reward model, or from the actor; so is the reward model."""
+    own = {name: _layers(getattr(spec.models, name).source, base_dir) for name in ("actor", "critic", "reward")}
+    sources = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
+    found = {}
+    for name, candidates in sources.items():
+        first = next((c for c in candidates if getattr(spec.models, c).source is not None), None)
+        if first is not None and (count := own[first]) is not None:
+            found[name] = count
+    return found
+
+
+def model_configs(spec: RLHFJobSpec, base_dir: Path) -> dict[str, dict[str, Any]]:
+    """config.json of each model that names a folder, where it can be read."""
+    found = {}
+    for name in ("actor", "critic", "reward", "reference"):
+        source: ModelSource | None = getattr(spec.models, name).source
+        if source is not None and source.path is not None:
+            config = _json(base_dir / source.path / "config.json")
+            if isinstance(config, dict):
+                found[name] = config
+    return found
+
+
+def _layers(source: ModelSource | None, base: Path) -> int | None:
+    fields: Any = None
+    if source is not None and source.scratch is not None:
+        fields = source.scratch.config
+    elif source is not None and source.path is not None:
+        fields = _json(base / source.path / "config.json")
+    count = fields.get("num_hidden_layers") if isinstance(fields, dict) else None
+    return count if isinstance(count, int) else None
+
+
+def _data(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    needed = {
+        "demonstrations": Stage.SFT in spec.stages or spec.ppo.ptx_coef > 0,
+        "preferences": Stage.REWARD in spec.stages and not spec.models.reward.calls,
+        "prompts": Stage.PPO in spec.stages,
+    }
+    for name, wanted in needed.items():
+        for index, source in enumerate(getattr(spec.data, name)):
+            if wanted and source.path is not None:
+                yield from _data_path(f"spec.data.{name}[{index}].path", base / source.path)
+
+
+def _data_path(field: str, path: Path) -> Iterator[str]:
+    kinds = ", ".join(DATA_SUFFIXES)
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.name.endswith(DATA_SUFFIXES) and p.is_file())
+        if not files:
+            yield f"{field}: the folder {path} holds no data file; put {kinds} files into it."
+        for file in files:
+            yield from _not_empty(field, file)
+    elif not path.exists():
+        yield f"{field}: {path} does not exist; correct the path (relative paths start at the manifest's folder)."
+    elif not path.name.endswith(DATA_SUFFIXES):
+        yield f"{field}: {path} is none of {kinds}; convert it, for example to one JSON object a line."
+    else:
+        yield from _not_empty(field, path)
+
+
+def _not_empty(field: str, path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            if not file.read(1):
+                yield f"{field}: {path} is empty; give a file with records or remove the source."
+    except OSError as error:
+        yield f"{field}: cannot read {path}: {(error.strerror or str(error)).lower()}."
+
+
+def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    for name in ("actor", "critic", "reward", "reference"):
+        source: ModelSource | None = getattr(spec.models, name).source
+        if source is not None and source.path is not None:
+            yield from _model_folder(f"spec.models.{name}.source.path", base / source.path)
+    code = spec.models.reward.import_path
+    if code is not None and spec.models.reward.calls and not (base / code).is_dir():
+        yield f"spec.models.reward.importPath: {base / code} is no folder; name the one that holds the module."
+
+
+def _model_folder(field: str, path: Path) -> Iterator[str]:
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        yield f"{field}: {path} {what}; give a folder in Hugging Face format."
+        return
+    config = path / "config.json"
+    if not config.is_file():
+        yield f"{field}: {path} is no Hugging Face model folder: config.json is missing."
+    elif isinstance(read := _json(config), str):
+        yield f"{field}: {config} cannot be read: {read}."
+    elif not isinstance(read, dict) or "model_type" not in read:
+        yield f"{field}: {config} names no model_type; it is not a model's configuration."
+    yield from _weights(field, path)
+
+
+def _weights(field: str, path: Path) -> Iterator[str]:
+    if (path / "model.safetensors.index.json").is_file():
+        index = _json(path / "model.safetensors.index.json")
+        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+            yield f"{field}: {path}/model.safetensors.index.json cannot be read: it holds no weight_map."
+            return
+        missing = sorted({str(file) for file in index["weight_map"].values() if not (path / str(file)).is_file()})
+        if missing:
+            yield f"{field}: {path} lacks {missing[0]}, which its index names; copy the whole model."
+    elif not any(path.glob("*.safetensors")):
+        if any(file for pattern in _PICKLES for file in path.glob(pattern)):
+            yield (
+                f"{field}: {path} holds only pickled weights, which could run code when loaded; convert them with "
+                "`model.save_pretrained(folder, safe_serialization=True)`."
+            )
+        else:
+            yield f"{field}: {path} holds no weights; a *.safetensors file is needed."
+
+
+def _tokenizer(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    given = spec.models.tokenizer.path
+    if given is None:
+        return
+    path, field = base / given, "spec.models.tokenizer.path"
+    if path.is_dir():
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+            yield f"{field}: {path} is no tokenizer folder: tokenizer.json is missing."
+    elif path.exists():
+        yield f"{field}: {path} is a file; give the folder that it is in."
+    elif given.startswith((".", "/", "~")) or given.count("/") > 1:
+        yield f"{field}: {path} does not exist; give a folder, or a hub name such as owner/name."
+
+
+def _json(path: Path) -> Any:
+    """The file's value, or a string that says why there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    except ValueError as error:
+        return f"not valid JSON ({error})"
+    return value if not isinstance(value, str) else "not a JSON object"

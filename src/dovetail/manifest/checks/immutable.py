@@ -1,0 +1,56 @@
+"""Which parts of a job's spec may change, as CEL transition rules.
+
+A job may be suspended and resumed, its rollout groups scaled, its deadlines, failure policy and checkpoint policy
+changed at any time. Everything else decides what is trained and what the pods look like: it is fixed once a plan holds
+(condition Planned=True), and may be corrected before that, above all while Planned=False says what does not fit."""
+
+from __future__ import annotations
+
+from dovetail.manifest.checks.cel import CelRule
+
+# Every field of spec is in one of the two; tests/unit/test_crd.py sees to it.
+FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "plan")
+CHANGEABLE = ("suspend", "groups", "checkpoint", "failurePolicy", "activeDeadlineSeconds", "ttlSecondsAfterFinished")
+
+_UNPLANNED = "!has(oldSelf.status) || !oldSelf.status.conditions.exists(c, c.type == 'Planned' && c.status == 'True')"
+_AGAIN = "cannot change once the job is planned; delete the job and create it anew"
+
+
+def _rule(changed: str, same: str, field: str) -> CelRule:
+    return CelRule("", f"{_UNPLANNED} || {same}", f"{changed} {_AGAIN}.", field)
+
+
+def _same(values: str) -> str:
+    """Whether `values`, an expression of `groups`, is the same before and after."""
+    now, before = (values.replace("groups", f"{side}.spec.groups") for side in ("self", "oldSelf"))
+    return f"{now} == {before}"
+
+
+_GROUP_FIELDS = {
+    "roles": "g.roles",
+    "gpu": "g.gpu",
+    "dtype": "g.dtype",
+    "image": "has(g.image) ? g.image : ''",
+    "vllmArgs": "g.vllmArgs",
+    "podTemplate": "g.podTemplate",
+}
+
+TRANSITION_RULES: tuple[CelRule, ...] = (
+    *(_rule(f"spec.{name}", f"self.spec.{name} == oldSelf.spec.{name}", f".spec.{name}") for name in FIXED),
+    _rule("The list of names in spec.groups", _same("groups.map(g, g.name)"), ".spec.groups"),
+    *(
+        _rule(f"{name} of a group in spec.groups", _same(f"groups.map(g, {value})"), ".spec.groups")
+        for name, value in _GROUP_FIELDS.items()
+    ),
+    _rule(
+        "replicas of a trainer group in spec.groups",
+        _same("groups.filter(g, 'trainer' in g.roles).map(g, has(g.replicas) ? g.replicas : 1)"),
+        ".spec.groups",
+    ),
+    _rule(
+        "spec.checkpoint.volume",
+        "(has(self.spec.checkpoint.volume) ? self.spec.checkpoint.volume : '') "
+        "== (has(oldSelf.spec.checkpoint.volume) ? oldSelf.spec.checkpoint.volume : '')",
+        ".spec.checkpoint.volume",
+    ),
+)

@@ -1,0 +1,135 @@
+"""Fields that are accepted but change nothing yet, in one table, so that none is ever ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dovetail.manifest.critic import has_critic
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
+from dovetail.protocol.plan import pod_count
+
+
+@dataclass(frozen=True)
+class Unexecuted:
+    """`used(spec)` gives the paths of the field where a spec sets it; `why` completes `<path>: <why>`.
+
+    `on_cluster`: it has an effect once pods run the job, only not on a single machine."""
+
+    field: str
+    used: Callable[[RLHFJobSpec], Iterator[str]]
+    why: str
+    on_cluster: bool = False
+
+
+def _spec_field(name: str, path: str, default: object) -> Callable[[RLHFJobSpec], Iterator[str]]:
+    def used(spec: RLHFJobSpec) -> Iterator[str]:
+        if getattr(spec, name) != default:
+            yield path
+
+    return used
+
+
+def _pvc(spec: RLHFJobSpec) -> Iterator[str]:
+    for name in ("actor", "critic", "reward", "reference"):
+        source = getattr(spec.models, name).source
+        if source is not None and source.pvc is not None:
+            yield f"spec.models.{name}.source.pvc"
+
+
+def _volume(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.checkpoint.volume is not None:
+        yield "spec.checkpoint.volume"
+
+
+def _start_timeout(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.failure_policy.start_timeout_seconds is not None:
+        yield "spec.failurePolicy.startTimeoutSeconds"
+
+
+def _reference_dtype(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.models.reference.dtype is not Dtype.AUTO:
+        yield "spec.models.reference.dtype"
+
+
+def _elastic(spec: RLHFJobSpec) -> Iterator[str]:
+    for index, group in enumerate(spec.groups):
+        if group.max_replicas is not None and group.max_replicas > pod_count(group):
+            yield f"spec.groups[{index}].maxReplicas"
+
+
+def _group_field(name: str, alias: str) -> Callable[[RLHFJobSpec], Iterator[str]]:
+    def used(spec: RLHFJobSpec) -> Iterator[str]:
+        for index, group in enumerate(spec.groups):
+            if getattr(group, name):
+                yield f"spec.groups[{index}].{alias}"
+
+    return used
+
+
+UNEXECUTED: tuple[Unexecuted, ...] = (
+    Unexecuted(
+        "spec.suspend", _spec_field("suspend", "spec.suspend", False), "the job starts all the same", on_cluster=True
+    ),
+    Unexecuted(
+        "spec.ttlSecondsAfterFinished",
+        _spec_field("ttl_seconds_after_finished", "spec.ttlSecondsAfterFinished", None),
+        "the run directory is kept",
+        on_cluster=True,
+    ),
+    Unexecuted(
+        "spec.failurePolicy.startTimeoutSeconds", _start_timeout, "processes start at once or fail", on_cluster=True
+    ),
+    Unexecuted("spec.checkpoint.volume", _volume, "checkpoints go to the run directory", on_cluster=True),
+    Unexecuted("spec.groups[].image", _group_field("image", "image"), "processes run from this machine's Python", True),
+    Unexecuted(
+        "spec.groups[].podTemplate", _group_field("pod_template", "podTemplate"), "there are no pods to patch", True
+    ),
+    Unexecuted("spec.models.*.source.pvc", _pvc, "use path or huggingFace; the run will fail", on_cluster=True),
+    Unexecuted(
+        "spec.models.reference.dtype", _reference_dtype, "scorers compute in float32 on CPUs and bfloat16 on GPUs"
+    ),
+    Unexecuted("spec.groups[].maxReplicas", _elastic, "the group keeps the number of pods it starts with", True),
+)
+
+
+def warnings(spec: RLHFJobSpec, *, cluster: bool = False) -> list[str]:
+    """One sentence for each field that is set without effect: not executed yet (`cluster`: by the operator either),
+    or pointless beside other fields. The job runs all the same, unless the sentence says otherwise."""
+    found = [
+        f"{path} is not executed {'on a single machine' if entry.on_cluster else 'yet'}: {entry.why}."
+        for entry in UNEXECUTED
+        if not (cluster and entry.on_cluster)
+        for path in entry.used(spec)
+    ]
+    return found + list(_pointless(spec))
+
+
+def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
+    ppo = Stage.PPO in spec.stages
+    if Stage.REWARD in spec.stages and spec.models.reward.calls:
+        yield "spec.stages: the reward stage is dropped, for spec.models.reward.function replaces the reward model."
+    critic = spec.models.critic
+    if ppo and spec.ppo.advantage != "gae" and (critic.source or critic.lora or critic.share_actor_body):
+        yield f"spec.models.critic has no effect: {spec.ppo.advantage} uses no critic."
+    if ppo and spec.plan.placement == "Interleaving":
+        if sum(pod_count(group) for group in spec.groups if Role.ROLLOUT in group.roles) < 2:
+            yield "spec.plan.placement Interleaving has no effect: it takes two rollouts to place models apart."
+        elif spec.models.reward.calls and not has_critic(spec):
+            yield "spec.plan.placement Interleaving has no effect: scorers run no model but the reference."
+    trainers = [group for group in spec.groups if Role.TRAINER in group.roles]
+    if trainers and all(group.on_cpu for group in trainers):
+        optimizers = {
+            "spec.sft.optimizer": (spec.sft.optimizer, Stage.SFT),
+            "spec.reward.optimizer": (spec.reward.optimizer, Stage.REWARD),
+            "spec.ppo.actorOptimizer": (spec.ppo.actor_optimizer, Stage.PPO),
+            "spec.ppo.criticOptimizer": (spec.ppo.critic_optimizer, Stage.PPO),
+        }
+        for field, (optimizer, stage) in optimizers.items():
+            if optimizer.offload and stage in spec.stages:
+                yield f"{field}.offload has no effect on CPUs: optimizer state is in host memory anyway."
+    for index, group in enumerate(spec.groups):
+        if Role.ROLLOUT not in group.roles and group.dtype is not Dtype.AUTO:
+            yield f"spec.groups[{index}].dtype has no effect without the role rollout; see spec.models.actor.dtype."
+    if spec.data.held_out == 0:
+        yield "spec.data.heldOut is 0: losses and accuracy before and after training cannot be measured."

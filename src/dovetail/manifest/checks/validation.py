@@ -1,0 +1,44 @@
+"""Manifests in: `load_manifest` for a runnable job, or ManifestError with sentences for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dovetail.manifest.checks.files import check_files
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.checks.unexecuted import UNEXECUTED, warnings
+from dovetail.manifest.manifest import ManifestError, is_file, parse, read_yaml
+from dovetail.manifest.resolve import absolute_paths, resolve
+from dovetail.manifest.types import RLHFJob
+
+__all__ = [
+    "UNEXECUTED",
+    "ManifestError",
+    "absolute_paths",
+    "check",
+    "check_files",
+    "load_manifest",
+    "parse_manifest",
+    "resolve",
+    "warnings",
+]
+
+
+def parse_manifest(path_or_text: str | Path) -> RLHFJob:
+    """The job as written, its fields and the rules between them checked. Raises ManifestError."""
+    job = parse(read_yaml(path_or_text))
+    if errors := check(job.spec):
+        raise ManifestError(errors)
+    return job
+
+
+def load_manifest(path_or_text: str | Path, base_dir: Path | None = None) -> RLHFJob:
+    """`parse_manifest` with every default filled in (`resolve`) and local paths made absolute: what a run starts from.
+
+    Relative paths start at `base_dir`, by default the manifest's folder (for text: the working directory). Ask
+    `warnings` about the job as written (`parse_manifest`): resolving removes what some of them speak of. Raises
+    ManifestError; `check_files` looks at the files themselves."""
+    job = parse_manifest(path_or_text)
+    if base_dir is None:
+        base_dir = Path(path_or_text).parent if is_file(path_or_text) else Path()
+    return absolute_paths(job.model_copy(update={"spec": resolve(job.spec)}), base_dir)

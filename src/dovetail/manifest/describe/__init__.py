@@ -1,0 +1,1 @@
+"""The manifest described: its CRD, `dovetail explain` and the reference page."""

@@ -1,0 +1,196 @@
+"""The CustomResourceDefinition, made of the pydantic types: a structural schema, defaults, CEL rules, columns."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel
+
+from dovetail.manifest.base import NAME_PATTERN
+from dovetail.manifest.checks.cel import CEL_RULES
+from dovetail.manifest.checks.immutable import TRANSITION_RULES
+from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.types import KIND, RLHFJobSpec
+from dovetail.manifest.words import model_in
+
+GROUP, VERSION, PLURAL, SINGULAR = "dovetail.dev", "v1alpha1", "rlhfjobs", "rlhfjob"
+
+# Bounds of what the types leave open, so that the cost of CEL rules is bounded.
+MAX_STRING, MAX_ITEMS, MAX_PROPERTIES = 1024, 64, 256
+
+Schema = dict[str, Any]
+
+_COLUMNS = (
+    ("Stage", "string", ".status.stage", "Stage under way", 0),
+    ("Iteration", "integer", ".status.iteration", "Finished iterations or steps of the stage", 0),
+    ("Reward", "number", ".status.reward", "Mean score of the last iteration", 0),
+    ("KL", "number", ".status.kl", "Mean KL from the reference, nats per sample", 1),
+    ("Samples/s", "number", ".status.samplesPerSecond", "Throughput of the last iteration", 0),
+    ("Running", "string", '.status.conditions[?(@.type=="Running")].status', "Whether all processes work", 0),
+    ("Completed", "string", '.status.conditions[?(@.type=="Completed")].status', "Whether all stages are done", 0),
+    ("Failed", "string", '.status.conditions[?(@.type=="Failed")].reason', "Why the job failed", 1),
+    ("Suspended", "boolean", ".spec.suspend", "Whether the job may run", 1),
+    ("Age", "date", ".metadata.creationTimestamp", "Since the job was created", 0),
+)
+
+
+def crd() -> Schema:
+    """The manifest of the CustomResourceDefinition, as plain data."""
+    root: Schema = {
+        "type": "object",
+        "description": "An RLHF training job: SFT, reward model and PPO from one manifest.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 63, "pattern": NAME_PATTERN}},
+            },
+            "spec": object_schema(RLHFJobSpec),
+            "status": object_schema(RLHFJobStatus),
+        },
+    }
+    for rule in (*CEL_RULES, *TRANSITION_RULES):
+        _at(root, rule.path).setdefault("x-kubernetes-validations", []).append(rule.schema())
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": SINGULAR,
+                "shortNames": ["rlhf"],
+                "categories": ["all", "dovetail"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "subresources": {"status": {}},
+                    "selectableFields": [{"jsonPath": ".spec.suspend"}, {"jsonPath": ".status.stage"}],
+                    "additionalPrinterColumns": [_column(*column) for column in _COLUMNS],
+                    "schema": {"openAPIV3Schema": root},
+                }
+            ],
+        },
+    }
+
+
+def _column(name: str, kind: str, path: str, description: str, priority: int) -> Schema:
+    return {"name": name, "type": kind, "jsonPath": path, "description": description, "priority": priority}
+
+
+def object_schema(model: type[BaseModel]) -> Schema:
+    """Structural schema of an API object, nested objects in place."""
+    raw = model.model_json_schema(by_alias=True)
+    return _convert(_inline(raw, raw.get("$defs", {})), model)
+
+
+def _inline(node: Any, definitions: Schema) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    merged = dict(node)
+    if reference := merged.pop("$ref", None):
+        merged = {**definitions[reference.rpartition("/")[2]], **merged}
+    return {key: _inline(value, definitions) for key, value in merged.items() if key not in ("$defs", "title")} | (
+        {"properties": {k: _inline(v, definitions) for k, v in merged["properties"].items()}}
+        if "properties" in merged
+        else {}
+    )
+
+
+def _convert(node: Schema, model: type[BaseModel] | None) -> Schema:
+    """From JSON Schema 2020-12 to a structural schema."""
+    node = dict(node)
+    branches = node.pop("anyOf", None)
+    if branches is not None:
+        rest = [branch for branch in branches if branch.get("type") != "null"]
+        node = {**(rest[0] if len(rest) == 1 else _union(rest)), **node}
+        # Without a default, null means absent: the API server prunes it, which CEL's has() relies on.
+        if len(rest) < len(branches) and node.get("default") is not None:
+            node["nullable"] = True
+    if node.get("default", ...) is None:
+        del node["default"]
+    if "properties" in node:
+        node.pop("additionalProperties", None)
+    node.pop("discriminator", None)
+    if "const" in node:
+        node["enum"] = [node.pop("const")]
+    for old, new in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if old in node:
+            node[new], node[old] = node[old], True
+    return _typed(node, model)
+
+
+def _typed(node: Schema, model: type[BaseModel] | None) -> Schema:
+    kind = node.get("type")
+    if kind == "object" and "properties" in node:
+        node["properties"] = _properties(node["properties"], model)
+    elif kind == "object":
+        node.pop("additionalProperties", None)
+        node |= {"x-kubernetes-preserve-unknown-fields": True, "maxProperties": MAX_PROPERTIES}
+    elif kind == "array":
+        node["items"] = _convert(node["items"], model)
+        node.setdefault("maxItems", MAX_ITEMS)
+    elif kind == "string" and "enum" not in node and "format" not in node:
+        node.setdefault("maxLength", MAX_STRING)
+    elif kind == "integer":
+        node["format"] = "int64"
+    return node
+
+
+def _properties(properties: Schema, model: type[BaseModel] | None) -> Schema:
+    """Convert each, and give it the default that pydantic's schema leaves out because a factory makes it."""
+    fields = {f.alias or n: f for n, f in model.model_fields.items()} if model else {}
+    result = {}
+    for name, value in properties.items():
+        field = fields.get(name)
+        if field is not None and field.default_factory is not None and "default" not in value:
+            value = {**value, "default": _plain(field.get_default(call_default_factory=True, validated_data={}))}
+        result[name] = _convert(value, model_in(field.annotation) if field else None)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Objects default to {}: their own fields' defaults do the rest."""
+    if isinstance(value, BaseModel):
+        return {}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _union(branches: list[Schema]) -> Schema:
+    """A structural schema has no unions of types but int-or-string: take any value, and bound it by kind.
+
+    Keywords bind only values of their own kind, so `minLength: 1, maxLength: 0` excludes every string."""
+    alternatives = []
+    for branch in branches:
+        if "enum" in branch or "const" in branch:
+            alternatives.append({"enum": branch.get("enum") or [branch["const"]]})
+        else:
+            bounds: Schema = {key: branch[key] for key in ("minimum", "maximum") if key in branch}
+            if "exclusiveMinimum" in branch:
+                bounds |= {"minimum": branch["exclusiveMinimum"], "exclusiveMinimum": True}
+            alternatives.append({**bounds, "minLength": 1, "maxLength": 0})
+    return {"x-kubernetes-preserve-unknown-fields": True, "anyOf": alternatives}
+
+
+def _at(root: Schema, path: str) -> Schema:
+    node = root
+    for step in filter(None, path.split(".")):
+        name, is_list = step.removesuffix("[]"), step.endswith("[]")
+        node = node["properties"][name]
+        if is_list:
+            node = node["items"]
+    return node

@@ -1,0 +1,264 @@
+"""From YAML to an RLHFJob, or to sentences that name the field and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
+from dovetail.manifest.words import expected, model_in
+
+_MAX_BYTES = 4 * 1024 * 1024
+# Of a whole document, with what its aliases stand for; the largest of our examples has some 300.
+_MAX_VALUES = 20_000
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be run. `errors`: one sentence for each problem; the message has one a line."""
+
+    def __init__(self, errors: list[str]) -> None:
+        super().__init__("\n".join(errors))
+        self.errors = errors
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars (`Off` is text, `1e-5` a number), repeated keys refused, and the number of values bounded: a
+    few aliases of aliases stand for billions."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._values = 0
+        self._sizes: dict[int, int] = {}  # of nodes that are whole, by identity
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark
+        before = self._values
+        node = super().compose_node(parent, index)
+        if alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias must not stand for what it is part of", mark)
+        self._values += self._sizes[id(node)] if alias else 1
+        if not alias:
+            self._sizes[id(node)] = self._values - before
+        if self._values > _MAX_VALUES:
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {_MAX_VALUES} values, counting what aliases stand for; use fewer", mark
+            )
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float", "timestamp")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^([-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+([eE][-+]?[0-9]+)?"
+        r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Hashable, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.tag == "tag:yaml.org,2002:merge":
+            continue
+        name = str(key.value)
+        if name in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"`{name}` is given twice; keep one of them", key.start_mark
+            )
+        seen.add(name)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def read_yaml(source: str | Path) -> Any:
+    """The one YAML document in a file (a Path, or text of one line that names one) or in the text itself.
+
+    Raises ManifestError."""
+    text, name = _text(source)
+    try:
+        documents = list(yaml.load_all(text, Loader=_Loader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ManifestError([f"{name}{where}: not valid YAML: {error.problem or error.context}."]) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        first = (str(error).splitlines() or ["nested too deeply"])[0]
+        raise ManifestError([f"{name}: not valid YAML: {first}."]) from error
+    documents = [document for document in documents if document is not None]
+    if len(documents) != 1:
+        found = f"holds {len(documents)} documents" if documents else "is empty"
+        raise ManifestError([f"{name} {found}; give exactly one RLHFJob."])
+    return documents[0]
+
+
+def _text(source: str | Path) -> tuple[str, str]:
+    if isinstance(source, str) and ("\n" in source or ":" in source or "{" in source) and not is_file(source):
+        return source, "the manifest"
+    path = Path(source)
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ManifestError([f"{path} is larger than {_MAX_BYTES // 2**20} MiB; that is not a manifest."])
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        raise ManifestError([f"{path} is not UTF-8 text; save it as UTF-8."]) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ManifestError([f"{path}: cannot read the manifest: {reason.lower()}."]) from error
+
+
+def is_file(text: str | Path) -> bool:
+    """Whether this names an existing file; never raises, also not for text that can be no path."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def parse(data: Any) -> RLHFJob:
+    """An RLHFJob of plain YAML or JSON data, its fields checked one by one. Raises ManifestError."""
+    if not isinstance(data, dict):
+        raise ManifestError([f"The manifest must be a mapping that starts with `apiVersion: {API_VERSION}`."])
+    for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if data.get(key) != wanted:
+            given = f"it is {_show(data[key])}" if key in data else "it is missing"
+            raise ManifestError([f"{key} must be {wanted}; {given}."])
+    try:
+        # JSON mode is strict about types but takes enumerations by value.
+        return RLHFJob.model_validate_json(json.dumps(data, default=str), strict=True, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise ManifestError(_sentences(error, data)) from error
+
+
+def _sentences(error: ValidationError, data: Any) -> list[str]:
+    """One sentence a field, in the manifest's order; where a union failed in every branch, one for all of them."""
+    found: dict[tuple[str | int, ...], str] = {}
+    for problem in error.errors(include_url=False):
+        path = _real_path(problem["loc"], data, problem["type"])
+        if problem["type"] == "missing" or path not in found:
+            found[path] = _sentence(path, problem["type"], problem["msg"], data)
+    # A union's branch that went deeper says more than the ones that failed at its top.
+    deeper = [path for path in found if not any(other != path and other[: len(path)] == path for other in found)]
+    return [found[path] for path in deeper]
+
+
+def _real_path(loc: tuple[str | int, ...], data: Any, kind: str) -> tuple[str | int, ...]:
+    """`loc` without pydantic's names of union branches, which are in no manifest."""
+    path: list[str | int] = []
+    for position, step in enumerate(loc):
+        inside = (isinstance(data, dict) and step in data) or (
+            isinstance(data, list) and isinstance(step, int) and step < len(data)
+        )
+        if inside:
+            path.append(step)
+            data = data[step]
+        elif kind == "missing" and position == len(loc) - 1:
+            path.append(step)
+    return tuple(path)
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    """`("spec", "groups", 0, "name")` as `spec.groups[0].name`."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+def _sentence(path: tuple[str | int, ...], kind: str, message: str, data: Any) -> str:
+    name = dotted(path)
+    if kind == "missing":
+        field = _field(path)
+        what = f" ({field.description.rstrip('.')})" if field and field.description else ""
+        return f"{name} is required{what}; add it."
+    if kind == "extra_forbidden":
+        return _unknown(path)
+    field = _field(path)
+    value = _value(path, data)
+    if field is None:
+        return f"{name} is {_show(value)}: {message}."
+    wanted = _element(field) if isinstance(path[-1], int) else expected(field)
+    if kind in ("too_short", "too_long"):
+        return f"{name} must be {wanted}; it has {len(value)}."
+    return f"{name} must be {wanted}; it is {_show(value)}."
+
+
+def _element(field: FieldInfo) -> str:
+    from dovetail.manifest.words import describe
+
+    args = getattr(field.annotation, "__args__", None)
+    return describe(args[0], []) if args else expected(field)
+
+
+def _unknown(path: tuple[str | int, ...]) -> str:
+    parent = _model(path[:-1])
+    known = [field.alias or name for name, field in parent.model_fields.items()] if parent else []
+    wrong = str(path[-1])
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
+    camel = re.sub(r"_([a-z0-9])", lambda m: m[1].upper(), wrong)
+    if camel in known:
+        close = [camel]
+    where = dotted(path[:-1]) or "the manifest"
+    fix = f"did you mean {close[0]}?" if close else f"{where} has {', '.join(known)}."
+    return f"{dotted(path)} is not a field; {fix}"
+
+
+def _model(path: tuple[str | int, ...]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = RLHFJob
+    for step in path:
+        if isinstance(step, int) or model is None:
+            continue
+        field = _named(model, step)
+        model = model_in(field.annotation) if field else None
+    return model
+
+
+def _field(path: tuple[str | int, ...]) -> FieldInfo | None:
+    names = [step for step in path if isinstance(step, str)]
+    parent = _model(tuple(names[:-1]))
+    return _named(parent, names[-1]) if parent and names else None
+
+
+def _named(model: type[BaseModel], alias: str) -> FieldInfo | None:
+    return next((f for name, f in model.model_fields.items() if (f.alias or name) == alias), None)
+
+
+def _value(path: tuple[str | int, ...], data: Any) -> Any:
+    for step in path:
+        data = data[step]
+    return data
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + '..."'

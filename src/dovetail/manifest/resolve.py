@@ -1,0 +1,75 @@
+"""Defaults that depend on other fields. The result is what job.json holds: no process decides them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from dovetail.manifest.types import Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
+from dovetail.protocol.plan import pod_count
+
+
+def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
+    """`spec` with what follows from its other fields filled in. Idempotent.
+
+    - `stages` loses reward when a reward function replaces the model.
+    - Groups without a GPU product have gpu.perPod 0; replicas are what the group starts with.
+    - Auto dtypes become float32 on CPUs. On GPUs they stay: bfloat16 needs the device's word.
+    - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers, else Recompute."""
+    groups = [_group(group) for group in spec.groups]
+    stages = [s for s in spec.stages if s is not Stage.REWARD or not spec.models.reward.calls]
+    trainers = [group for group in groups if Role.TRAINER in group.roles]
+    models = spec.models
+    if trainers and all(group.on_cpu for group in trainers):
+        models = models.model_copy(
+            update={
+                name: model.model_copy(update={"dtype": Dtype.FLOAT32})
+                for name in ("actor", "critic", "reward", "reference")
+                if (model := getattr(models, name)).dtype is Dtype.AUTO
+                and name != "reference"
+                and not (name == "critic" and models.critic.share_actor_body)
+            }
+        )
+    partly = spec.model_copy(update={"groups": groups, "stages": stages, "models": models})
+    if partly.ppo.old_log_probs != "Auto":
+        return partly
+    return partly.model_copy(update={"ppo": partly.ppo.model_copy(update={"old_log_probs": _old_log_probs(partly)})})
+
+
+def _group(group: Group) -> Group:
+    update: dict[str, Any] = {"replicas": pod_count(group)}
+    if group.on_cpu:
+        update["gpu"] = group.gpu.model_copy(update={"per_pod": 0, "product": None})
+        if Role.ROLLOUT in group.roles and group.dtype is Dtype.AUTO:
+            update["dtype"] = Dtype.FLOAT32
+    return group.model_copy(update=update)
+
+
+def _old_log_probs(spec: RLHFJobSpec) -> Literal["Rollout", "Recompute"]:
+    """Trust the rollout only where rounding and the sampling distribution are the trainer's own."""
+    generation = spec.generation
+    exact = spec.models.actor.dtype is Dtype.FLOAT32 and all(
+        group.dtype is Dtype.FLOAT32 for group in spec.groups if Role.ROLLOUT in group.roles
+    )
+    plain = generation.temperature == 1.0 and generation.top_k == 0 and generation.top_p == 1.0
+    return "Rollout" if exact and plain else "Recompute"
+
+
+def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
+    """`job` with every local path that its spec names made absolute, starting at `base_dir` (the manifest's folder).
+
+    A tokenizer path that is no folder there stays as it is: it is a hub name."""
+    data = job.model_dump(by_alias=True, mode="json")
+    spec = data["spec"]
+    sources = [model.get("source") for model in spec["models"].values()]
+    sources += [source for name in ("demonstrations", "preferences", "prompts") for source in spec["data"][name]]
+    for source in sources:
+        if source and source.get("path"):
+            source["path"] = str((base_dir / source["path"]).resolve())
+    tokenizer = spec["models"]["tokenizer"]
+    if tokenizer["path"] and (base_dir / tokenizer["path"]).is_dir():
+        tokenizer["path"] = str((base_dir / tokenizer["path"]).resolve())
+    reward = spec["models"]["reward"]
+    if reward["function"] or reward["functions"]:
+        reward["importPath"] = str((base_dir / (reward["importPath"] or "")).resolve())
+    return RLHFJob.model_validate(data)

@@ -1,0 +1,15 @@
+"""Bounds of the reward that depend on where it comes from."""
+
+from __future__ import annotations
+
+from dovetail.manifest.training import REWARD_CLIP
+from dovetail.manifest.types import RLHFJobSpec, Stage
+
+
+def reward_clip(spec: RLHFJobSpec) -> float | None:
+    """Scores are clipped to +- this; None: they are not. The scale of a function, or of a reward model from elsewhere,
+    is its author's: a bound of ours would flatten it."""
+    if spec.ppo.reward_clip != "Auto":
+        return spec.ppo.reward_clip
+    trained = not spec.models.reward.calls and Stage.REWARD in spec.stages
+    return REWARD_CLIP if trained else None

@@ -1,0 +1,112 @@
+"""The status of an RLHFJob: what a controller observed, never what a user asked for."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from dovetail.manifest.base import Model
+
+ConditionType = Literal["Planned", "Suspended", "Scheduled", "Running", "Degraded", "Healthy", "Completed", "Failed"]
+
+
+class Observed(Model):
+    """Base of status objects: fields of newer versions are ignored."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+
+
+class Condition(Observed):
+    """A metav1.Condition: one thing that is true, false or unknown about the job."""
+
+    type: ConditionType = Field(description="What the condition is about.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    observed_generation: int | None = Field(
+        default=None, ge=0, description="metadata.generation of the manifest that was judged."
+    )
+    last_transition_time: datetime = Field(description="When `status` last changed.")
+    reason: str = Field(
+        min_length=1,
+        max_length=1024,
+        pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
+        description="One word for programs to act on.",
+    )
+    message: str = Field(
+        max_length=32768, description="The root cause for people: the pod, its exit code, its last log line."
+    )
+
+
+class GroupStatus(Observed):
+    """Pods of one group."""
+
+    name: str = Field(max_length=63, description="The group's name.")
+    desired: int = Field(default=0, ge=0, description="Pods that should run.")
+    ready: int = Field(
+        default=0, ge=0, description="Pods that work: trainer ranks joined, rollouts with current weights."
+    )
+
+
+class PlanStatus(Observed):
+    """The plan in short; the whole is in a ConfigMap."""
+
+    placement: str | None = Field(default=None, max_length=63, description="Placement strategy chosen.")
+    actor: str | None = Field(
+        default=None, max_length=63, description="Layout of the actor's training, as pp2 tp1 dp4."
+    )
+    critic: str | None = Field(default=None, max_length=63, description="Layout of the critic's training.")
+    schedule: str | None = Field(default=None, max_length=63, description="Family of the training schedule.")
+    rollouts: int | None = Field(default=None, ge=0, description="Rollouts that it counts on with the nodes there are.")
+    hash: str | None = Field(default=None, max_length=64, description="SHA-256 of the plan document.")
+
+
+class CheckpointStatus(Observed):
+    """The last checkpoint that was written whole."""
+
+    stage: str = Field(max_length=16, description="Stage of the checkpoint.")
+    step: int = Field(ge=0, description="Its last applied step or iteration.")
+    path: str = Field(max_length=4096, description="Folder on the job's volume.")
+    time: datetime | None = Field(default=None, description="When it was complete.")
+
+
+class RLHFJobStatus(Observed):
+    """What is known about the job now."""
+
+    observed_generation: int | None = Field(
+        default=None, ge=0, description="metadata.generation that this status is about."
+    )
+    conditions: list[Condition] = Field(
+        default_factory=list,
+        max_length=16,
+        description="One entry for each type; see each condition's reason and message.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    stage: str | None = Field(default=None, max_length=16, description="Stage under way: sft, reward or ppo.")
+    iteration: int | None = Field(
+        default=None, ge=0, description="Finished PPO iterations, or steps of the stage under way."
+    )
+    iterations: int | None = Field(default=None, ge=0, description="Iterations or steps that the stage has in all.")
+    reward: float | None = Field(default=None, description="Mean score of the last iteration's samples.")
+    kl: float | None = Field(default=None, description="Mean KL from the reference, nats per sample.")
+    samples_per_second: float | None = Field(
+        default=None, ge=0, description="Samples per second of the last iteration."
+    )
+    weight_version: int | None = Field(
+        default=None, ge=0, description="Version of the newest weights that were published."
+    )
+    groups: list[GroupStatus] = Field(
+        default_factory=list,
+        max_length=32,
+        description="Ready counts by group.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    last_checkpoint: CheckpointStatus | None = Field(default=None, description="Newest checkpoint.")
+    plan: PlanStatus | None = Field(default=None, description="The plan in short.")
+    predicted_iteration_seconds: float | None = Field(
+        default=None, ge=0, description="The planner's prediction, seconds."
+    )
+    measured_iteration_seconds: float | None = Field(default=None, ge=0, description="The last iteration, seconds.")
+    start_time: datetime | None = Field(default=None, description="When the first process started.")
+    completion_time: datetime | None = Field(default=None, description="When the job completed or failed.")

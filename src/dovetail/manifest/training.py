@@ -1,0 +1,185 @@
+"""The parts of RLHFJob's spec that say how to train and generate: optimizer, SFT and reward, PPO, sampling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dovetail.manifest.base import Callable_, Fraction, Model, PositiveFloat, PositiveInt
+
+# As TRL and the shared-body setups after InstructGPT have it.
+SHARED_VALUE_COEF = 0.1
+# As DeepSpeed-Chat has it, for scores whose mean is 0.
+REWARD_CLIP = 5.0
+
+
+class Optimizer(Model):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: PositiveFloat = Field(default=1e-5, description="Peak learning rate, reached after warm-up.")
+    beta1: Fraction = Field(default=0.9, description="Decay of the first moment.")
+    beta2: Fraction = Field(default=0.95, description="Decay of the second moment.")
+    eps: PositiveFloat = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, of weight matrices only.")
+    max_grad_norm: PositiveFloat = Field(
+        default=1.0, description="Global gradient norm above which gradients are scaled down."
+    )
+    schedule: Literal["Constant", "Linear", "Cosine"] = Field(
+        default="Cosine", description="Decay after warm-up, to 0."
+    )
+    warmup_fraction: Fraction = Field(
+        default=0.03, description="Share of the stage's steps in which the rate rises from 0."
+    )
+    offload: bool = Field(default=False, description="Keep optimizer state in host memory between steps.")
+
+
+class Supervised(Model):
+    """SFT or reward-model training."""
+
+    steps: PositiveInt | None = Field(
+        default=None, description="Optimizer steps; default: one pass over the data times epochs."
+    )
+    epochs: PositiveInt = Field(default=1, description="Passes over the data when `steps` is not given.")
+    batch_size: PositiveInt = Field(
+        default=32,
+        description="Sequences (or pairs) per optimizer step, all ranks together. A multiple of microBatchSize * dp.",
+    )
+    micro_batch_size: PositiveInt = Field(default=8, description="Sequences (or pairs) per forward pass of one rank.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and learning rate.")
+
+
+class KL(Model):
+    """KL penalty against the reference."""
+
+    coef: float = Field(default=0.05, ge=0, description="Coefficient, or its start value when a target is given.")
+    place: Literal["Auto", "Reward", "Loss"] = Field(
+        default="Auto",
+        alias="in",
+        description="Reward: subtracted from each token's reward. Loss: a term of the policy's loss. Auto: Loss with "
+        "grpo, which divides rewards by their deviation, else Reward.",
+    )
+    target: PositiveFloat | None = Field(
+        default=None,
+        description="Per-sample KL, nats, that the adaptive controller aims for (Ziegler et al. 2019); null: fixed.",
+    )
+    horizon: PositiveInt = Field(default=10_000, description="Samples over which the adaptive controller corrects.")
+    estimator: Literal["Auto", "k1", "k2", "k3"] = Field(
+        default="Auto",
+        description="Per-token estimator (Schulman 2020): k1 in the reward, k2 or k3 in the loss (k3 with the gradient "
+        "of k2); others optimise something else and are refused. Auto: k1, or k3 in the loss.",
+    )
+
+
+class ImportanceSampling(Model):
+    """Correction of the gap between the rollout's and the trainer's log-probabilities."""
+
+    mode: Literal["Truncated", "Off"] = Field(
+        default="Truncated", description="Truncated: weigh tokens by the capped ratio."
+    )
+    cap: PositiveFloat = Field(default=2.0, description="Upper bound of the per-token weight.")
+
+
+class PPO(Model):
+    """Reinforcement learning: batch sizes, advantages, losses and optimizers."""
+
+    iterations: PositiveInt = Field(default=100, description="Iterations: generate, score, train, publish weights.")
+    global_batch_size: PositiveInt = Field(
+        default=64, description="Samples per iteration: prompts times samplesPerPrompt."
+    )
+    samples_per_prompt: PositiveInt = Field(
+        default=1, description="Responses to each prompt; at least 2 for grpo and rloo."
+    )
+    mini_batch_size: PositiveInt = Field(default=64, description="Samples per optimizer step, all ranks together.")
+    micro_batch_size: PositiveInt = Field(default=8, description="Samples per forward pass of one rank.")
+    epochs: PositiveInt = Field(default=1, description="Passes over an iteration's samples.")
+    advantage: Literal["gae", "grpo", "rloo"] = Field(
+        default="gae",
+        description="gae: critic and generalised advantage estimation (Schulman et al. 2016). grpo, rloo: baselines "
+        "from the samples of the same prompt, no critic.",
+    )
+    advantage_function: Callable_ | None = Field(
+        default=None, description="module:callable replacing `advantage`; see docs/custom.md."
+    )
+    normalize_std: bool = Field(
+        default=True,
+        description="grpo: divide by the deviation of the group's scores (Shao et al. 2024); false: do not (Dr. GRPO, "
+        "Liu et al. 2025).",
+    )
+    loss_aggregation: Literal["Token", "Sequence", "Constant"] = Field(
+        default="Token",
+        description="What the policy's loss of a mini-batch is. Token: mean over all its tokens (DAPO). Sequence: mean "
+        "over samples of each one's token mean (GRPO's paper). Constant: sum over tokens by samples times "
+        "generation.maxTokens (Dr. GRPO).",
+    )
+    gamma: Fraction = Field(default=1.0, description="Discount per token.")
+    lam: Fraction = Field(default=0.95, description="Lambda of GAE.")
+    clip: PositiveFloat = Field(default=0.2, description="Policy ratio clip range.")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="Bound on the ratio for negative advantages (Ye et al. 2020); null: none."
+    )
+    value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of values; null: no clipping.")
+    value_coef: PositiveFloat | None = Field(
+        default=None,
+        description=f"Factor of the value loss. Default: 1; with models.critic.shareActorBody {SHARED_VALUE_COEF}, as "
+        "it is added to the policy's loss there.",
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    whiten_advantages: bool = Field(default=True, description="Give the batch's advantages mean 0 and variance 1.")
+    whiten_rewards: bool = Field(default=False, description="Give the batch's rewards variance 1, keeping their mean.")
+    reward_clip: Literal["Auto"] | PositiveFloat | None = Field(
+        default="Auto",
+        description=f"Scores are clipped to +-this; null: not. Auto: {REWARD_CLIP} with a reward model that the job "
+        "trains (its scores are centred), else not.",
+    )
+    missing_eos_penalty: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="Subtracted from the score of samples without an end token; null: none."
+    )
+    kl: KL = Field(default_factory=KL, description="KL penalty against the reference.")
+    old_log_probs: Literal["Auto", "Rollout", "Recompute"] = Field(
+        default="Auto",
+        description="Denominator of the policy ratio: the rollout's own log-probabilities, or a forward pass of the "
+        "trainer. Auto: Rollout for float32 at temperature 1 without top-k or top-p, else Recompute.",
+    )
+    importance_sampling: ImportanceSampling = Field(
+        default_factory=ImportanceSampling, description="Correction of the gap between rollout and trainer."
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="Decay of the averaged actor; null: none."
+    )
+    ptx_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the language-model loss on demonstrations (InstructGPT's PPO-ptx); 0: off.",
+    )
+    critic_warmup_iterations: int = Field(default=0, ge=0, description="Iterations that train the critic alone first.")
+    actor_optimizer: Optimizer = Field(default_factory=Optimizer, description="The actor's optimizer.")
+    critic_optimizer: Optimizer = Field(default_factory=Optimizer, description="The critic's optimizer.")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Where `kl.in` puts the penalty."""
+        return self.kl.place == "Loss" or (self.kl.place == "Auto" and self.advantage == "grpo")
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """`kl.estimator`, Auto decided."""
+        if self.kl.estimator != "Auto":
+            return self.kl.estimator
+        return "k3" if self.kl_in_loss else "k1"
+
+
+class Generation(Model):
+    """How rollouts sample."""
+
+    max_tokens: PositiveInt = Field(default=512, description="Longest response, tokens.")
+    min_tokens: int = Field(default=0, ge=0, description="No end token before this many.")
+    temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Nucleus sampling: least probability mass to keep; 1: off."
+    )
+    top_k: int = Field(default=0, ge=0, description="Most likely tokens to keep; 0: off.")
+    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+        default_factory=list, max_length=16, description="Strings that end a response."
+    )
+    max_concurrent: PositiveInt = Field(default=256, description="Most requests in flight on one server.")

@@ -1,0 +1,467 @@
+"""The RLHFJob resource, `dovetail.dev/v1alpha1`: the one source of the CRD, the JSON schema, `dovetail explain`
+and the reference page. Field names are camelCase on the wire and snake_case in Python."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dovetail.manifest.base import Callable_, Fraction, Model, Name, ObjectMeta, Path_, PositiveFloat, PositiveInt, Text
+from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.training import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
+
+__all__ = [
+    "API_VERSION",
+    "GPU",
+    "KIND",
+    "KL",
+    "PPO",
+    "Checkpoint",
+    "CriticModel",
+    "Data",
+    "DataSource",
+    "Dtype",
+    "FailurePolicy",
+    "Fraction",
+    "Generation",
+    "Group",
+    "ImportanceSampling",
+    "LoRA",
+    "Model",
+    "ModelSource",
+    "Models",
+    "Name",
+    "ObjectMeta",
+    "Optimizer",
+    "Parallelism",
+    "ParallelismByModel",
+    "PlanPins",
+    "PositiveFloat",
+    "PositiveInt",
+    "RLHFJob",
+    "RLHFJobSpec",
+    "RLHFJobStatus",
+    "RewardFunction",
+    "RewardModel",
+    "Role",
+    "ScratchModel",
+    "Stage",
+    "StageSplit",
+    "Supervised",
+    "SyntheticData",
+    "Tokenizer",
+    "TokenizerTraining",
+    "TrainedModel",
+]
+
+API_VERSION = "dovetail.dev/v1alpha1"
+KIND = "RLHFJob"
+
+
+class Stage(StrEnum):
+    """The three steps of InstructGPT."""
+
+    SFT = "sft"
+    REWARD = "reward"
+    PPO = "ppo"
+
+
+class Dtype(StrEnum):
+    """Number format of weights and activations."""
+
+    AUTO = "Auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Role(StrEnum):
+    """What a group's pods do."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+# ---------------------------------------------------------------- models
+
+
+class ScratchModel(Model):
+    """A model trained from random weights: a Hugging Face architecture and its configuration."""
+
+    architecture: Literal["llama", "qwen2", "qwen3", "opt"] = Field(default="llama", description="Model family.")
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of the Hugging Face configuration class (hidden_size, num_hidden_layers, ...). "
+        "vocab_size comes from the tokenizer.",
+    )
+
+
+class TokenizerTraining(Model):
+    """Train a byte-level BPE tokenizer on the job's own data before the first stage."""
+
+    vocab_size: int = Field(default=512, ge=260, le=1_000_000, description="Size of the vocabulary, tokens.")
+
+
+class ModelSource(Model):
+    """Where a model comes from: exactly one of the fields."""
+
+    hugging_face: Text | None = Field(default=None, description="Repository on a Hugging Face hub, as owner/name.")
+    revision: Text | None = Field(default=None, description="Branch, tag or commit of the hub repository.")
+    path: Path_ | None = Field(default=None, description="Folder in Hugging Face format (safetensors weights).")
+    pvc: Path_ | None = Field(default=None, description="claim/path: a folder on a PersistentVolumeClaim.")
+    scratch: ScratchModel | None = Field(default=None, description="Random weights of the given configuration.")
+
+
+class LoRA(Model):
+    """Low-rank adapters (Hu et al. 2021) in place of full fine-tuning."""
+
+    rank: int = Field(default=8, ge=1, le=1024, description="Inner dimension of the update.")
+    alpha: float = Field(default=16.0, gt=0, description="Scale numerator: the update is alpha/rank * B A.")
+    dropout: Fraction = Field(default=0.0, description="Dropout rate of the adapters' input.")
+    target_modules: list[Text] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Module names; empty means every linear layer of a block.",
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+    )
+
+
+class TrainedModel(Model):
+    """A model that the job trains."""
+
+    source: ModelSource | None = Field(default=None, description="Starting weights; see each model for its default.")
+    dtype: Dtype = Field(
+        default=Dtype.AUTO, description="Auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs."
+    )
+    lora: LoRA | None = Field(default=None, description="Train low-rank adapters in place of all weights.")
+    trust_remote_code: bool = Field(
+        default=False, description="Let the model's own Python code run. Off unless you say so."
+    )
+
+
+class CriticModel(TrainedModel):
+    """The critic: a model of its own, or a value head on the actor's body."""
+
+    share_actor_body: bool = Field(
+        default=False,
+        description="AC-share: no critic model; the actor's last stage has a value head beside its vocabulary "
+        "projection, and one loss and optimizer train both. Less memory and time, perhaps a worse policy.",
+    )
+
+
+RewardName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z_]\w*$")]
+
+
+class RewardFunction(Model):
+    """A Python function that scores responses; the score is the weighted sum over `functions`."""
+
+    function: Callable_ = Field(description="module:callable, as in models.reward.function.")
+    weight: float = Field(default=1.0, description="What its rewards count for in the score; below 0: a penalty.")
+    name: RewardName | None = Field(
+        default=None, description="Its name in metrics (reward/<name>); default: the callable's."
+    )
+    needs: Literal["Sample", "Group"] | None = Field(
+        default=None,
+        description="What one call gets: Sample, one response as soon as it is finished; Group, all of a prompt's. "
+        "Default: what the function's attribute `needs` says, else Group.",
+    )
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics and messages."""
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RewardModel(TrainedModel):
+    """The reward: a trained model, or Python functions called in worker processes of the coordinator."""
+
+    function: Callable_ | None = Field(
+        default=None,
+        description="module:callable, called with lists of prompts and responses (and each prompt record's other "
+        "fields); returns one float per sample. Replaces the reward model.",
+    )
+    functions: list[RewardFunction] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Several functions in place of one. The score is their weighted sum, and each is reported.",
+    )
+    import_path: Path_ | None = Field(
+        default=None,
+        description="Folder that functions are imported from; default: the manifest's, in pods the working directory. "
+        "PYTHONPATH comes after it.",
+    )
+    workers: int = Field(default=2, ge=1, le=256, description="Processes that call functions, at most.")
+    timeout_seconds: PositiveFloat = Field(
+        default=120.0, description="Longest that one call of a function may take; its process is then replaced."
+    )
+
+    @property
+    def calls(self) -> list[RewardFunction]:
+        """The functions that replace the reward model; none: a model gives the rewards."""
+        if self.function is not None:
+            return [RewardFunction(function=self.function)]
+        return list(self.functions or [])
+
+
+class Tokenizer(Model):
+    """The tokenizer of every model of the job; by default the actor source's own."""
+
+    path: Path_ | None = Field(default=None, description="Folder or hub name of a Hugging Face tokenizer.")
+    train: TokenizerTraining | None = Field(default=None, description="Train one on the job's data (scratch models).")
+
+
+class Models(Model):
+    """The four models of PPO and their tokenizer."""
+
+    actor: TrainedModel = Field(default_factory=TrainedModel, description="The policy. A source is required.")
+    critic: CriticModel = Field(
+        default_factory=CriticModel,
+        description="Default source: the reward model's weights, or the actor's with a reward function.",
+    )
+    reward: RewardModel = Field(default_factory=RewardModel, description="Default source: the actor's, after SFT.")
+    reference: TrainedModel = Field(
+        default_factory=TrainedModel, description="Default source: the actor at the start of PPO."
+    )
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="Default: the actor source's own.")
+
+
+# ---------------------------------------------------------------- data
+
+
+class SyntheticData(Model):
+    """The built-in dialogue language, generated from the job's seed: preferred replies can be told from rejected."""
+
+    size: int = Field(default=2048, ge=8, le=10_000_000, description="Records to generate.")
+
+
+class DataSource(Model):
+    """One data set: exactly one of huggingFace, path and synthetic."""
+
+    hugging_face: Text | None = Field(default=None, description="Data set on a Hugging Face hub, loaded by `datasets`.")
+    subset: Text | None = Field(default=None, description="The hub data set's configuration name or data folder.")
+    path: Path_ | None = Field(default=None, description="A .jsonl, .jsonl.gz or .parquet file, or a folder of them.")
+    synthetic: SyntheticData | None = Field(default=None, description="Generate the records.")
+    revision: Text | None = Field(
+        default=None, description="Branch, tag or commit of the hub data set; default: the newest."
+    )
+    split: Text = Field(default="train", description="Split of a hub data set, in `datasets` syntax.")
+    weight: PositiveFloat = Field(
+        default=1.0, description="Share in the blend, relative to the other sources of the list."
+    )
+    format: Literal["Auto", "Text", "PromptResponse", "ChosenRejected", "Messages", "HH"] = Field(
+        default="Auto", description="Shape of a record; Auto looks at the first one."
+    )
+
+
+class StageSplit(Model):
+    """Shares of each data set that the three stages may use, disjointly (DeepSpeed-Chat's data_split)."""
+
+    sft: float = Field(default=2.0, ge=0, description="Share of SFT.")
+    reward: float = Field(default=4.0, ge=0, description="Share of reward-model training.")
+    ppo: float = Field(default=4.0, ge=0, description="Share of PPO.")
+
+
+class Data(Model):
+    """What the stages learn from: each list is blended by weight and split disjointly across the stages."""
+
+    demonstrations: list[DataSource] = Field(default_factory=list, max_length=64, description="For SFT (and ptx).")
+    preferences: list[DataSource] = Field(default_factory=list, max_length=64, description="For the reward model.")
+    prompts: list[DataSource] = Field(default_factory=list, max_length=64, description="For PPO.")
+    split: StageSplit = Field(
+        default_factory=StageSplit, description="Shares of the stages in a data set that several of them use."
+    )
+    max_prompt_tokens: PositiveInt = Field(default=512, description="Longer prompts keep their last tokens.")
+    max_tokens: PositiveInt = Field(default=1024, description="Longest sequence in SFT and reward training, tokens.")
+    held_out: Fraction = Field(default=0.1, description="Share of each stage's data kept for evaluation.")
+
+
+# ---------------------------------------------------------------- placement
+
+
+class GPU(Model):
+    """The accelerators of a group's pods."""
+
+    product: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None, description="Value of the nvidia.com/gpu.product node label; null: CPU."
+    )
+    per_pod: int = Field(
+        default=1,
+        ge=0,
+        le=64,
+        description="GPUs of a pod; counts nothing on CPUs, but `dovetail run` refuses a number that is written down.",
+    )
+
+
+PodCount = Annotated[int, Field(ge=1, le=4096)]
+Degree = Annotated[int, Field(ge=1, le=4096)]
+
+
+class Group(Model):
+    """Pods of one kind. A pod of a trainer group runs one rank a GPU, of a rollout group one vLLM server."""
+
+    name: Name = Field(description="Lower-case letters, digits and dashes; part of process and pod names.")
+    roles: list[Role] = Field(
+        min_length=1,
+        max_length=2,
+        description="trainer, rollout, or both: the same pods take turns (colocated).",
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+    )
+    gpu: GPU = Field(default_factory=GPU, description="Accelerators; default: none, a CPU group.")
+    replicas: PodCount | None = Field(default=None, description="Pods; default: minReplicas, else 1.")
+    min_replicas: PodCount | None = Field(
+        default=None, description="Fewest rollout pods that the job starts and runs with."
+    )
+    max_replicas: PodCount | None = Field(default=None, description="Most rollout pods, when there is room for them.")
+    dtype: Dtype = Field(
+        default=Dtype.AUTO, description="Of the rollouts' weights; Auto: bfloat16 on GPUs, float32 on CPUs."
+    )
+    image: Text | None = Field(default=None, description="Container image of the group's pods.")
+    vllm_args: list[Text] = Field(
+        default_factory=list, max_length=64, description="More arguments for the vLLM server; they win over ours."
+    )
+    pod_template: dict[str, Any] = Field(default_factory=dict, description="Strategic merge patch of the pod template.")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the pods have no accelerator."""
+        return self.gpu.product is None or self.gpu.per_pod == 0
+
+
+class Parallelism(Model):
+    """Pipeline, tensor and data parallel degrees; their product is the number of ranks."""
+
+    pp: Degree = Field(default=1, description="Pipeline stages.")
+    tp: Degree = Field(default=1, description="Ranks that share each layer (tensor parallel).")
+    dp: Degree = Field(default=1, description="Ranks, or groups of them, that share the batch (data parallel).")
+
+
+class ParallelismByModel(Model):
+    """A layout for each trained model; the reward model uses the critic's."""
+
+    actor: Parallelism = Field(description="Layout of the actor's training, in SFT and PPO.")
+    critic: Parallelism | None = Field(default=None, description="Default: the actor's.")
+
+
+class PlanPins(Model):
+    """Decisions taken from the planner: everything is Auto by default, everything can be pinned."""
+
+    placement: Literal["Auto", "Flattening", "Interleaving", "Separation"] = Field(
+        default="Auto", description="Which models share which GPUs."
+    )
+    inter_stage_fusion: Literal["Auto", "Off"] | Fraction = Field(
+        default="Auto",
+        description="Start inference while generation still runs: Auto, Off, or the share of samples left at which the "
+        'remaining ones migrate. Quote "Off": YAML 1.1 reads it as false.',
+    )
+    intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
+        default="Auto",
+        description="How actor and critic training share the pipeline. Dedicated: each model on trainer ranks of its "
+        "own, both at once.",
+    )
+    activation_memory: PositiveFloat | None = Field(
+        default=None,
+        description="Most GiB that actor's and critic's micro-batches in flight may hold on a trainer rank; schedules "
+        "keep to it. Default: on GPUs what serial 1F1B takes, on CPUs no limit.",
+    )
+    parallelism: Literal["Auto"] | ParallelismByModel = Field(
+        default="Auto", description="Layouts of the trained models over the trainer ranks."
+    )
+    recompute: Literal["Auto", "Always", "Never"] = Field(
+        default="Auto",
+        description="Training keeps only each layer's input and makes the layer's other activations again in the "
+        "backward pass: the same weights, less memory, a third more time. Auto: where it does not fit otherwise.",
+    )
+    sharding: Literal["Auto", "Always"] = Field(
+        default="Auto",
+        description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: except "
+        "on CPUs below 1 GiB of them, where each rank holds all and only gradients travel.",
+    )
+
+
+class Checkpoint(Model):
+    """When to save everything, and where."""
+
+    every_steps: PositiveInt = Field(
+        default=1, description="PPO iterations (and tens of SFT and reward steps) between checkpoints."
+    )
+    keep: PositiveInt = Field(default=2, description="Checkpoints to keep of a stage.")
+    volume: Name | None = Field(default=None, description="PersistentVolumeClaim for the job's files on a cluster.")
+
+
+class FailurePolicy(Model):
+    """How much failure the job puts up with."""
+
+    max_restarts: int = Field(
+        default=10,
+        ge=0,
+        description="Most restarts within an hour, of all processes together (on a cluster: of all pods the job cannot "
+        "run without); one more fails the job.",
+    )
+    reward_retries: int = Field(
+        default=3,
+        ge=0,
+        description="How often a call of a reward function is tried again that raised, crashed or took too long.",
+    )
+    peer_timeout_seconds: PositiveInt = Field(
+        default=120,
+        description="Silence after which a worker counts as dead. A process that is stopped for as long is killed and "
+        "restarted.",
+    )
+    on_unhealthy: Literal["Warn", "Stop"] = Field(
+        default="Warn",
+        description="What an unhealthy PPO iteration does (docs/health.md): a warning, or the end of the run. Where "
+        "rollouts and trainers disagree about log-probabilities, the run always ends.",
+    )
+    start_timeout_seconds: PositiveInt | None = Field(
+        default=None,
+        description="On a cluster: fail the job when a pod it cannot start without still waits after this time, for a "
+        "node or an image; null: wait for ever.",
+    )
+
+
+class RLHFJobSpec(Model):
+    """What to train, on what, with what."""
+
+    suspend: bool = Field(default=False, description="Run nothing until this is false; queues such as Kueue flip it.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Everything random derives from it.")
+    stages: list[Stage] = Field(
+        default_factory=lambda: list(Stage),
+        min_length=1,
+        max_length=3,
+        description="Any of sft, reward, ppo, in this order; each stage's result feeds the next.",
+    )
+    models: Models = Field(default_factory=Models, description="Actor, critic, reward, reference and tokenizer.")
+    data: Data = Field(default_factory=Data, description="Demonstrations, preferences and prompts.")
+    sft: Supervised = Field(default_factory=Supervised, description="Supervised fine-tuning.")
+    reward: Supervised = Field(default_factory=Supervised, description="Reward-model training.")
+    ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
+    generation: Generation = Field(default_factory=Generation, description="How rollouts sample.")
+    groups: list[Group] = Field(
+        min_length=1,
+        max_length=32,
+        description="The pods, by kind of hardware.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    plan: PlanPins = Field(default_factory=PlanPins, description="Decisions pinned in place of the planner's.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
+    failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="How much failure to survive.")
+    active_deadline_seconds: PositiveInt | None = Field(
+        default=None,
+        description="Fail the job when it ran so many seconds, restarts included; on one machine, in all its resumes.",
+    )
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Delete the job this long after it finished."
+    )
+
+
+class RLHFJob(Model):
+    """An RLHF training job: SFT, reward model and PPO from one manifest."""
+
+    api_version: Literal["dovetail.dev/v1alpha1"] = Field(description="dovetail.dev/v1alpha1")
+    kind: Literal["RLHFJob"] = Field(description="RLHFJob")
+    metadata: ObjectMeta = Field(description="Standard object metadata.")
+    spec: RLHFJobSpec = Field(description="What to train, on what, with what.")
+    status: RLHFJobStatus | None = Field(default=None, description="What was observed; written by the operator alone.")

@@ -1,0 +1,137 @@
+"""Types of API fields in plain words: for error messages, `dovetail explain` and the reference page."""
+
+from __future__ import annotations
+
+import types
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dovetail.manifest.base import CALLABLE_PATTERN, NAME_PATTERN
+
+_PATTERNS = {
+    NAME_PATTERN: "lower-case letters, digits and dashes, starting and ending with a letter or digit",
+    CALLABLE_PATTERN: "a Python function as module:callable",
+}
+
+
+def is_model(kind: Any) -> bool:
+    """Whether a type is an API object."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def model_in(kind: Any) -> type[BaseModel] | None:
+    """The API object that a type is, holds in a list or offers in a union."""
+    if is_model(kind):
+        return kind  # type: ignore[no-any-return]
+    for part in get_args(kind):
+        if found := model_in(part):
+            return found
+    return None
+
+
+def options(kind: Any) -> list[str]:
+    """Values of an enumeration or literal, also inside a list or a union; [] for other types."""
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return [member.value for member in kind]
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    return [value for part in get_args(kind) for value in options(part)]
+
+
+def short_type(field: FieldInfo) -> str:
+    """kubectl-explain's way: string, integer, number, boolean, Object, []string, map[string]string."""
+    return _short(field.annotation)
+
+
+def _short(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _short(args[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_short(part) for part in args if part is not type(None)))
+    if origin is list:
+        return f"[]{_short(args[0])}"
+    if origin is dict:
+        return f"map[string]{'any' if args[1] is Any else _short(args[1])}"
+    if origin is Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
+        return "string"
+    if is_model(kind):
+        return str(kind.__name__)
+    return {bool: "boolean", int: "integer", float: "number", str: "string", datetime: "date-time"}.get(kind, "any")
+
+
+def expected(field: FieldInfo) -> str:
+    """What a field takes, to complete the sentence `x must be ...`."""
+    return describe(field.annotation, list(field.metadata))
+
+
+def describe(kind: Any, metadata: list[Any]) -> str:
+    """What a value of type `kind` with these constraints is, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return describe(args[0], metadata + _flat(args[1:]))
+    if origin in (Union, types.UnionType):
+        parts = [describe(part, metadata) for part in args if part is not type(None)]
+        return " or ".join(parts) + (" (or null)" if type(None) in args else "")
+    if values := options(kind) if origin is not list else []:
+        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    if origin is list:
+        return _list(args[0], metadata)
+    if origin is dict or is_model(kind):
+        return "a mapping (indented `key: value` lines)"
+    if kind is bool:
+        return "true or false"
+    if kind is int:
+        return f"a whole number{_range(metadata)}"
+    if kind is float:
+        return f"a number{_range(metadata)}"
+    return _text(metadata)
+
+
+def _list(kind: Any, metadata: list[Any]) -> str:
+    size = _size(metadata, "item")
+    values = options(kind)
+    of = f", each one of {', '.join(values)}" if values else ""
+    return f"a list{size}{of}"
+
+
+def _text(metadata: list[Any]) -> str:
+    for item in metadata:
+        pattern = getattr(item, "pattern", None)
+        if pattern in _PATTERNS:
+            return _PATTERNS[pattern] + _size([m for m in metadata if isinstance(m, MaxLen)], "character")
+    return "text" + _size(metadata, "character")
+
+
+def _flat(metadata: tuple[Any, ...]) -> list[Any]:
+    found: list[Any] = []
+    for item in metadata:
+        found += item.metadata if isinstance(item, FieldInfo) else [item]
+    return found
+
+
+def _range(metadata: list[Any]) -> str:
+    low = next((f"of at least {_number(m.ge)}" for m in metadata if isinstance(m, Ge)), None)
+    low = low or next((f"above {_number(m.gt)}" for m in metadata if isinstance(m, Gt)), None)
+    high = next((f"at most {_number(m.le)}" for m in metadata if isinstance(m, Le)), None)
+    high = high or next((f"below {_number(m.lt)}" for m in metadata if isinstance(m, Lt)), None)
+    return "".join(f" {part}" for part in (low, "and" if low and high else None, high) if part)
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _size(metadata: list[Any], unit: str) -> str:
+    low = next((m.min_length for m in metadata if isinstance(m, MinLen) and m.min_length), None)
+    high = next((m.max_length for m in metadata if isinstance(m, MaxLen)), None)
+    if low and high:
+        return f" of {low} to {high} {unit}s"
+    if low:
+        return f" of at least {low} {unit}{'s' if low > 1 else ''}"
+    return f" of at most {high} {unit}s" if high else ""

@@ -1,0 +1,111 @@
+"""From a `ModelRef` to a checked Hugging Face configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.protocol.messages import ModelRef
+
+FAMILIES = ("llama", "qwen2", "qwen3", "opt")
+# Their frequencies depend on the longest sequence of the batch, so a token's output would depend on its neighbours'
+# lengths and differ between trainer, scorer and rollout.
+_UNSUPPORTED_ROPE = ("dynamic", "longrope")
+_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
+
+
+class ModelError(ValueError):
+    """A model folder or configuration that cannot be used; the message is one sentence for the user."""
+
+
+def load_config(ref: ModelRef) -> Any:
+    """The `transformers` configuration of `ref`, checked.
+
+    Raises `ModelError` for a missing folder, an unsupported family or option, and a bad scratch configuration."""
+    if (ref.path is None) == (ref.scratch is None):
+        raise ModelError("a model needs exactly one of a folder and a scratch configuration")
+    config = _from_folder(Path(ref.path), ref.trust_remote_code) if ref.path else _from_scratch(ref)
+    check_config(config, ref.path or "the scratch model")
+    return config
+
+
+def check_config(config: Any, where: str) -> None:
+    """Raise `ModelError` for what stages do not compute: other families, sliding windows, quantised weights."""
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"{where}: model type {config.model_type!r} is not supported; use one of {', '.join(FAMILIES)}"
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise ModelError(
+            f"{where}: sliding-window attention is not supported; set use_sliding_window to false in config.json"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{where}: quantised weights cannot be trained; use the model's original weights")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _UNSUPPORTED_ROPE:
+        raise ModelError(
+            f"{where}: rope type {rope['rope_type']!r} is not supported; use default, linear, yarn or llama3"
+        )
+
+
+def without_dropout(config: Any) -> Any:
+    """A copy whose dropout rates are 0: policy ratios compare two passes over the same tokens, which must agree."""
+    copy = type(config).from_dict(config.to_dict())
+    for name in _DROPOUTS:
+        if getattr(copy, name, None):
+            setattr(copy, name, 0.0)
+    return copy
+
+
+def is_tied(config: Any) -> bool:
+    """Whether the vocabulary projection is the input embedding's weight."""
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _from_folder(path: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such model folder")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: not a Hugging Face model folder: config.json is missing")
+    try:
+        kind = json.loads((path / "config.json").read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{path}/config.json: not valid JSON: {error}") from error
+    if kind not in FAMILIES:
+        raise ModelError(f"{path}: model type {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
+    return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def _from_scratch(ref: ModelRef) -> Any:
+    from transformers import AutoConfig
+
+    assert ref.scratch is not None
+    fields = dict(ref.scratch.config)
+    if ref.tokenizer is not None:
+        fields = {**_tokenizer_fields(Path(ref.tokenizer), ref.trust_remote_code), **fields}
+    elif "vocab_size" not in fields:
+        raise ModelError("a scratch model needs a tokenizer folder or vocab_size in its configuration")
+    try:
+        return AutoConfig.for_model(ref.scratch.architecture, **fields)
+    except Exception as error:  # configuration classes raise many kinds; all are the user's values
+        raise ModelError(f"scratch configuration of {ref.scratch.architecture}: {error}") from error
+
+
+def _tokenizer_fields(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such tokenizer folder")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        # The row of `pad_token_id` gets no gradient through the embedding, so it must not be a token that is read.
+        "pad_token_id": None if pad in (eos, bos) else pad,
+    }

@@ -1,0 +1,222 @@
+"""CP-SAT (OR-Tools) on the question: is there a schedule of this makespan within this memory?
+
+Complete, unlike the other searches: it can prove that there is none. Micro-batches pass every stage in order; memory is
+a cumulative constraint from a forward's start to its backward's end. OR-Tools is an optional dependency
+(`dovetail[schedules]`): ask `available` first."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dovetail.pipelines.instance import KINDS, B, F, Instance, Ints, W
+
+_SCALES = (1, 2, 4, 5, 8, 10, 20, 25, 40, 50, 100, 1000, 10_000)
+_TIMES, _SIZES = 1e6, 1e4  # steps in the target and in the limit, where there is no common unit
+
+
+def available() -> bool:
+    """Whether OR-Tools is installed."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`words` of a schedule, or None. `impossible`: it is proved that there is none."""
+
+    words: Ints | None
+    impossible: bool = False
+
+
+class ExactSearch:
+    """One question. `run` may be called in a thread; `stop`, from another one, ends it soon.
+
+    `target`: largest makespan allowed; `limit`: largest activation memory of a rank, or None. Times that are no
+    multiples of a common unit are rounded up to a millionth of the target, sizes to a ten-thousandth of the limit: what
+    is found holds, but nothing is proved then."""
+
+    def __init__(self, instance: Instance, target: float, limit: float | None) -> None:
+        from ortools.sat.python import cp_model
+
+        self.instance, self._api = instance, cp_model
+        self._model: Any = cp_model.CpModel()
+        self._solver: Any = cp_model.CpSolver()
+        self._start: dict[tuple[int, int, int, int], Any] = {}
+        scale, self._exact = _scale(_times(instance), target, _TIMES)
+        self._length = _up(instance.duration * scale)
+        self._latency = _up(instance.latency * scale)
+        self._step = _up(instance.step * scale)
+        self._target = int(np.floor(target * scale + 1e-6))
+        self._windows = {m: self._window(m) for m in (0, 1)}
+        if any((low > high).any() for low, high in self._windows.values()):
+            self._model.add_bool_or([])
+            return
+        for m in (0, 1):
+            for rank in range(instance.ranks):
+                self._passes(m, rank)
+        for m in (0, 1):
+            for rank in range(instance.ranks):
+                self._precedence(m, rank)
+        self._barriers()
+        for rank in range(instance.ranks):
+            self._rank(rank, limit)
+
+    def run(self, work: float, seed: int, stopped: Callable[[], bool] = lambda: False) -> Answer:
+        """`work`: limit in CP-SAT's deterministic seconds, each some seconds of a core. One thread.
+
+        Equal arguments give equal answers, unless stopped."""
+        if stopped():
+            return Answer(None)
+        p = self._solver.parameters
+        p.num_workers, p.random_seed, p.max_deterministic_time = 1, seed % (2**31 - 1), work
+        status = self._solver.solve(self._model)
+        if status in (self._api.OPTIMAL, self._api.FEASIBLE):
+            return Answer(self._words())
+        return Answer(None, impossible=self._exact and status == self._api.INFEASIBLE)
+
+    def stop(self) -> None:
+        self._solver.stop_search()
+
+    # ------------------------------------------------------------ the model
+
+    def _window(self, m: int) -> tuple[Ints, Ints]:
+        """Earliest and latest starts (kinds, N, Q) of a model's passes, whatever else runs.
+
+        Both by the same recursion, the latest ones on the problem run backwards in time."""
+        i, count, kinds = self.instance, int(self.instance.total[m]), self.instance.kinds
+        length = self._length[m, :kinds, :, :count]
+        path = np.argsort(i.position[m], kind="stable")
+        earliest = np.zeros_like(length)
+        latest = np.zeros_like(length)
+        for q in range(count):
+            # Backwards in time the last micro-batch comes first.
+            p = count - 1 - q
+            for rank in path:
+                low = earliest[F, rank, q - 1] + length[F, rank, q - 1] if q else 0
+                if (back := i.before[m, rank]) >= 0:
+                    low = max(low, earliest[F, back, q] + length[F, back, q] + self._latency[m, F, rank])
+                earliest[F, rank, q] = low
+                if i.split:
+                    after = latest[W, rank, p + 1] if q else self._target
+                    latest[W, rank, p] = after - length[W, rank, p]
+                high = latest[W, rank, p] if i.split else self._target
+                high = min(high, latest[B, rank, p + 1]) if q else high
+                if back >= 0:
+                    high = min(high, latest[B, back, p] - self._latency[m, B, back])
+                latest[B, rank, p] = high - length[B, rank, p]
+            for rank in path[::-1]:
+                onward = i.after[m, rank]
+                low = earliest[B, rank, q - 1] + length[B, rank, q - 1] if q else 0
+                high = latest[F, rank, p + 1] if q else self._target
+                if onward >= 0:
+                    low = max(low, earliest[B, onward, q] + length[B, onward, q] + self._latency[m, B, rank])
+                    high = min(high, latest[F, onward, p] - self._latency[m, F, onward])
+                else:
+                    low = max(low, earliest[F, rank, q] + length[F, rank, q])
+                    high = min(high, latest[B, rank, p])
+                earliest[B, rank, q] = low
+                latest[F, rank, p] = high - length[F, rank, p]
+                if i.split:
+                    before = earliest[W, rank, q - 1] + length[W, rank, q - 1] if q else 0
+                    earliest[W, rank, q] = max(before, low + length[B, rank, q])
+        return earliest, latest
+
+    def _passes(self, m: int, rank: int) -> None:
+        low, high = self._windows[m]
+        for kind in range(self.instance.kinds):
+            for q in range(int(self.instance.total[m])):
+                bounds = (int(low[kind, rank, q]), int(high[kind, rank, q]))
+                self._start[m, kind, rank, q] = self._model.new_int_var(*bounds, "")
+
+    def _end(self, m: int, kind: int, rank: int, q: int) -> Any:
+        return self._start[m, kind, rank, q] + int(self._length[m, kind, rank, q])
+
+    def _precedence(self, m: int, rank: int) -> None:
+        i, add = self.instance, self._model.add
+        back, onward = int(i.before[m, rank]), int(i.after[m, rank])
+        for q in range(int(i.total[m])):
+            for kind in range(i.kinds):
+                if q:
+                    add(self._start[m, kind, rank, q] >= self._end(m, kind, rank, q - 1))
+            if back >= 0:
+                add(self._start[m, F, rank, q] >= self._end(m, F, back, q) + int(self._latency[m, F, rank]))
+            if onward >= 0:
+                add(self._start[m, B, rank, q] >= self._end(m, B, onward, q) + int(self._latency[m, B, rank]))
+            else:
+                add(self._start[m, B, rank, q] >= self._end(m, F, rank, q))
+            if i.split:
+                add(self._start[m, W, rank, q] >= self._end(m, B, rank, q))
+
+    def _barriers(self) -> None:
+        """A mini-batch's first forward waits for the mini-batches of `wait` and their optimizer steps."""
+        i, last = self.instance, self.instance.kinds - 1
+        closed: dict[tuple[int, int], Any] = {}
+        for m in (0, 1):
+            for k in range(i.wait.shape[1]):
+                for other in (0, 1):
+                    need = int(i.wait[m, k, other])
+                    if not need:
+                        continue
+                    if (other, need) not in closed:
+                        closed[other, need] = self._model.new_int_var(0, self._target, "")
+                        for rank in range(i.ranks):
+                            end = self._end(other, last, rank, need * int(i.group[other]) - 1)
+                            self._model.add(closed[other, need] >= end)
+                    for rank in range(i.ranks):
+                        start = self._start[m, F, rank, k * int(i.group[m])]
+                        self._model.add(start >= closed[other, need] + int(self._step[other]))
+
+    def _rank(self, rank: int, limit: float | None) -> None:
+        """A rank runs one pass at a time and holds no more than `limit`."""
+        i, model = self.instance, self._model
+        sizes = np.concatenate([i.activation[m, rank, : int(i.total[m])] for m in (0, 1)])
+        memory = _scale(np.append(sizes, limit), limit, _SIZES) if limit is not None and limit > 0 else None
+        busy, held, demands = [], [], []
+        for m in (0, 1):
+            for q in range(int(i.total[m])):
+                for kind in range(i.kinds):
+                    start, length = self._start[m, kind, rank, q], int(self._length[m, kind, rank, q])
+                    busy.append(model.new_fixed_size_interval_var(start, length, ""))
+                if memory is not None:
+                    least = sum(int(self._length[m, kind, rank, q]) for kind in range(i.kinds))
+                    span = model.new_int_var(least, self._target, "")
+                    end = self._end(m, i.kinds - 1, rank, q)
+                    held.append(model.new_interval_var(self._start[m, F, rank, q], span, end, ""))
+                    demands.append(int(_up(i.activation[m, rank, q] * memory[0])))
+        model.add_no_overlap(busy)
+        if memory is not None and limit is not None:
+            self._exact &= memory[1]
+            model.add_cumulative(held, demands, int(np.floor(limit * memory[0] + 1e-6)))
+
+    def _words(self) -> Ints:
+        ordered: list[list[tuple[int, int, int]]] = [[] for _ in range(self.instance.ranks)]
+        for (m, kind, rank, q), start in self._start.items():
+            ordered[rank].append((self._solver.value(start), q, KINDS * m + kind))
+        return np.array([[code for _, _, code in sorted(row)] for row in ordered], dtype=np.int64)
+
+
+def time_unit(instance: Instance) -> float | None:
+    """A unit that all times are multiples of, and so every schedule's makespan, or None."""
+    scale, exact = _scale(_times(instance), 1.0, _TIMES)
+    return 1 / scale if exact else None
+
+
+def _times(instance: Instance) -> Any:
+    return np.concatenate([instance.duration.ravel(), instance.latency.ravel(), instance.step])
+
+
+def _scale(values: Any, largest: float, steps: float) -> tuple[float, bool]:
+    """A factor that makes all `values` whole numbers; else one that gives them enough digits, and False."""
+    for scale in _SCALES:
+        scaled = values * scale
+        if (np.abs(scaled - np.round(scaled)) <= 1e-6).all():
+            return float(scale), True
+    return steps / largest, False
+
+
+def _up(values: Any) -> Any:
+    return np.ceil(values - 1e-6).astype(np.int64)

@@ -1,0 +1,139 @@
+"""The table of GPUs, and looking one up."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from dovetail.manifest.types import Dtype
+from dovetail.planner.hashing import hashed_once
+
+GIB = 2**30
+# Suffixes that GPU feature discovery adds for time slicing.
+_SUFFIX = re.compile(r"-SHARED$")
+
+
+class HardwareError(ValueError):
+    """A hardware file that cannot be read; the message names the entry and the fix."""
+
+
+class UnknownProduct(ValueError):
+    """No such GPU product; the message offers the nearest names."""
+
+
+@hashed_once
+@dataclass(frozen=True)
+class GPU:
+    """`flops`: per second by dtype, without sparsity; a dtype that is missing is not supported in hardware.
+
+    `memory`: bytes; `memory_bandwidth`, `nvlink` and `pcie`: bytes per second, the latter two in one direction;
+    `nvlink` is 0 where the GPUs of a node have only PCIe. `measured`: whether by `dovetail profile`."""
+
+    product: str
+    flops: Mapping[Dtype, float] = field(hash=False)
+    memory: int
+    memory_bandwidth: float
+    nvlink: float
+    pcie: float
+    capability: tuple[int, int]
+    source: str
+    measured: bool = False
+
+    @property
+    def bf16(self) -> bool:
+        return Dtype.BFLOAT16 in self.flops
+
+    @property
+    def dtype(self) -> Dtype:
+        """What `Auto` means on it: bfloat16 where it can, else float16."""
+        return Dtype.BFLOAT16 if self.bf16 else Dtype.FLOAT16
+
+    @property
+    def peer(self) -> float:
+        """Bytes per second to another GPU of the node."""
+        return self.nvlink or self.pcie
+
+
+def gpu(product: str, measured: Mapping[str, GPU] | None = None) -> GPU:
+    """A GPU by the value of its node label; `measured` entries go before the data sheets'.
+
+    Raises UnknownProduct."""
+    name = _SUFFIX.sub("", product)
+    table = {**products(), **(measured or {})}
+    if name in table:
+        return table[name]
+    raise UnknownProduct(_unknown(product, list(table)))
+
+
+def _unknown(product: str, names: list[str]) -> str:
+    key = _plain(product)
+    by_key = {_plain(n): n for n in names}
+    # Users write "H100" or "a100-80gb": every name with those parts comes first, then names spelt alike.
+    parts = [p for p in re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", product.lower()) if p not in ("nvidia", "tesla")]
+    near = [n for n in names if parts and all(p in _plain(n) for p in parts)]
+    near += [by_key[k] for k in difflib.get_close_matches(key, by_key, 3, 0.5) if by_key[k] not in near]
+    near += [n for n in names if parts and any(len(p) > 1 and p in _plain(n) for p in parts) and n not in near]
+    offer = f"did you mean {' or '.join(near[:3])}?" if near else f"known are {', '.join(sorted(names))}"
+    return f"GPU product {product} is unknown; {offer}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@cache
+def products() -> Mapping[str, GPU]:
+    """The data sheets', by product."""
+    return parse(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
+
+
+def parse(text: str, measured: bool = False) -> dict[str, GPU]:
+    """A hardware file in the format of `gpus.toml`. Raises HardwareError."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareError(f"the hardware file is not TOML: {error}") from error
+    return {name: _read(name, table, measured) for name, table in tables.items()}
+
+
+def _read(name: str, table: Any, measured: bool) -> GPU:
+    if not isinstance(table, dict):
+        raise HardwareError(f"{name} in the hardware file is no table; write [{name}] above its figures")
+    known = {"source", "tflops", "memory_gib", "memory_gbps", "nvlink_gbps", "pcie_gbps", "capability"}
+    if wrong := sorted(set(table) ^ known):
+        word = "misses" if wrong[0] in known else "has an unknown"
+        raise HardwareError(f"[{name}] in the hardware file {word} {wrong[0]}; it needs {', '.join(sorted(known))}")
+    numbers = {key: _number(name, key, table[key]) for key in known - {"source", "tflops", "capability"}}
+    if not isinstance(table["tflops"], dict) or not table["tflops"]:
+        raise HardwareError(f"[{name}] in the hardware file: tflops must be a table by dtype")
+    capability = table["capability"]
+    if not isinstance(capability, list) or len(capability) != 2 or not all(isinstance(c, int) for c in capability):
+        raise HardwareError(f"[{name}] in the hardware file: capability must be two whole numbers, as [9, 0]")
+    try:
+        flops = {Dtype(d): 1e12 * _number(name, f"tflops.{d}", v) for d, v in table["tflops"].items()}
+    except ValueError as error:
+        raise HardwareError(f"[{name}] in the hardware file: tflops: {error}") from error
+    return GPU(
+        product=name,
+        flops=flops,
+        memory=int(numbers["memory_gib"] * GIB),
+        memory_bandwidth=1e9 * numbers["memory_gbps"],
+        nvlink=1e9 * numbers["nvlink_gbps"],
+        pcie=1e9 * numbers["pcie_gbps"],
+        capability=(capability[0], capability[1]),
+        source=str(table["source"]),
+        measured=measured,
+    )
+
+
+def _number(name: str, key: str, value: Any) -> float:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and (value > 0 or key == "nvlink_gbps")
+    if not good or value < 0:
+        raise HardwareError(f"[{name}] in the hardware file: {key} is {value!r}; it must be a number above 0")
+    return float(value)

@@ -1,0 +1,225 @@
+"""A manifest as the planner sees it: the iteration's work, the GPUs of its groups, and what it leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
+from dovetail.manifest.critic import has_critic, shares_body
+from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role
+from dovetail.planner.division import divisions
+from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.placement.candidate import Placement, Schedule, Task
+from dovetail.planner.placement.inventory import NETWORK_GBPS, Inventory, Pool
+from dovetail.planner.placement.limits import MIGRATIONS, Limits
+from dovetail.planner.placement.structures import part_sizes
+from dovetail.planner.placement.workload import Lengths, Workload
+from dovetail.planner.shape import ModelShape
+from dovetail.protocol.plan import pod_count, trained_models
+
+SLEEP = "--enable-sleep-mode"
+_SCHEDULES: dict[str, tuple[Schedule, ...]] = {
+    "Auto": ("Serial", "TimeSharing", "Fused"),
+    "Fused": ("Fused",),
+    "TimeSharing": ("TimeSharing",),
+    "Dedicated": ("Serial",),
+    "Serial": ("Serial",),
+}
+RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
+_TRAINING: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
+
+
+def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
+    """One PPO iteration. Prompts are taken to be half as long as they may be, responses to have a long tail, until
+    some are measured."""
+    longest = spec.data.max_prompt_tokens
+    function = bool(spec.models.reward.calls)
+    critic = spec.models.critic.lora or spec.models.reward.lora
+    return Workload(
+        actor=shapes["actor"],
+        reference=shapes["reference"],
+        reward=None if function else shapes["reward"],
+        critic=shapes["critic"] if has_critic(spec) else None,
+        batch=spec.ppo.global_batch_size,
+        mini_batch=spec.ppo.mini_batch_size,
+        epochs=spec.ppo.epochs,
+        prompt=Lengths(max(1.0, longest / 2), 0.0, longest),
+        response=Lengths.long_tailed(spec.generation.max_tokens),
+        actor_lora=spec.models.actor.lora,
+        critic_lora=critic,
+        ema=spec.ppo.ema is not None,
+        value_head=shares_body(spec),
+        per_prompt=spec.ppo.samples_per_prompt,
+    )
+
+
+def product_errors(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
+    """One sentence for each group whose GPU product is not known."""
+    found = []
+    for index, group in enumerate(spec.groups):
+        if not group.on_cpu:
+            try:
+                gpu(str(group.gpu.product), measured)
+            except UnknownProduct as error:
+                found.append(f"spec.groups[{index}].gpu.product: {error}")
+    return found
+
+
+def pin_errors(spec: RLHFJobSpec) -> list[str]:
+    """One sentence for each pin that the groups' roles contradict."""
+    pin = spec.plan.placement
+    both = [g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
+    generates = any(Role.ROLLOUT in g.roles for g in spec.groups)
+    if generates and pin == "Flattening" and not both:
+        return [
+            f"spec.plan.placement is {pin}, but no group both trains and generates; give one roles [trainer, rollout]"
+        ]
+    if pin == "Separation" and both:
+        return [
+            f"spec.plan.placement is Separation, but group {both[0]} both trains and generates; give it one role, or "
+            "set the placement to Auto"
+        ]
+    return []
+
+
+def groups_inventory(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> Inventory | None:
+    """A pool for each group, with the pods that it starts with; None if one has no GPUs. Trainer groups are one pool,
+    of the slowest of their GPUs, because their ranks work in step. Raises UnknownProduct."""
+    if any(group.on_cpu for group in spec.groups):
+        return None
+    trainers = [g for g in spec.groups if Role.TRAINER in g.roles]
+    pools = [_pool(g, measured) for g in spec.groups if Role.TRAINER not in g.roles]
+    mine = [_pool(g, measured) for g in trainers]
+    slowest = min((p.gpu for p in mine), key=lambda g: (g.flops[g.dtype], g.memory))
+    least = replace(slowest, memory=min(p.gpu.memory for p in mine))
+    per_node = min(p.per_node for p in mine)
+    count = sum(p.gpus for p in mine)
+    joined = Pool("+".join(g.name for g in trainers), least, count // per_node, per_node, mine[0].network)
+    return Inventory((joined, *pools))
+
+
+def _pool(group: Group, measured: Mapping[str, GPU] | None) -> Pool:
+    product = gpu(str(group.gpu.product), measured)
+    return Pool(group.name, product, pod_count(group), group.gpu.per_pod, NETWORK_GBPS * 1e9 / 8)
+
+
+def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
+    """What the manifest's groups and pins leave open, of what is executed."""
+    trainers = inventory.pools[0]
+    both = [g for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
+    rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
+    servers = {g.name: g.gpu.per_pod for g in spec.groups}
+    if both:
+        rollouts.append(trainers.name)
+        servers[trainers.name] = both[0].gpu.per_pod
+    optimizers = {"actor": spec.ppo.actor_optimizer, "critic": spec.ppo.critic_optimizer}
+    trained = [model for model in trained_models(spec) if model in _TRAINING]
+    return replace(
+        pinned(spec, Limits().executed()),
+        trainers=(trainers.name,),
+        rollouts=tuple(rollouts),
+        whole=True,
+        micro_batch=spec.ppo.micro_batch_size,
+        servers=servers,
+        asleep=tuple(g.name for g in spec.groups if SLEEP in g.vllm_args and Role.TRAINER not in g.roles),
+        offload={_TRAINING[m]: (optimizers[m].offload,) for m in trained},
+        layouts={_TRAINING[m]: tuple(trainable_layouts(spec, m, trainers, shapes[m])) for m in trained},
+    )
+
+
+def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
+    """`limits`, and where actor and critic may train on ranks of their own, the layouts on a part of the trainers:
+    those that share PPO's mini-batch evenly, of pinned ones their divisions (`dovetail.planner.division`)."""
+    if True not in limits.apart or "critic_training" not in limits.layouts:
+        return limits
+    trainers, pins = inventory.pools[0], pinned_shares(spec)
+    shared = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    found = dict(limits.layouts)
+    for model, task in _TRAINING.items():
+        parts = pins[task] if pins else _on_parts(spec, model, trainers, shared, shapes[model])
+        found[task] = (*found[task], *parts)
+    return replace(limits, layouts=found)
+
+
+def _on_parts(
+    spec: RLHFJobSpec, model: str, trainers: Pool, micro_batches: int, shape: ModelShape
+) -> list[Parallelism]:
+    return [
+        Parallelism(pp=pp, tp=tp, dp=part // (pp * tp))
+        for part in part_sizes(trainers)
+        for tp in _degrees(spec, model, trainers, shape)
+        for pp in range(1, min(part // tp, shape.layers) + 1)
+        if part % (pp * tp) == 0 == micro_batches % (part // (pp * tp))
+    ]
+
+
+def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
+    """`limits` less what spec.plan pins."""
+    placement, fusion = spec.plan.placement, spec.plan.inter_stage_fusion
+    return replace(
+        limits,
+        placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
+        schedules=_SCHEDULES[spec.plan.intra_stage_fusion],
+        apart=_apart(spec),
+        migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
+        # Values of a shared body come from the forward pass that a fold would save.
+        folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
+        shared_body=shares_body(spec),
+        recompute=RECOMPUTE[spec.plan.recompute],
+    )
+
+
+def _apart(spec: RLHFJobSpec) -> tuple[bool, ...]:
+    """Whether actor and critic may train on ranks of their own. Pinned layouts are of all ranks, and so is what is
+    pinned to Flattening."""
+    pin = spec.plan.intra_stage_fusion
+    if pin != "Auto":
+        return (pin == "Dedicated",)
+    return (False, True) if pinned_layouts(spec) is None and spec.plan.placement != "Flattening" else (False,)
+
+
+def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
+    """Layouts that spec.plan.parallelism allows of the shares of actor and critic training; {}: all."""
+    pins = pinned_layouts(spec)
+    if pins is None:
+        return {}
+    whole = {model: pins[model][1] for model in _TRAINING}
+    if spec.plan.intra_stage_fusion != "Dedicated" or not has_critic(spec):
+        return {task: (whole[model],) for model, task in _TRAINING.items()}
+    parts = divisions(whole, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size)
+    return {
+        task: tuple(Parallelism(pp=part[model].pp, tp=part[model].tp, dp=part[model].dp) for part in parts)
+        for model, task in _TRAINING.items()
+    }
+
+
+def trainable_layouts(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[Parallelism]:
+    """`allowed_layouts` on all GPUs of a pool."""
+    return allowed_layouts(spec, model, pool.gpus, shape.layers, _degrees(spec, model, pool, shape))
+
+
+def _degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[int]:
+    """Tensor parallel ranks of a trained model: within a node, all with as much of a layer; adapters are not split."""
+    most = 1 if getattr(spec.models, model).lora is not None else pool.per_node
+    return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
+
+
+def allowed_layouts(
+    spec: RLHFJobSpec, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
+) -> list[Parallelism]:
+    """(pp, tp, dp) over `ranks`, tp one of `degrees`, that share every batch of the model in every stage evenly; the
+    pinned one, if any."""
+    rules = [rule for rule in batch_rules(spec) if rule.model == model]
+    pins = pinned_layouts(spec)
+    found = [
+        Parallelism(pp=pp, tp=tp, dp=ranks // (pp * tp))
+        for tp in degrees
+        for pp in range(1, min(ranks, layers or ranks) + 1)
+        if ranks % (pp * tp) == 0
+    ]
+    return [
+        layout
+        for layout in found
+        if all(rule.problem(layout.dp) is None for rule in rules) and (pins is None or pins[model][1] == layout)
+    ]

@@ -1,0 +1,92 @@
+"""A found placement as the plan document tells of it."""
+
+from __future__ import annotations
+
+from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Share, Task
+from dovetail.planner.placement.costs import Estimator
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.search import Found, Result
+from dovetail.planner.placement.workload import Workload
+from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
+
+ALTERNATIVES = 12
+
+
+def prediction(result: Result, work: Workload, inventory: Inventory, costs: Estimator) -> Prediction:
+    """Of the best that was found (there is one)."""
+    found = result.best
+    assert found is not None
+    candidate, estimate = found.candidate, found.estimate
+    speed, price = work.batch / estimate.seconds, _price(found, inventory)
+    return Prediction(
+        placement=candidate.placement.value,
+        note=found.note,
+        schedule=candidate.schedule,
+        migration=candidate.migration,
+        iteration_seconds=estimate.seconds,
+        phases=dict(estimate.phases),
+        samples_per_second=speed,
+        samples_per_dollar=None if not price else speed * 3600 / price,
+        hardware="measured" if inventory.measured else "data sheets",
+        tasks=[_task(task, share, costs) for task, share in candidate.placed],
+        memory=_memory(found),
+        alternatives=[
+            Alternative(placement=r.placement.value, note=r.note, seconds=r.seconds, problem=r.problem)
+            for r in result.rejected[:ALTERNATIVES]
+        ],
+        examined=result.estimates,
+    )
+
+
+def _price(found: Found, inventory: Inventory) -> float | None:
+    """Of an hour of the GPUs that have a task; None where one's price is not known."""
+    total = 0.0
+    for used in found.estimate.memory:
+        price = inventory[used.pool].price
+        if price is None:
+            return None
+        total += price * len(used.range)
+    return total
+
+
+def _task(task: Task, share: Share, costs: Estimator) -> PredictedTask:
+    return PredictedTask(
+        task=task,
+        group=share.pool,
+        first=share.first,
+        gpus=share.gpus,
+        pp=share.pp,
+        tp=share.tp,
+        dp=share.dp,
+        micro_batch=share.micro_batch,
+        seconds=costs.option(task, share).seconds,
+        details=list(_details(task, share)),
+    )
+
+
+def _details(task: Task, share: Share) -> list[str]:
+    found = []
+    if task in TRAINING and share.dp > 1:
+        found.append(f"ZeRO-{share.fsdp}")
+    if share.recompute:
+        found.append("activations made again")
+    if task in INFERENCE and share.pp * share.tp > 1:
+        found.append(f"split over {share.pp * share.tp} GPUs")
+    if share.offload:
+        where = {"generation": "asleep while others work"}.get(task, "weights wait in host memory")
+        found.append("optimizer in host memory" if task in TRAINING else where)
+    return found
+
+
+def _memory(found: Found) -> list[PredictedMemory]:
+    return [
+        PredictedMemory(
+            group=m.pool,
+            first=m.range.start,
+            gpus=len(m.range),
+            parts=dict(m.device),
+            host=dict(m.host),
+            capacity=m.capacity,
+        )
+        for m in found.estimate.memory
+    ]

@@ -1,0 +1,203 @@
+"""The best that an inventory allows, whatever groups a manifest has, and the groups that would make it so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dovetail.manifest.checks.batching import batch_rules
+from dovetail.manifest.critic import has_critic
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.planner.iteration.system import DOVETAIL
+from dovetail.planner.placement.candidate import Candidate, Placement, Share, Task
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.costs import Costs
+from dovetail.planner.placement.fewest import fewest_stages
+from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.placement.job import Chosen, Infeasible, worth
+from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
+from dovetail.planner.placement.predict import prediction
+from dovetail.planner.placement.search import Effort, Found, Rejected, Result
+from dovetail.planner.placement.strategies import Strategy, choose
+from dovetail.planner.placement.structures import ALONE
+from dovetail.planner.placement.workload import Workload
+from dovetail.planner.shape import ModelShape
+
+# Estimates of whole iterations; enough for 64 GPUs, and more for more.
+LEAST_EFFORT = 1500
+EFFORT_PER_GPU = 12
+
+
+class Unknown(ValueError):
+    """The planner knows too little of the job; one sentence."""
+
+
+def effort(inventory: Inventory, expired: Callable[[], bool] = lambda: False) -> Effort:
+    """For an inventory of this size."""
+    return Effort(max(LEAST_EFFORT, EFFORT_PER_GPU * inventory.gpus), expired)
+
+
+def recommend(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    inventory: Inventory,
+    expired: Callable[[], bool] = lambda: False,
+    strategy: Strategy = "search",
+) -> tuple[Chosen, list[str]]:
+    """The best placement that is executed today; where none fits, the best of all, with sentences that say what of it
+    is not executed yet. `strategy`: see `strategies.choose`. Raises Infeasible, ConfigError, Unknown."""
+    if Stage.PPO not in spec.stages:
+        raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
+    known = shapes(spec, configs)
+    if known is None:
+        raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
+    executed = _limits(spec, Limits().executed())
+    found = _search(spec, known, inventory, executed, effort(inventory, expired), strategy)
+    if not isinstance(found, str):
+        return found, []
+    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired), strategy)
+    if isinstance(everything, str):
+        raise Infeasible(everything)
+    return everything, [
+        f"with what is executed today nothing fits: {found}",
+        *unexecuted(everything.candidate, inventory),
+    ]
+
+
+def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
+    batches: dict[Task, tuple[int, ...]] = {"actor_training": (), "critic_training": ()}
+    for rule in batch_rules(spec):
+        if rule.stage is not Stage.PPO:  # the reward model is laid out like the critic, if there is one
+            task: Task = "critic_training" if rule.model == "reward" and has_critic(spec) else "actor_training"
+            batches[task] += (rule.batch // rule.micro,)
+    return replace(pinned(spec, limits), layouts=pinned_shares(spec), batches=batches)
+
+
+def _search(
+    spec: RLHFJobSpec,
+    known: Mapping[str, ModelShape],
+    inventory: Inventory,
+    limits: Limits,
+    effort: Effort,
+    strategy: Strategy,
+) -> Chosen | str:
+    work = workload(spec, known)
+    system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
+    costs = Costs(work, inventory, system)
+    if limits.together:
+        most = max(pool.per_node for pool in inventory.pools)
+        result, _ = fewest_stages(limits, most, lambda tried: choose(strategy, inventory, work, tried, costs, effort))
+    else:
+        result = choose(strategy, inventory, work, limits, costs, effort)
+    if result.best is None:
+        return _missing(result)
+    if limits.together and strategy == "search":
+        result = _plainest(result, work, costs)
+    assert result.best is not None
+    return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
+
+
+def _plainest(result: Result, work: Workload, costs: Costs) -> Result:
+    """With the kind of placement that divides least of those that the models of time cannot tell from the best one."""
+    best = result.best
+    assert best is not None
+    near = [best]
+    for other in result.rejected:
+        if other.candidate is not None and other.seconds is not None and not worth(best.seconds, other.seconds, work):
+            near.append(Found(other.candidate, costs.estimate(other.candidate), other.note))
+    plainest = min(near, key=lambda found: (len({*found.note.split("; ")} - {"", ALONE}), found.seconds))
+    if plainest is best:
+        return result
+    kind = plainest.candidate.placement, plainest.note
+    faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
+    rejected = [r for r in (faster, *result.rejected) if (r.placement, r.note) != kind]
+    return replace(result, best=plainest, rejected=rejected)
+
+
+def _missing(result: Result) -> str:
+    """What came nearest to fitting."""
+    reasons = [r.problem for r in result.rejected if r.problem]
+    nearest = min(reasons, key=len) if reasons else "no layout divides the batches and layers evenly"
+    return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
+
+
+def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
+    """One sentence for each thing that trainers and scorers do not run yet."""
+    shares = list(candidate.placed)
+    training = [s for task, s in shares if task.endswith("_training")]
+    scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
+    found = []
+    if len({s.tp for s in training}) > 1:
+        found.append("training actor and critic with unlike tp is not executed yet")
+    if any(s.fsdp != 2 and s.dp > 1 for s in training):
+        found.append("FSDP stages other than ZeRO-2 are not executed yet")
+    if len({s.micro_batch for s in training}) > 1:
+        found.append("micro-batches of other sizes for the critic than for the actor are not executed yet")
+    if wide := sorted({task for task, s in scored if s.tp > 1}):
+        found.append(f"models split within layers in inference ({', '.join(wide)}) are not executed yet")
+    if any(s.pp * s.tp > inventory[s.pool].per_node for _, s in scored):
+        found.append("inference models split over several nodes are not executed yet")
+    if any(s.offload for _, s in scored):
+        found.append("inference weights that wait in host memory are not executed yet")
+    servers = [s for task, s in shares if task == "generation"]
+    if any(s.pp * s.tp > inventory[s.pool].per_node for s in servers):
+        found.append("vLLM servers over several nodes are not executed yet")
+    if any(not any(s.overlaps(server) for server in servers) for _, s in scored):
+        found.append("inference away from the rollouts is not executed yet")
+    return found
+
+
+def fragment(chosen: Chosen) -> dict[str, Any]:
+    """The fields of a manifest's spec that say the same: groups, plan pins and batch sizes."""
+    candidate, pools = chosen.candidate, chosen.inventory
+    actor = candidate.actor_training[0]
+    critic = candidate.critic_training[0] if candidate.critic_training else None
+    pool = pools[actor.pool]
+    shared = {s for s in candidate.generation if s.overlaps(actor)}
+    groups = []
+    if shared:
+        server = next(iter(shared))
+        groups.append(_group(chosen, server, ["trainer", "rollout"], server.pp * server.tp))
+    else:
+        count = actor.gpus if critic is None or critic.range == actor.range else actor.gpus + critic.gpus
+        per_pod = min(count, pool.per_node)
+        groups.append(
+            {
+                "name": "trainers",
+                "roles": ["trainer"],
+                "gpu": {"product": pool.gpu.product, "perPod": per_pod},
+                "replicas": count // per_pod,
+            }
+        )
+    groups += [_group(chosen, s, ["rollout"], s.pp * s.tp) for s in candidate.generation if s not in shared]
+    layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
+    # Layouts of a manifest are on all trainer ranks; those on parts of them the planner finds again.
+    own = {"intraStageFusion": "Dedicated"} if candidate.schedule == "Dedicated" else {"parallelism": layouts}
+    return {
+        "groups": groups,
+        "ppo": {"microBatchSize": actor.micro_batch, **_optimizers(actor, critic)},
+        "plan": {"placement": "Interleaving" if candidate.placement is Placement.INTERLEAVING else "Auto", **own},
+    }
+
+
+def _group(chosen: Chosen, share: Share, roles: list[str], per_pod: int) -> dict[str, Any]:
+    pool = chosen.inventory[share.pool]
+    return {
+        "name": share.pool,
+        "roles": roles,
+        "gpu": {"product": pool.gpu.product, "perPod": per_pod},
+        "replicas": share.gpus // per_pod,
+    }
+
+
+def _layout(share: Share) -> dict[str, int]:
+    return {"pp": share.pp, "tp": share.tp, "dp": share.dp}
+
+
+def _optimizers(actor: Share, critic: Share | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"actorOptimizer": {"offload": True}} if actor.offload else {}
+    if critic is not None and critic.offload:
+        found["criticOptimizer"] = {"offload": True}
+    return found

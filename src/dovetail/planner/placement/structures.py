@@ -1,0 +1,253 @@
+"""Which GPUs each task may get: every way to divide an inventory that the three placements allow (APP section V-A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from dovetail.planner.hashing import hashed_once
+from dovetail.planner.placement.candidate import TASKS, Placement, Task
+from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.workload import Workload
+from dovetail.protocol.plan import world_size
+
+# More sizes than this many nodes are not all tried; the search refines the best ones node by node.
+EVERY_NODE = 16
+HALVES = "reference and reward on halves"
+APART = "actor and critic train apart"
+ALONE = "training on GPUs of its own"
+
+
+@hashed_once
+@dataclass(frozen=True, order=True)
+class Slot:
+    """GPUs [first, first + count) of a pool."""
+
+    pool: str
+    first: int
+    count: int
+
+    def meets(self, other: Slot) -> bool:
+        """Whether both have the same GPU."""
+        return (
+            self.pool == other.pool and self.first < other.first + other.count and other.first < self.first + self.count
+        )
+
+    def at(self, first: int) -> Slot:
+        """As many GPUs from `first` on."""
+        return self if first == self.first else Slot(self.pool, first, self.count)
+
+    def cut(self, at: int) -> tuple[Slot, Slot]:
+        """The first `at` GPUs and the rest."""
+        return Slot(self.pool, self.first, at), Slot(self.pool, self.first + at, self.count - at)
+
+
+Slots = tuple[Slot, ...]
+# Sizes, below a number of GPUs of a pool, to divide them at.
+Sizes = Callable[[Pool, int], list[int]]
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Structure:
+    """The GPUs of each task, in no layout yet. `note`: what a user should know of it besides the placement."""
+
+    placement: Placement
+    generation: Slots
+    actor_training: Slots
+    critic_training: Slots = ()
+    reference: Slots = ()
+    reward: Slots = ()
+    critic: Slots = ()
+    note: str = ""
+
+    def slots(self, task: Task) -> Slots:
+        found: Slots = getattr(self, task)
+        return found
+
+    def shares_trainers(self, slot: Slot) -> bool:
+        """Whether a GPU of the slot trains too."""
+        return any(slot.meets(training) for training in (*self.actor_training, *self.critic_training))
+
+    @property
+    def apart(self) -> bool:
+        """Whether actor and critic train on GPUs of their own."""
+        return bool(self.critic_training) and self.critic_training != self.actor_training
+
+
+def every_size(pool: Pool, count: int) -> list[int]:
+    """Numbers of GPUs worth trying below `count`: powers of two within a node, then whole nodes."""
+    within = {2**i for i in range(pool.per_node.bit_length()) if 2**i < pool.per_node}
+    nodes = range(1, count // pool.per_node + 1)
+    return sorted(s for s in {*within, *(n * pool.per_node for n in nodes)} if s < count)
+
+
+def part_sizes(pool: Pool) -> list[int]:
+    """Numbers of a pool's GPUs worth trying for one of two models that share it out: all within a node, and of more the
+    sizes of `sizes`, whichever model has them."""
+    found = range(1, pool.gpus) if pool.gpus <= pool.per_node else sizes(pool, pool.gpus)
+    return sorted({*found, *(pool.gpus - size for size in found)})
+
+
+def sizes(pool: Pool, count: int) -> list[int]:
+    """Of many nodes only a grid, finer towards both ends."""
+    nodes = -(-count // pool.per_node)
+    coarse = nodes > EVERY_NODE
+    grid = _steps(nodes) if coarse else set()
+    return [s for s in every_size(pool, count) if not coarse or s < pool.per_node or s // pool.per_node in grid]
+
+
+def _steps(nodes: int) -> set[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24 ... nodes, and as many from the other end."""
+    grid = {b * 2**i for b in (2, 3) for i in range(nodes.bit_length())} | {1}
+    return {n for n in grid if n < nodes} | {nodes - n for n in grid if n < nodes}
+
+
+def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes = sizes) -> Iterator[Structure]:
+    """All of them, each once, in a fixed order. `grid`: the sizes to cut a pool's GPUs at."""
+    seen = set()
+    if workload.critic is None:
+        limits = replace(limits, shared_body=True)  # nothing to train beside the actor either
+    for found in _all(inventory, workload, limits, grid):
+        kept = _without(found, workload)
+        if kept.placement in limits.placements and (key := replace(kept, note="")) not in seen:
+            seen.add(key)
+            yield kept
+
+
+def _without(found: Structure, workload: Workload) -> Structure:
+    """Less the tasks that the job has not, and those that a shared body makes superfluous."""
+    missing: dict[str, Any] = {task: () for task in TASKS if workload.model(task) is None}
+    return replace(found, **missing) if missing else found
+
+
+def _all(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes) -> Iterator[Structure]:
+    trainable = [p for p in inventory.pools if limits.trainers is None or p.name in limits.trainers]
+    # Training needs bfloat16 or else runs in float32: other pools only where there is none better.
+    trainable = [p for p in trainable if p.gpu.bf16] or trainable
+    usable = [p for p in inventory.pools if limits.rollouts is None or p.name in limits.rollouts]
+    for pool in trainable:
+        whole = Slot(pool.name, 0, pool.gpus)
+        others = tuple(Slot(p.name, 0, p.gpus) for p in usable if p.name != pool.name)
+        if pool in usable:
+            rests = [others, ()] if others and not limits.whole else [others]
+            for rest in rests:
+                yield from _together(whole, rest, pool, limits)
+        if limits.whole:
+            if pool not in usable and others:
+                yield from _separate(whole, others, inventory, limits, grid)
+            continue
+        for count in [*grid(pool, pool.gpus), pool.gpus]:
+            training, left = whole.cut(count)
+            segments = ((left,) if left.count and pool in usable else ()) + others
+            if segments:
+                yield from _separate(training, segments, inventory, limits, grid)
+
+
+def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, Slots, str]]:
+    """Actor and critic on the same GPUs, or on two parts of them."""
+    if False in limits.apart or limits.shared_body:
+        yield (slot,), (slot,), ""
+    if True in limits.apart and not limits.shared_body:
+        for at in _parts(slot, pool, limits):
+            actor, critic = slot.cut(at)
+            yield (actor,), (critic,), APART
+
+
+def _parts(slot: Slot, pool: Pool, limits: Limits) -> list[int]:
+    """GPUs of the actor: about a quarter, a half, three quarters of them; of a manifest's trainers what its layouts
+    allow."""
+    unit = pool.per_node if slot.count > pool.per_node else 1
+    found = {round(slot.count * share / unit) * unit for share in (1 / 4, 1 / 2, 3 / 4)}
+    if limits.whole and "actor_training" in limits.layouts:
+        found = {world_size(layout) for layout in limits.layouts["actor_training"]}
+    return sorted(at for at in found if 0 < at < slot.count)
+
+
+def _together(slot: Slot, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Structure]:
+    everywhere = (slot, *rest)
+    # On a manifest's groups whatever shares its trainers' GPUs has this name.
+    flat = limits if limits.whole else replace(limits, apart=tuple(a for a in limits.apart if not a))
+    for actor, critic, note in _training(slot, pool, flat):
+        yield Structure(Placement.FLATTENING, everywhere, actor, critic, everywhere, everywhere, everywhere, note)
+    first, second = _in_order(everywhere, limits) if limits.whole else _halves(everywhere, pool)
+    if not (first and second):
+        return
+    for actor, critic, note in _training(slot, pool, limits):
+        note = "; ".join([HALVES, *([note] if note else [])])
+        yield Structure(Placement.INTERLEAVING, everywhere, actor, critic, first, second, second, note)
+
+
+def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
+    """Two parts of about the same size of each slot; a slot of one GPU goes to the smaller part."""
+    parts: tuple[list[Slot], list[Slot]] = [], []
+    for slot in slots:
+        unit = pool.per_node if slot.pool == pool.name and slot.count >= 2 * pool.per_node else 1
+        at = slot.count // 2 // unit * unit
+        if at:
+            for part, half in zip(parts, slot.cut(at), strict=True):
+                part.append(half)
+        else:
+            min(parts, key=lambda p: sum(s.count for s in p)).append(slot)
+    return tuple(parts[0]), tuple(parts[1])
+
+
+def _in_order(slots: Slots, limits: Limits) -> tuple[Slots, Slots]:
+    """The first half of all servers, in the groups' order, and the rest (`dovetail.planner.scorers`)."""
+    parts: tuple[list[Slot], list[Slot]] = [], []
+    left = sum(slot.count // limits.servers.get(slot.pool, 1) for slot in slots) // 2
+    for slot in slots:
+        size = limits.servers.get(slot.pool, 1)
+        mine = min(left, slot.count // size)
+        left -= mine
+        for part, piece in zip(parts, slot.cut(mine * size), strict=True):
+            if piece.count:
+                part.append(piece)
+    return tuple(parts[0]), tuple(parts[1])
+
+
+def _separate(
+    training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
+) -> Iterator[Structure]:
+    pool = inventory[training.pool]
+    for actor, critic, apart in _training(training, pool, limits):
+        for generation, inference, divided in _served(training, segments, inventory, limits, grid):
+            note = "; ".join(n for n in (apart, divided) if n)
+            whole = Structure(Placement.SEPARATION, generation, actor, critic, inference, inference, inference, note)
+            yield whole
+            # A manifest calls it so: its groups are apart anyway.
+            kind = Placement.INTERLEAVING if limits.together else Placement.SEPARATION
+            divided = "" if limits.whole or not limits.together else ALONE
+            own = inventory[inference[0].pool]
+            first, second = _in_order(inference, limits) if limits.whole else _halves(inference, own)
+            if first and second:
+                note = "; ".join(n for n in (divided, note, HALVES) if n)
+                yield replace(whole, placement=kind, reference=first, reward=second, critic=second, note=note)
+
+
+def _served(
+    training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
+) -> Iterator[tuple[Slots, Slots, str]]:
+    """GPUs of generation and of inference among `segments`: the same, by segment, or a part of the only one."""
+    yield segments, segments, ""
+    if limits.whole:
+        return
+    if limits.together:
+        for used in product((True, False), repeat=len(segments)):
+            if some := tuple(s for s, use in zip(segments, used, strict=True) if use):
+                yield some, some, ""
+        return
+    for uses in product(("both", "generation", "inference"), repeat=len(segments)):
+        generation = tuple(s for s, use in zip(segments, uses, strict=True) if use != "inference")
+        inference = tuple(s for s, use in zip(segments, uses, strict=True) if use != "generation")
+        if generation and inference:
+            yield generation, inference, "inference apart from generation" if generation != inference else ""
+    if len(segments) == 1 and segments[0].count > 1:
+        for count in grid(inventory[segments[0].pool], segments[0].count):
+            if 2 * count <= segments[0].count:
+                first, second = segments[0].cut(segments[0].count - count)
+                yield (first,), (second,), "inference apart from generation"
+    yield segments, (training,), "inference on the trainers"

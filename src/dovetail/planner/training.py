@@ -1,0 +1,343 @@
+"""The schedule of a job's actor and critic training: the problem from its layouts, batches and measured times, the
+choice of a family, and the lists that the trainer ranks run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dovetail.manifest.types import Parallelism
+from dovetail.pipelines.choose import Choice, choose
+from dovetail.pipelines.dedicated import dedicated_schedule
+from dovetail.pipelines.families import DEDICATED, FAMILIES, Family, family_names
+from dovetail.pipelines.legality import check_steps, steps
+from dovetail.pipelines.measured import stage_times, transfer_seconds
+from dovetail.pipelines.problem import Floats, Model, Problem, ProblemError
+from dovetail.pipelines.schedule import Schedule
+from dovetail.pipelines.search import Effort, find
+from dovetail.protocol.messages import Action, StageTimes
+from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, world_size
+from dovetail.protocol.profile import Profile
+
+# What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.
+SPLIT_OVERHEAD = 0.1
+# The first stage's input gradient is not computed: nobody waits for it.
+NO_INPUT_GRADIENT = 1e-3
+MAX_MINI_BATCHES = 6
+PINS = {
+    "Auto": (*FAMILIES, DEDICATED.name),
+    "Fused": tuple(name for name in FAMILIES if name.startswith("fused")),
+    "TimeSharing": tuple(name for name in FAMILIES if name.startswith(("stitched", "shared"))),
+    "Dedicated": (DEDICATED.name,),
+    "Serial": ("serial",),
+}
+"""Families that each value of plan.intraStageFusion allows."""
+
+
+def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool) -> dict[str, Layout]:
+    """Both models' places on the positions that they share; the critic's stages the other way round if `reverse`.
+
+    Raises ValueError where they do not occupy the same ranks in the same tensor-parallel groups."""
+    actor, critic = layouts["actor"], layouts["critic"]
+    if world_size(actor) != world_size(critic) or actor.tp != critic.tp:
+        raise ValueError(
+            f"actor (pp {actor.pp} x dp {actor.dp} x tp {actor.tp}) and critic (pp {critic.pp} x dp {critic.dp} x tp "
+            f"{critic.tp}) must share the same ranks and tp to train on one schedule"
+        )
+    positions = math.lcm(actor.pp, critic.pp)
+
+    def placed(layout: Parallelism, reverse: bool) -> Layout:
+        return Layout(pp=layout.pp, dp=layout.dp, tp=layout.tp, pipelines=positions // layout.pp, reverse=reverse)
+
+    return {"actor": placed(actor, False), "critic": placed(critic, reverse)}
+
+
+def mini_batches_together(optimizer_steps: int) -> int:
+    """How many of an iteration's mini-batches one schedule holds: as many as divide it, up to MAX_MINI_BATCHES."""
+    return max(n for n in range(1, MAX_MINI_BATCHES + 1) if optimizer_steps % n == 0)
+
+
+class Times:
+    """What is known of each stage's times: the measured; else those of a profile, where one was made; else the
+    defaults (every forward 1, backward twice that, messages none)."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, int, int, int, str], list[float]] = {}
+        self._bytes: dict[tuple[str, int, int, int], list[float]] = {}
+        self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
+        self._profile: Profile | None = None
+        self._micro_batch = 0
+        self._profiled_transfer = 0.0
+        self._measured: dict[str, Layout] = {}
+        self._sizes: dict[str, list[int]] = {}
+        self.again: frozenset[str] = frozenset()
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was measured in this job."""
+        return bool(self._seconds)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether a profile was taken in."""
+        return self._profile is not None
+
+    def assume(self, profile: Profile, layouts: Mapping[str, Parallelism], micro_batch: int) -> None:
+        """Begin with a profile's times of micro-batches of `micro_batch` sequences.
+
+        Raises ProblemError where the profile lacks a model or has fewer layers than the layout has stages."""
+        for name, layout in layouts.items():
+            if name not in profile.models:
+                raise ProblemError(f"the profile has no {name}, only {', '.join(profile.models)}; measure it")
+            stage_times(name, profile.models[name], layout.pp, micro_batch)
+        self._profile, self._micro_batch = profile, micro_batch
+        self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
+
+    def expect(self, sizes: Mapping[str, Sequence[int]], again: Sequence[str] = ()) -> None:
+        """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`), for where they
+        are neither measured nor profiled, and which models make activations again (`Plan.recomputed`)."""
+        self._sizes = {model: list(each) for model, each in sizes.items()}
+        self.again = frozenset(again)
+
+    def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
+        """Take measurements in: half of what is known from now on, so that one odd moment counts for little. All of a
+        job's are of the same layouts."""
+        for part in times:
+            layout = self._measured[part.model] = layouts[part.model]
+            place = coordinates(part.rank, layout)
+            width = layout.dp // layout.pipelines
+            pipeline, copy = divmod(place.dp, width)
+            key = (part.model, pipeline, place.pp, copy)
+            for kind, values in part.seconds.items():
+                old = self._seconds.get((*key, kind), values)
+                mixed = [(a + b) / 2 for a, b in zip(old, values, strict=True)] if len(old) == len(values) else values
+                self._seconds[*key, kind] = mixed
+            self._bytes[key] = part.activation
+            if part.transfer is not None:
+                onward = rank_at(place._replace(pp=place.pp + 1), layout)
+                edge = sorted(_position(rank, part.model, layouts) for rank in (part.rank, onward))
+                known = self._transfers.setdefault((edge[0], edge[1]), {})
+                known[part.model, copy] = (part.transfer + known.get((part.model, copy), part.transfer)) / 2
+
+    def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
+        """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
+        any stage was neither measured nor profiled. Of another layout than the measured one: the same work in
+        equal stages and micro-batches."""
+        measured = self._measured.get(model)
+        if measured is not None and (measured.pp, measured.dp) != (layout.pp, layout.dp):
+            number = self._micro_batches(model, kind)
+            other = None if number is None else self.array(model, kind, measured, number, 1)
+            if other is not None:
+                each = float(other.sum(axis=1).mean()) / layout.pp
+                return np.full((layout.pipelines, layout.pp, count * mini_batches), each)
+        result = np.zeros((layout.pipelines, layout.pp, count))
+        for k in range(layout.pipelines):
+            for stage in range(layout.pp):
+                keys = [(model, k, stage, d) for d in range(layout.dp // layout.pipelines)]
+                found = [self._bytes.get(key) if kind == "bytes" else self._seconds.get((*key, kind)) for key in keys]
+                known = [values for values in found if values is not None and len(values) == count]
+                if len(known) < len(keys):
+                    assumed = self._assumed(model, kind, layout, count)
+                    return None if assumed is None else np.tile(assumed, mini_batches)
+                result[k, stage] = np.max(np.array(known), axis=0)
+        return np.tile(result, mini_batches)
+
+    def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
+        """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
+        halves of a backward."""
+        if self._profile is None:
+            sizes = np.array(self._sizes.get(model, []), dtype=np.float64)
+            if kind != "bytes" or not len(sizes):
+                return None
+            if len(sizes) != layout.pp:
+                sizes = np.full(layout.pp, sizes.sum() / layout.pp)
+            return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
+        stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
+        share = stages[kind]
+        if any(key[0] == model for key in self._seconds):
+            whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
+            return None if whole is None else whole * (share / stages["B"])[None, :, None]
+        return np.tile(share[None, :, None], (layout.pipelines, 1, count))
+
+    def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
+        """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
+        return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in ("actor", "critic"))
+
+    def _micro_batches(self, model: str, kind: str) -> int | None:
+        """Micro-batches of a mini-batch in the measurements."""
+        of_seconds = (len(v) for key, v in self._seconds.items() if key[0] == model and key[4] == kind)
+        of_bytes = (len(v) for key, v in self._bytes.items() if key[0] == model)
+        return next(of_bytes if kind == "bytes" else of_seconds, None)
+
+    def communication(self, positions: int, apart: bool = False) -> float | Floats:
+        """Seconds of a message from position to position, (N, N), the slowest of both models; one number where they
+        were not measured. `apart`: positions of models with ranks of their own."""
+        if not self._transfers:
+            return self._profiled_transfer
+        slowest = {edge: max(found.values()) for edge, found in self._transfers.items()}
+        if apart != any(layout.first for layout in self._measured.values()):
+            return max(slowest.values())
+        result = np.full((positions, positions), max(slowest.values()))
+        for (a, b), seconds in slowest.items():
+            result[a, b] = result[b, a] = seconds
+        return result
+
+
+def training_problem(
+    layouts: Mapping[str, Layout],
+    micro_batches: Mapping[str, int],
+    mini_batches: int,
+    times: Times | None = None,
+    *,
+    split: bool = False,
+    communication: float | None = None,
+    memory_limit: float | None = None,
+    whole: float | None = None,
+) -> Problem:
+    """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `split`: with the times of a
+    backward in two halves. `communication`: seconds of a message, by default what `times` knows of it. `whole`:
+    units of a whole model's forward where no times are known (default: the positions). Raises ProblemError where the
+    numbers do not fit together."""
+
+    known = times or Times()
+    sizes, sized = known, known.complete("bytes", layouts, micro_batches)
+    if not known.complete("F", layouts, micro_batches):
+        known = Times()  # seconds of one model and units of the other would not go together
+
+    def model(name: str) -> Model:
+        layout, count = layouts[name], micro_batches[name]
+
+        def values(kind: str) -> Floats | None:
+            return known.array(name, kind, layout, count, mini_batches)
+
+        shape = (layout.pipelines, layout.pp, count * mini_batches)
+        forward = values("F")
+        # A model with fewer stages has longer ones.
+        unit = (positions if whole is None else whole) / layout.pp
+        least = 1e-9 if forward is not None else 1e-3
+        forward = np.full(shape, unit) if forward is None else np.maximum(forward, least)
+        both, first, second = values("B"), values("I"), values("W")
+        if first is not None and second is not None:
+            halves = np.maximum(first, least), np.maximum(second, least)
+            if both is None:
+                both = (halves[0] + halves[1]) / (1 + SPLIT_OVERHEAD)
+        else:
+            both = (3 if name in sizes.again else 2) * forward if both is None else np.maximum(both, least)
+            longer = both * (1 + SPLIT_OVERHEAD)
+            share = np.full(shape, 0.5)
+            share[:, 0, :] = NO_INPUT_GRADIENT
+            halves = longer * share, longer * (1 - share)
+        backward = halves[0] + halves[1] if split else np.maximum(both, least)
+        size = sizes.array(name, "bytes", layout, count, mini_batches) if sized else None
+        return Model(
+            name,
+            layout.pp,
+            count,
+            forward,
+            backward,
+            np.full(shape, unit) if size is None else size,
+            layout.pipelines,
+            input_gradient=halves[0] if split else None,
+            first=_offset(name, layouts),
+        )
+
+    apart = _apart(layouts)
+    positions = sum(layout.pp * layout.pipelines for layout in layouts.values()) // (1 if apart else 2)
+    latency = known.communication(positions, apart) if communication is None else communication
+    return Problem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
+
+
+def choose_schedule(
+    problem: Problem, halves: Problem, families: Sequence[str], effort: Effort, reverse: bool | None = None
+) -> Choice:
+    """The fastest of `families` that fits; `halves` is the problem with split backwards' times. `reverse`: only those
+    of that placement (a serial schedule runs in both). Raises ProblemError where none fits."""
+    names = [n for n in family_names(problem) if n in families and placeable(FAMILIES[n], reverse)]
+
+    def finder(_: Problem, name: str, share: Effort) -> Schedule:
+        family = FAMILIES[name]
+        # A serial schedule is the same either way; its words are placed as the ranks are.
+        family = replace(family, reverse=bool(reverse)) if is_serial(family) else family
+        return find(halves if family.split else problem, family, share)
+
+    return choose(problem, effort, names, finder)
+
+
+def choose_dedicated(
+    divisions: Sequence[Mapping[str, Layout]],
+    micro_batches: int,
+    mini_batches: int,
+    times: Times,
+    whole: float,
+    memory_limit: float | None = None,
+) -> tuple[Schedule, dict[str, Layout]]:
+    """The fastest of `divisions` (`dovetail.planner.division`) that fits, and its schedule. `micro_batches` of a
+    mini-batch, of all ranks; `whole` as in `training_problem`. Raises ProblemError where none fits."""
+    found, reasons = [], ["there are too few ranks for either to have some alone"]
+    for layouts in divisions:
+        counts = {name: micro_batches // layout.dp for name, layout in layouts.items()}
+        try:
+            problem = training_problem(layouts, counts, mini_batches, times, memory_limit=memory_limit, whole=whole)
+            found.append((dedicated_schedule(problem), dict(layouts)))
+        except ProblemError as error:
+            reasons.append(str(error))
+    if not found:
+        raise ProblemError(reasons[-1])
+    return min(found, key=lambda each: (round(each[0].makespan, 9), each[0].peak))
+
+
+def is_serial(family: Family) -> bool:
+    """One model after the other, whichever way the stages run."""
+    return family.name in ("serial", "zero-bubble")
+
+
+def placeable(family: Family, reverse: bool | None) -> bool:
+    """Whether the family runs where the critic's stages are, on the actor's ranks (None: anywhere)."""
+    if family is DEDICATED:
+        return False
+    return reverse is None or is_serial(family) or family.reverse == reverse
+
+
+def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list[Action]]:
+    """The list of every trainer rank. Raises ScheduleError unless the schedule is legal."""
+    check_steps(schedule.instance.problem, steps(schedule))
+    by_position: list[list[Action]] = [[] for _ in range(schedule.instance.ranks)]
+    for p in schedule.passes():
+        by_position[p.rank].append(Action(model=p.model, micro_batch=p.micro_batch, kind=p.kind))  # type: ignore[arg-type]
+    actor = layouts["actor"]
+    if not _apart(layouts):
+        width = world_size(actor) // len(by_position)
+        for model in layouts.values():
+            _check_places(model, width)
+    world = max(layout.first + world_size(layout) for layout in layouts.values())
+    owner = {rank: name for name, layout in layouts.items() for rank in range(world) if holds(rank, layout)}
+    return [by_position[_position(rank, owner[rank], layouts)] for rank in range(world)]
+
+
+def _apart(layouts: Mapping[str, Layout]) -> bool:
+    """Whether each model has ranks of its own."""
+    return any(layout.first for layout in layouts.values())
+
+
+def _offset(model: str, layouts: Mapping[str, Layout]) -> int:
+    """The model's first position: with ranks of its own the critic's come after the actor's."""
+    return layouts["actor"].pp * layouts["actor"].pipelines if layouts[model].first else 0
+
+
+def _position(rank: int, model: str, layouts: Mapping[str, Layout]) -> int:
+    """The position of a schedule that a trainer rank has."""
+    layout = layouts[model]
+    return _offset(model, layouts) + (rank - layout.first) // (layout.dp // layout.pipelines * layout.tp)
+
+
+def _check_places(layout: Layout, width: int) -> None:
+    """Position x of the schedule holds stage x % pp of pipeline x // pp, as `coordinates` says (or mirrored)."""
+    for position in range(layout.pp * layout.pipelines):
+        pipeline, stage = divmod(position, layout.pp)
+        stage = layout.pp - 1 - stage if layout.reverse else stage
+        place = Coordinates(stage, pipeline * (layout.dp // layout.pipelines), 0)
+        if rank_at(place, layout) != position * width:
+            raise ValueError(f"layout {layout} does not put position {position} of a schedule where it should be")

@@ -1,0 +1,1 @@
+"""What a pod of a job starts."""

@@ -1,0 +1,300 @@
+"""The processes of one pod: `python -m dovetail.pod.main`, what the operator starts in every pod of a group.
+
+A pod of a trainer group runs one rank a GPU, one of a rollout group a vLLM server and its scorer, which share the GPUs
+of one container (Kubernetes gives a GPU to a single container). When a process dies, the others are ended and the
+container exits with its code: the pod's Job replaces it, and the job's status quotes the last line. One that hangs
+(`liveness`) is killed.
+
+`--drain` (the pod's preStop hook) tells the coordinator to give this pod's instances no more work."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dovetail.manifest.types import Group, RLHFJob, Role
+from dovetail.protocol import env
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.exit_codes import BAD_CONFIGURATION
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.pulse import PULSE
+from dovetail.supervision.devices import cuda_devices
+from dovetail.supervision.liveness import Limits, Liveness, Pulses
+from dovetail.supervision.proctree import descendants, snapshot
+from dovetail.supervision.supervisor import cpu_threads, how_it_ended
+
+GRACE_SECONDS = 30.0
+DRAIN_SECONDS = 5.0
+TERMINATION_LOG = Path("/dev/termination-log")
+LONGEST_LINE = 2000
+
+
+@dataclass(frozen=True)
+class PodProcess:
+    """`python -m <module>` with `env` on top of the container's. `finishes`: it may end with 0, its work done."""
+
+    name: str
+    module: str
+    env: dict[str, str] = field(repr=False)
+    finishes: bool = False
+
+
+def pod_processes(
+    job: RLHFJob, plan: Plan, group: Group, index: int, base: ProcessEnv, devices: Sequence[str], threads: int
+) -> list[PodProcess]:
+    """What pod `index` of `group` runs. Raises ValueError for a pod that the plan has no ranks for."""
+    found = []
+    if Role.TRAINER in group.roles:
+        width = max(1, group.gpu.per_pod)
+        ranks = [t for t in plan.trainers if t.group == group.name][index * width : (index + 1) * width]
+        if len(ranks) < width:
+            raise ValueError(f"the plan has no trainer ranks for pod {index} of group {group.name}")
+        for number, trainer in enumerate(ranks):
+            mine = devices[number : number + 1]
+            port = env.TRAINER_METRICS_PORT + number
+            variables = _variables(base, trainer.name, group.name, trainer.rank, plan.world_size, metrics_port=port)
+            found.append(PodProcess(trainer.name, "dovetail.trainer.main", _with(variables, mine, threads), True))
+    if Role.ROLLOUT in group.roles:
+        name = f"{group.name}-{index}"
+        server = _variables(base, name, group.name, port=env.SERVER_PORT)
+        scorer = _variables(base, f"{name}-scorer", group.name, port=env.SCORER_PORT)
+        found.append(PodProcess(name, "dovetail.rollout.server", _with(server, devices, threads)))
+        found.append(PodProcess(f"{name}-scorer", "dovetail.rollout.scorer", _with(scorer, devices, threads)))
+    return found
+
+
+def _variables(
+    base: ProcessEnv, name: str, group: str, rank: int = 0, world: int = 1, port: int = 0, metrics_port: int = 0
+) -> dict[str, str]:
+    return ProcessEnv(
+        job=base.job,
+        name=name,
+        run_dir=base.run_dir,
+        coordinator=base.coordinator,
+        token=base.token,
+        host=base.host,
+        port=port,
+        metrics_port=metrics_port,
+        group=group,
+        rank=rank,
+        world_size=world,
+        config_dir=base.config_dir,
+    ).write()
+
+
+def _with(variables: dict[str, str], devices: Sequence[str], threads: int) -> dict[str, str]:
+    more = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    if devices:
+        more["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return variables | more
+
+
+class Pod:
+    """Runs the processes side by side until all have finished, one has failed, or `stop` was called. `limits`: when one
+    hangs."""
+
+    def __init__(
+        self,
+        processes: Sequence[PodProcess],
+        environ: Mapping[str, str],
+        grace: float = GRACE_SECONDS,
+        limits: Limits | None = None,
+    ) -> None:
+        self._processes = processes
+        self._environ = dict(environ)
+        self._grace = grace
+        self._stop = asyncio.Event()
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._last: dict[str, str] = {}
+        self._pulses = Pulses()
+        self._liveness = Liveness(limits, self._pulses.mark) if limits is not None else None
+        self._killed_as: dict[str, str] = {}
+        self.message = ""
+
+    def stop(self) -> None:
+        """End everything; `run` then returns."""
+        self._stop.set()
+
+    def last_lines(self) -> dict[str, str]:
+        """What each process said last."""
+        return dict(self._last)
+
+    async def run(self) -> int:
+        """The container's exit code: 0 when all finished, 143 when stopped, else that of the first that failed."""
+        stopping = asyncio.create_task(self._stop.wait())
+        watching = asyncio.create_task(self._end_hung())
+        tasks = {asyncio.create_task(self._one(process)): process for process in self._processes}
+        waiting: set[asyncio.Task[int]] = set(tasks)
+        finishing = {task for task, process in tasks.items() if process.finishes}
+        code = 0
+        try:
+            while not finishing or not finishing.isdisjoint(waiting):
+                done, _ = await asyncio.wait([*waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if stopping in done:
+                    code = 128 + signal.SIGTERM
+                    break
+                for task in done & waiting:
+                    waiting.remove(task)
+                    code = code or self._judge(tasks[task], task.result())
+                if code:
+                    break
+        finally:
+            stopping.cancel()
+            await self._end()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            watching.cancel()
+            self._pulses.close()
+        return code
+
+    async def _end_hung(self) -> None:
+        while self._liveness is not None:
+            for name, why in self._liveness.look().items():
+                self._killed_as[name] = f"killed, as it hung: {why}"
+                started = self._running[name]
+                tree = descendants(started.pid, snapshot())
+                for pid in (started.pid, *tree):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(self._liveness.period / 2)
+
+    def _judge(self, process: PodProcess, code: int) -> int:
+        """0 for an expected end; else the code, its reason kept as `message`."""
+        if code == 0 and process.finishes:
+            return 0
+        last = words(self._last.get(process.name, ""))
+        how = self._killed_as.get(process.name) or how_it_ended(code)
+        self.message = f"{process.name} ended ({how})" + (f": {last}" if last else "")
+        return 128 - code if code < 0 else code or 1
+
+    async def _one(self, process: PodProcess) -> int:
+        started = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", process.module),
+            env=self._environ | process.env | {PULSE: str(self._pulses.path(process.name))},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._running[process.name] = started
+        if self._liveness is not None:
+            self._liveness.begin(process.name, started.pid)
+        if self._stop.is_set():
+            started.terminate()
+        assert started.stdout is not None
+        ended = asyncio.create_task(started.wait())
+        copying = asyncio.create_task(self._copy(process.name, started.stdout))
+        code = await ended
+        if self._liveness is not None:
+            self._liveness.end(process.name)
+        # What it left behind may hold the pipe open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        await asyncio.wait({copying}, timeout=2.0)
+        copying.cancel()
+        return code
+
+    async def _copy(self, name: str, stream: asyncio.StreamReader) -> None:
+        """Its output to ours, so that `kubectl logs` shows it; the last line is kept."""
+        rest = b""
+        while chunk := await stream.read(1 << 16):
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            lines = (rest + chunk).split(b"\n")
+            rest = lines[-1][-LONGEST_LINE:]
+            full = [line for line in [*lines[:-1], rest] if line.strip()]
+            if full:
+                self._last[name] = full[-1][-LONGEST_LINE:].decode(errors="replace").strip()
+
+    async def _end(self) -> None:
+        running = [p for p in self._running.values() if p.returncode is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        if running:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*(p.wait() for p in running)), self._grace)
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def words(line: str) -> str:
+    """A log line's sentence: our programs log JSON."""
+    with contextlib.suppress(ValueError):
+        event = json.loads(line)
+        if isinstance(event, dict):
+            return next((str(event[key]) for key in ("message", "reason", "error") if event.get(key)), line)
+    return line
+
+
+def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv, Limits]:
+    """The processes of this pod; when they hang. Raises ValueError (also for files that are no job
+    or plan) or OSError."""
+    base = ProcessEnv.read({env.NAME: "pod", **environ})
+    job = RLHFJob.model_validate_json(base.job_file.read_text(encoding="utf-8"))
+    plan = Plan.model_validate_json(base.plan_file.read_text(encoding="utf-8"))
+    group = next((g for g in job.spec.groups if g.name == base.group), None)
+    if group is None:
+        raise ValueError(f"{env.GROUP} is {base.group!r}; the job has no such group")
+    index = int(environ.get(env.INDEX, "0"))
+    devices = [] if group.on_cpu else cuda_devices(environ)
+    count = 2 if Role.ROLLOUT in group.roles else max(1, group.gpu.per_pod)
+    limits = Limits.of(job.spec.failure_policy.peer_timeout_seconds)
+    return pod_processes(job, plan, group, index, base, devices, cpu_threads(count)), base, limits
+
+
+def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
+    """Tell the coordinator; a coordinator that is away finds out by itself."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for process in processes:
+        if process.finishes:
+            continue
+        request = urllib.request.Request(
+            f"{base.coordinator}/v1/instances/{process.name}",
+            method="DELETE",
+            headers={"Authorization": f"Bearer {base.token}"},
+        )
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            opener.open(request, timeout=DRAIN_SECONDS).close()
+
+
+async def _run(processes: Sequence[PodProcess], environ: Mapping[str, str], limits: Limits) -> tuple[int, str]:
+    pod = Pod(processes, environ, limits=limits)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, pod.stop)
+    return await pod.run(), pod.message
+
+
+def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dovetail.pod.main", description=__doc__)
+    parser.add_argument("--drain", action="store_true", help="retire this pod's instances, and exit")
+    options = parser.parse_args(argv)
+    try:
+        processes, base, limits = read_pod(os.environ)
+    except (OSError, ValueError) as error:
+        print(f"dovetail pod: {error}", file=sys.stderr)
+        return BAD_CONFIGURATION
+    if options.drain:
+        drain(processes, base)
+        return 0
+    code, message = asyncio.run(_run(processes, os.environ, limits))
+    if message and log.exists():
+        with contextlib.suppress(OSError):
+            log.write_text(message[-4000:], encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Keys and values of a migrating sample: what a rollout announces, and what requests ask of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dovetail.protocol.messages import Message
+
+# Keys of vLLM's kv_transfer_params.
+HOLD, PULL = "dovetail_hold", "dovetail_pull"
+
+
+class KVAbility(Message):
+    """`Register.abilities["kv"]`: this rollout can hand a sample's keys and values to another one of equal layout."""
+
+    transport: Literal["tcp", "nixl"]
+    host: str = ""
+    ports: list[int] = Field(default_factory=list, description="One for each tensor-parallel rank; tcp only.")
+    layout: str = Field(description="Dtype and ranks; workers compare more.")
+    token_bytes: int = Field(description="Keys and values of one token over all ranks.")
+    block_tokens: int = 1
+
+
+class KVHold(Message):
+    """kv_transfer_params `dovetail_hold`: keep this request's blocks for a while if it is aborted."""
+
+    key: str
+    weights: int = Field(description="The weight version that the request runs on.")
+    min_tokens: int = Field(default=0, description="With fewer tokens computing them anew is cheaper: don't keep them.")
+
+
+class KVPull(Message):
+    """kv_transfer_params `dovetail_pull`: fetch the blocks of this prompt, or compute them if that fails."""
+
+    key: str
+    host: str
+    ports: list[int]
+    weights: int

@@ -1,0 +1,203 @@
+"""The plan: what the planner decides and every process of a job reads, as plan.json.
+
+The rank convention lives here and nowhere else: see `coordinates`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple, Self, get_args
+
+from pydantic import Field, model_validator
+
+from dovetail.manifest.critic import has_critic
+from dovetail.manifest.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.protocol.prediction import PodMemory, Prediction
+
+PLAN_VERSION = 1
+
+Task = Literal[
+    "sft", "reward_training", "actor_training", "critic_training", "generation", "reference", "reward", "critic"
+]
+Scored = Literal["reference", "reward", "critic"]
+"""Models that scorers run."""
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in one model's layout, each from 0."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+class Layout(Parallelism):
+    """A layout with the place of its stages among the ranks of a schedule that two models share.
+
+    The ranks are N = pp * pipelines positions of D = dp / pipelines * tp ranks each, the same N and D for both models.
+    Pipeline k has positions [k * pp, (k + 1) * pp), its first stage at the last of them where `reverse` is true.
+    Where each model has ranks of its own, `first` is the first of them."""
+
+    pipelines: int = Field(default=1, ge=1, description="Pipelines side by side (the fusion factor K).")
+    reverse: bool = Field(default=False, description="Stages run from the last position to the first.")
+    first: int = Field(default=0, ge=0, description="First trainer rank that holds a part of the model.")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.dp % self.pipelines:
+            raise ValueError(f"dp {self.dp} is not a multiple of the {self.pipelines} pipelines")
+        return self
+
+
+def coordinates(rank: int, layout: Parallelism) -> Coordinates:
+    """Place of trainer rank `rank` in `layout`: rank = (pp * layout.dp + dp) * layout.tp + tp.
+
+    Ranks of one tensor-parallel group are neighbours (they talk most), pipeline stages are furthest apart. In a
+    `Layout` of several pipelines, rank = (position * D + d) * tp + t and dp = pipeline * D + d. Raises ValueError for
+    a rank outside the layout."""
+    pipelines, reverse, first = _placed(layout)
+    if not holds(rank, layout):
+        raise ValueError(f"rank {rank} is outside a layout of {world_size(layout)} ranks from rank {first} on")
+    rest, tp = divmod(rank - first, layout.tp)
+    position, d = divmod(rest, layout.dp // pipelines)
+    pipeline, pp = divmod(position, layout.pp)
+    return Coordinates(layout.pp - 1 - pp if reverse else pp, pipeline * (layout.dp // pipelines) + d, tp)
+
+
+def rank_at(place: Coordinates, layout: Parallelism) -> int:
+    """Inverse of `coordinates`."""
+    pipelines, reverse, first = _placed(layout)
+    copies = layout.dp // pipelines
+    pipeline, d = divmod(place.dp, copies)
+    pp = layout.pp - 1 - place.pp if reverse else place.pp
+    return first + ((pipeline * layout.pp + pp) * copies + d) * layout.tp + place.tp
+
+
+def holds(rank: int, layout: Parallelism) -> bool:
+    """Whether trainer rank `rank` holds a part of a model so laid out."""
+    return 0 <= rank - _placed(layout)[2] < world_size(layout)
+
+
+def _placed(layout: Parallelism) -> tuple[int, bool, int]:
+    return (layout.pipelines, layout.reverse, layout.first) if isinstance(layout, Layout) else (1, False, 0)
+
+
+def world_size(layout: Parallelism) -> int:
+    """Ranks that the layout occupies."""
+    return layout.pp * layout.dp * layout.tp
+
+
+def pod_count(group: Group) -> int:
+    """Pods that a group starts with: replicas, else minReplicas, else 1."""
+    return group.replicas or group.min_replicas or 1
+
+
+def trainer_ranks(group: Group) -> int:
+    """Trainer ranks of a group: one a GPU, one a pod on CPUs; 0 without the trainer role."""
+    return pod_count(group) * max(1, group.gpu.per_pod) if Role.TRAINER in group.roles else 0
+
+
+def trainer_world(spec: RLHFJobSpec) -> int:
+    """Trainer ranks of the whole job."""
+    return sum(trainer_ranks(group) for group in spec.groups)
+
+
+def trained_models(spec: RLHFJobSpec) -> list[str]:
+    """Models that the job's stages train, in the order actor, critic, reward."""
+    found = []
+    if Stage.SFT in spec.stages or Stage.PPO in spec.stages:
+        found.append("actor")
+    if Stage.PPO in spec.stages and has_critic(spec):
+        found.append("critic")
+    if Stage.REWARD in spec.stages:
+        found.append("reward")
+    return found
+
+
+class TaskPlacement(Model):
+    """Where a task runs."""
+
+    task: Task
+    groups: list[str] = Field(description="Names of the pod groups; trainers of several groups form one world.")
+
+
+class TrainerRank(Model):
+    """One trainer process."""
+
+    name: str = Field(description="trainer-<rank>")
+    rank: int
+    group: str
+
+
+class Rollout(Model):
+    """One vLLM server and the scorer beside it."""
+
+    name: str = Field(description="<group>-<index>")
+    group: str
+    scores: list[Scored] = Field(
+        default_factory=lambda: list(get_args(Scored)), description="Models that its scorer may hold."
+    )
+    pp: int = Field(default=1, ge=1, description="Pipeline stages of the server; it has tp = GPUs / pp in each.")
+    split: dict[Scored, Annotated[int, Field(ge=2)]] = Field(
+        default_factory=dict,
+        description="GPUs of the pod, from the first on, over which its scorer splits a model by layers; models "
+        "that are not named are whole, on the first.",
+    )
+    memory: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of each GPU's memory that the server takes and leaves the scorer the rest; null: vLLM's own "
+        "default.",
+    )
+
+
+class Batching(Model):
+    """How one model's batch is cut in one stage. Sequences; in reward training, pairs."""
+
+    stage: Stage
+    model: str
+    mini_batch_size: int = Field(description="Sequences per optimizer step, all data-parallel ranks together.")
+    micro_batch_size: int = Field(description="Sequences per forward pass of one rank.")
+    micro_batches: int = Field(description="Micro-batches of one data-parallel rank in an optimizer step.")
+    recompute: bool = Field(default=False, description="Layers make their activations again in the backward pass.")
+
+
+class Plan(Model):
+    """What runs where and how. Written once, read by every process."""
+
+    version: Literal[1] = 1
+    world_size: int = Field(description="Trainer ranks.")
+    parallelism: dict[str, Parallelism] = Field(
+        description="By trained model: actor, critic, reward. On all trainer ranks."
+    )
+    batching: list[Batching]
+    schedule: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
+        default="Auto",
+        description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
+    )
+    apart: dict[str, Layout] = Field(
+        default_factory=dict,
+        description="Of actor and critic in PPO where the planner gave each trainer ranks of its own; else empty.",
+    )
+    activation_bytes: dict[str, list[int]] = Field(
+        default_factory=dict,
+        description="Of actor and critic, by stage: what one micro-batch of the longest sequences holds between its "
+        "passes, by the memory model; empty where the models are not known or have no pipeline.",
+    )
+    tasks: list[TaskPlacement]
+    trainers: list[TrainerRank]
+    rollouts: list[Rollout]
+    warnings: list[str] = Field(default_factory=list, description="Sentences for the user.")
+    prediction: Prediction | None = Field(
+        default=None, description="Of a PPO iteration, where the job's models and GPUs are known."
+    )
+    memory: list[PodMemory] = Field(
+        default_factory=list, description="Of PPO's pods where all are on CPUs and the job's models are known."
+    )
+
+    def layout(self, stage: Stage, model: str) -> Parallelism:
+        """Of a trained model in a stage."""
+        return self.apart.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
+
+    def recomputed(self, stage: Stage) -> list[str]:
+        """Models that make their activations again in the stage's backward passes."""
+        return [row.model for row in self.batching if row.stage is stage and row.recompute]

@@ -1,0 +1,84 @@
+"""How a process shows whoever started it that its work goes on: it touches a file of its own, a *pulse*.
+
+The thread that does the work touches it, or one that has looked at that thread. Whoever started the process watches the
+file (`dovetail.supervision.liveness`): the rule for what is silent is there, and in docs/architecture.md, "Deadlines"."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+PULSE = "DOVETAIL_PULSE"
+BEAT_SECONDS = 1.0
+# A thread that polls or serves metrics needs less of a core than this.
+AT_WORK = 0.01
+
+
+class Pulse:
+    """The file at `path`; without one nobody watches, and nothing happens. May be used from any thread."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @staticmethod
+    def read(environ: Mapping[str, str] = os.environ) -> Pulse:
+        """The one that DOVETAIL_PULSE names."""
+        return Pulse(Path(environ[PULSE]) if environ.get(PULSE) else None)
+
+    def beat(self) -> None:
+        """Say that the work goes on. A file that is gone is no error: its watcher is, too."""
+        if self._path is not None:
+            try:
+                os.utime(self._path)
+            except OSError:
+                self._path = None
+
+    async def forever(self, alive: Callable[[], bool] = lambda: True) -> None:
+        """Beat from the event loop, every second at which `alive`; to be run as a task."""
+        while True:
+            if alive():
+                self.beat()
+            await asyncio.sleep(BEAT_SECONDS)
+
+
+class Progress:
+    """Whether a thread does anything: a blocked one uses no CPU time at all.
+
+    `ident`: of that thread. It may wait for helpers, so threads that use more than AT_WORK of a core together count as
+    well, but for the one that asks. The clocks give seconds."""
+
+    def __init__(
+        self,
+        ident: int,
+        clock: Callable[[], float] = time.monotonic,
+        process: Callable[[], float] = time.process_time,
+        own: Callable[[], float] = time.thread_time,
+        worker: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock, self._process, self._own = clock, process, own
+        number = time.pthread_getcpuclockid(ident) if worker is None else 0
+        self._worker = worker or (lambda: time.clock_gettime(number))
+        self._before: tuple[float, float, float] | None = None
+
+    @staticmethod
+    def of_main_thread() -> Progress:
+        """Of the program's main thread."""
+        ident = threading.main_thread().ident
+        assert ident is not None
+        return Progress(ident)
+
+    def moved(self) -> bool:
+        """Whether it has done something since this was last true, as it is at first. To be called from one thread."""
+        at, worker, others = now = self._now()
+        before = self._before
+        if before is None or worker > before[1] or others - before[2] > AT_WORK * (at - before[0]):
+            self._before = now
+            return True
+        return False
+
+    def _now(self) -> tuple[float, float, float]:
+        return self._clock(), self._worker(), self._process() - self._own()

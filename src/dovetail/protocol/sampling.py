@@ -1,0 +1,64 @@
+"""A sample's request parameters for vLLM's `/inference/v1/generate`: the coordinator writes them, rollouts read them.
+
+Two samplers draw the same sample for the same (seed, position) on every server, so that a response begun on one
+server can be continued on another from prompt + tokens so far:
+
+- `counter`: `dovetail.rollout.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPU);
+- `native`: the seeded sampler of vLLM's V2 runner (GPU), keyed by absolute position of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from dovetail.manifest.types import Generation
+
+Sampler = Literal["counter", "native"]
+
+SEED = "dt_seed"
+TEMPERATURE = "dt_temperature"
+TOP_K = "dt_top_k"
+TOP_P = "dt_top_p"
+
+# vllm.sampling_params.RequestOutputKind.DELTA: each streamed message holds only the new tokens.
+OUTPUT_DELTA = 1
+
+
+def sampling_params(
+    generation: Generation, seed: int, max_tokens: int, sampler: Sampler, *, generated: int = 0
+) -> dict[str, Any]:
+    """`sampling_params` of one request as JSON.
+
+    `max_tokens`: tokens this request may still generate. `generated`: tokens that the sample already has from an
+    earlier server (they count towards `generation.min_tokens`). Log-probabilities are vLLM's raw ones: of the
+    model's distribution at temperature 1, before top-k and top-p. Raises ValueError if `max_tokens` < 1."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}: a request must be allowed at least one token")
+    params: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": max_tokens,
+        "min_tokens": max(0, min(generation.min_tokens - generated, max_tokens)),
+        "logprobs": 0,
+        "detokenize": bool(generation.stop),
+        "skip_special_tokens": False,
+        "output_kind": OUTPUT_DELTA,
+    }
+    if generation.stop:
+        params["stop"] = list(generation.stop)
+        # Sent back in full: the tokens of the stop string are part of what the policy chose.
+        params["include_stop_str_in_output"] = True
+    if sampler == "counter":
+        # To vLLM the request is greedy; the processor's noise makes its argmax an exact sample.
+        params["temperature"] = 0.0
+        params["extra_args"] = {
+            SEED: seed,
+            TEMPERATURE: generation.temperature,
+            TOP_K: generation.top_k,
+            TOP_P: generation.top_p,
+        }
+    else:
+        params["temperature"] = generation.temperature
+        params["top_p"] = generation.top_p
+        params["top_k"] = generation.top_k
+        params["seed"] = seed
+    return params

@@ -1,0 +1,185 @@
+"""Bucket plans for weight transfers: which tensor lies where in which packed buffer. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from dovetail.protocol.messages import Bucket
+from dovetail.protocol.weights.layout import Box, Layout, Tensor, volume
+from dovetail.protocol.weights.routing import route
+
+ALIGNMENT = 16
+# Two int64 words after the last tensor of every bucket on the wire.
+CHECKSUM_BYTES = 16
+CPU_BUCKET_BYTES = 64 * 2**20
+GPU_BUCKET_BYTES = 256 * 2**20
+
+_ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, torch dtype without its prefix, and shape of one tensor; `box`: the part of it that is meant, None: all."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box | None = None
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Shape of the part that is meant."""
+        return self.shape if self.box is None else tuple(end - start for start, end in self.box)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes. Raises ValueError for a dtype that cannot be sent."""
+        if self.dtype not in _ITEM_BYTES:
+            raise ValueError(f"tensor {self.name} has dtype {self.dtype}, which weight transfer does not carry")
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the part that is meant. Raises ValueError for a dtype that cannot be sent."""
+        return volume(tuple((0, n) for n in self.extent)) * self.itemsize
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def layer_of(name: str) -> str:
+    """Prefix up to the first number in a parameter's name: its decoder layer; '' for embeddings, norms and heads.
+
+    >>> layer_of("model.layers.3.mlp.experts.7.w1")
+    'model.layers.3'
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ""
+
+
+def _parent(name: str) -> str:
+    """The module that holds a projection: q, k and v (gate and up) share it, and receivers fuse them."""
+    return ".".join(name.split(".")[:-2])
+
+
+def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Pack tensors, in the order given, into buckets of at most `bucket_bytes`.
+
+    A layer stays in one bucket if it fits in one, else each of its modules does if it fits; a tensor is never
+    split, so one larger than `bucket_bytes` gets a larger bucket of its own. Raises ValueError on a repeated name,
+    an unknown dtype or a `bucket_bytes` below the alignment."""
+    if bucket_bytes < ALIGNMENT:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least {ALIGNMENT}")
+    specs = list(tensors)
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"tensor {spec.name} appears twice")
+        seen.add(spec.name)
+
+    packed: list[list[TensorSpec]] = []
+    filled = 0
+
+    def add(unit: Sequence[TensorSpec]) -> None:
+        nonlocal filled
+        size = _size(unit)
+        if not packed or filled + size > bucket_bytes:
+            packed.append([])
+            filled = 0
+        packed[-1].extend(unit)
+        filled += size
+
+    for layer, members in groupby(specs, key=lambda s: layer_of(s.name)):
+        unit = list(members)
+        if layer and _size(unit) <= bucket_bytes:
+            add(unit)
+            continue
+        for _, siblings in groupby(unit, key=lambda s: _parent(s.name) if layer else s.name):
+            module = list(siblings)
+            if _size(module) <= bucket_bytes:
+                add(module)
+            else:
+                for spec in module:
+                    add([spec])
+    return [_bucket(unit) for unit in packed]
+
+
+def _size(unit: Iterable[TensorSpec]) -> int:
+    return sum(aligned(spec.nbytes) for spec in unit)
+
+
+def _bucket(specs: Sequence[TensorSpec]) -> Bucket:
+    offsets = []
+    end = 0
+    for spec in specs:
+        offsets.append(end)
+        end += aligned(spec.nbytes)
+    return Bucket(
+        names=[s.name for s in specs],
+        dtypes=[s.dtype for s in specs],
+        shapes=[list(s.shape) for s in specs],
+        boxes=[list(s.box or ()) for s in specs] if any(s.box is not None for s in specs) else None,
+        offsets=offsets,
+        nbytes=end,
+    )
+
+
+def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
+    """The entries of a bucket, in order."""
+    boxes = [None] * len(bucket.names) if bucket.boxes is None else [tuple(box) for box in bucket.boxes]
+    return [
+        TensorSpec(name, dtype, tuple(shape), box)
+        for name, dtype, shape, box in zip(bucket.names, bucket.dtypes, bucket.shapes, boxes, strict=True)
+    ]
+
+
+def share_buckets(
+    buckets: Sequence[Bucket], layout: Layout, tp_dims: Mapping[str, int] | None = None
+) -> dict[int, list[Bucket]]:
+    """What each rank of a stage sends of its buckets, by rank: those that send anything, and rank 0.
+
+    `layout`: how the stage's ranks hold each tensor (one stage), and `tp_dims`, for those tensors that tensor-parallel
+    ranks share, which dimension. Every element is sent once, to all receivers, by a
+    rank that holds it; senders are balanced (`dovetail.protocol.weights.route`). Rank 0's buckets name every tensor, be
+    its part empty."""
+    dims = tp_dims or {}
+    specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
+    tensors = [Tensor(spec.name, spec.shape, tp_dim=dims.get(spec.name), itemsize=spec.itemsize) for spec in specs]
+    table = route(tensors, 1, layout, Layout(first=layout.ranks.stop))
+    if table.sent.keys() <= {0}:
+        return {0: list(buckets)}
+    boxes: dict[tuple[int, str], list[Box]] = {}
+    for transfer in table.transfers:
+        boxes.setdefault((transfer.source, transfer.tensor), []).append(transfer.box)
+    shares = {}
+    for rank in sorted({0, *table.sent}):
+        shares[rank] = [
+            _bucket(
+                [
+                    replace(spec, box=box)
+                    for spec in bucket_specs(bucket)
+                    for box in boxes.get((rank, spec.name), [tuple((0, 0) for _ in spec.shape)] if rank == 0 else [])
+                ]
+            )
+            for bucket in buckets
+        ]
+    return shares

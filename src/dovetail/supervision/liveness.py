@@ -1,0 +1,158 @@
+"""Which of the processes that we started hang, though they live: the launcher and a pod's main process kill these.
+
+Two signs, both of the process itself and not of its connections (docs/architecture.md, "Deadlines"):
+
+- *Stopped*: the process or one below it (vLLM's engine core, a worker) is in the kernel's state T, as after a SIGSTOP.
+- *Silent*: its pulse (`dovetail.protocol.pulse`) has not been touched. It may be late while it uses the CPU or waits for a
+  disk, and is not expected before the first one: a process starts as long as it takes, if it does something."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.supervision import proctree
+from dovetail.supervision.proctree import Process, descendants
+
+# A process that waits for a stopped peer does nothing either, until that one has been killed: it gets twice the time,
+# and more than the 90 s of a trainer's collective.
+LEAST_SILENT_SECONDS = 180.0
+LEAST_BUSY_SECONDS = 1800.0
+# An idle server's threads that poll and report need less of a core than this.
+BUSY_SHARE = 0.02
+LONGEST_PERIOD_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which a process is ended: `stopped`; `silent` and idle; silent and `busy` (not while it starts);
+    and idle before its first beat, `starting`."""
+
+    stopped: float
+    silent: float
+    busy: float
+    starting: float
+
+    @staticmethod
+    def of(peer_timeout: float) -> Limits:
+        """By `failurePolicy.peerTimeoutSeconds`."""
+        long = max(10 * peer_timeout, LEAST_BUSY_SECONDS)
+        return Limits(peer_timeout, max(2 * peer_timeout, LEAST_SILENT_SECONDS), long, long)
+
+
+@dataclass
+class _Watched:
+    pid: int
+    mark: int | None
+    below: bool
+    beaten: bool = False
+    stopped: float | None = None
+    silent: float = 0.0
+    worked: float = 0.0
+    cpu: float = 0.0
+
+
+class Pulses:
+    """The files of the pulses, in a folder of their own on a local disk."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-pulse-"))
+
+    def path(self, name: str) -> Path:
+        """The file of one process, which is there from now on."""
+        path = self._folder / name
+        path.touch()
+        return path
+
+    def mark(self, name: str) -> int | None:
+        """Changes with every beat; None without a file."""
+        try:
+            return os.stat(self._folder / name).st_mtime_ns
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Take the folder away."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Liveness:
+    """`begin` and `end` say what runs; `look`, to be called all the time, says what is to be ended, and why.
+
+    `mark(name)` changes with every beat of a process's pulse; None: it has none, and is only watched for being stopped.
+    `clock`: monotonic seconds. Between two looks at most LONGEST_PERIOD_SECONDS count: nobody is blamed because the
+    watcher was stopped itself."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        mark: Callable[[str], int | None],
+        clock: Callable[[], float] = time.monotonic,
+        snapshot: Callable[[], Iterable[Process]] = proctree.snapshot,
+    ) -> None:
+        self._limits, self._mark, self._clock, self._snapshot = limits, mark, clock, snapshot
+        self.period = min(LONGEST_PERIOD_SECONDS, limits.stopped / 10)
+        self._watched: dict[str, _Watched] = {}
+        self._looked = clock()
+
+    def begin(self, name: str, pid: int, below: bool = True) -> None:
+        """The process `name` runs from now on, as `pid`. `below`: watch those that it started, too."""
+        self._watched[name] = _Watched(pid, self._mark(name), below)
+
+    def end(self, name: str) -> None:
+        """It is gone, or about to be."""
+        self._watched.pop(name, None)
+
+    def look(self) -> dict[str, str]:
+        """Processes that hang, with half a sentence on how; each is named once. Looks once a period at most."""
+        now = self._clock()
+        elapsed = now - self._looked
+        if elapsed < self.period:
+            return {}
+        self._looked = now
+        elapsed = min(elapsed, LONGEST_PERIOD_SECONDS)
+        processes = {process.pid: process for process in self._snapshot()}
+        found = {}
+        for name, watched in list(self._watched.items()):
+            tree = {watched.pid}
+            if watched.below:
+                tree |= descendants(watched.pid, processes.values())
+            why = self._judge(name, watched, [processes[pid] for pid in tree if pid in processes], elapsed)
+            if why is not None:
+                found[name] = why
+                self.end(name)
+        return found
+
+    def _judge(self, name: str, watched: _Watched, tree: list[Process], elapsed: float) -> str | None:
+        limits = self._limits
+        stopped = [process for process in tree if process.state == "T"]
+        # From the first look that found it stopped.
+        watched.stopped = None if not stopped else 0.0 if watched.stopped is None else watched.stopped + elapsed
+        if watched.stopped is not None and watched.stopped >= limits.stopped:
+            whose = "" if any(p.pid == watched.pid for p in stopped) else f"its process {stopped[0].pid} "
+            return f"{whose}stopped for {watched.stopped:.0f} s"
+        mark = self._mark(name)
+        if mark is None or stopped:
+            return None
+        cpu = sum(process.cpu for process in tree)
+        # A child that ended takes its seconds along.
+        used = max(0.0, cpu - watched.cpu)
+        watched.cpu = cpu
+        if mark != watched.mark:
+            watched.mark, watched.beaten, watched.silent, watched.worked = mark, True, 0.0, 0.0
+            return None
+        watched.silent += elapsed
+        watched.worked += elapsed if any(process.state == "D" for process in tree) else used
+        busy = watched.worked > BUSY_SHARE * watched.silent
+        if not watched.beaten:
+            limit = float("inf") if busy else limits.starting
+        else:
+            limit = limits.busy if busy else limits.silent
+        if watched.silent < limit:
+            return None
+        return f"silent for {watched.silent:.0f} s, {'though it used the CPU' if busy else 'doing nothing'}"

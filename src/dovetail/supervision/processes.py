@@ -1,0 +1,112 @@
+"""The processes of a job on one machine: a pure function from manifest and plan, as the operator renders pods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.plan import Plan, Rollout, TrainerRank
+
+COORDINATOR = "coordinator"
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process: `python -m <module>` with exactly this environment, its output appended to `log`.
+
+    `shares_imports`: it needs torch, so it may be forked from a process that has imported it."""
+
+    name: str
+    module: str
+    env: dict[str, str] = field(repr=False)
+    log: Path
+    shares_imports: bool = True
+
+
+def process_names(plan: Plan) -> list[str]:
+    """Names of all processes, the coordinator first; each needs one port."""
+    names = [COORDINATOR, *(trainer.name for trainer in plan.trainers)]
+    for rollout in plan.rollouts:
+        names += [rollout.name, f"{rollout.name}-scorer"]
+    return names
+
+
+def gpu_slots(job: RLHFJob, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The GPUs of each trainer and rollout, as numbers that count on through the job's groups; none on CPUs.
+
+    A group with both roles has its trainers and its rollouts on the same GPUs."""
+    slots: dict[str, tuple[int, ...]] = {}
+    used = 0
+    for group in job.spec.groups:
+        if group.on_cpu:
+            continue
+        width = group.gpu.per_pod
+        ranks = [t.name for t in plan.trainers if t.group == group.name]
+        servers = [r.name for r in plan.rollouts if r.group == group.name]
+        slots |= {name: (used + i,) for i, name in enumerate(ranks)}
+        slots |= {name: tuple(range(used + i * width, used + (i + 1) * width)) for i, name in enumerate(servers)}
+        used += max(len(ranks), len(servers) * width)
+    return slots
+
+
+def render(
+    job: RLHFJob,
+    plan: Plan,
+    run_dir: Path,
+    ports: Mapping[str, int],
+    token: str,
+    *,
+    base_env: Mapping[str, str] | None = None,
+    devices: Sequence[str] = (),
+    threads: int = 1,
+) -> list[ProcessSpec]:
+    """The processes to start, the coordinator first.
+
+    `ports` has one free port per name of `process_names`: what the process serves HTTP on, or its metrics (trainers).
+    `base_env` is what every process inherits. `devices` are the machine's GPUs: each GPU of a group takes the next
+    one, beginning again where they run out; processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
+    `base_env` sets it."""
+    slots = gpu_slots(job, plan)
+    coordinator = f"http://{HOST}:{ports[COORDINATOR]}"
+    inherited = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    inherited["GLOO_SOCKET_IFNAME"] = "lo"  # else ranks listen at the machine's outer address, and ask for no token
+    inherited |= dict(base_env or {})
+    inherited["PYTHONUNBUFFERED"] = "1"
+
+    def spec(
+        name: str,
+        module: str,
+        place: TrainerRank | Rollout | None = None,
+        metrics: bool = False,
+        shares_imports: bool = True,
+    ) -> ProcessSpec:
+        env = ProcessEnv(
+            job=job.metadata.name,
+            name=name,
+            run_dir=run_dir,
+            coordinator=coordinator,
+            token=token,
+            host=HOST,
+            port=0 if metrics else ports[name],
+            metrics_port=ports[name] if metrics else 0,
+            group=place.group if place else "",
+            rank=place.rank if isinstance(place, TrainerRank) else 0,
+            world_size=plan.world_size if isinstance(place, TrainerRank) else 1,
+        ).write()
+        if devices:
+            mine = slots.get(place.name, ()) if place else ()
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices[s % len(devices)] for s in mine))
+        log = run_dir / "logs" / f"{name}.log"
+        return ProcessSpec(name, module, inherited | env, log, shares_imports)
+
+    specs = [spec(COORDINATOR, "dovetail.coordinator.main", shares_imports=False)]
+    for trainer in plan.trainers:
+        specs.append(spec(trainer.name, "dovetail.trainer.main", trainer, metrics=True))
+    for rollout in plan.rollouts:
+        specs.append(spec(rollout.name, "dovetail.rollout.server", rollout))
+        specs.append(spec(f"{rollout.name}-scorer", "dovetail.rollout.scorer", rollout))
+    return specs

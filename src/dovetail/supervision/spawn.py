@@ -1,0 +1,227 @@
+"""The launcher's end of a zygote: start a process, signal it, hear of its death. Two spawners behind one interface."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.supervision import logs, proctree
+from dovetail.supervision.processes import ProcessSpec
+
+PRELOAD = "dovetail.rollout.preload:preload"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process runs now."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process is gone, with all its descendants. `code` is negative for a signal, as in `subprocess`.
+
+    `lost` marks processes that died because their spawner did: one fault, however many processes."""
+
+    name: str
+    code: int
+    lost: bool = False
+
+
+Event = Started | Exited
+
+
+class Spawner:
+    """Runs processes through a zygote, which it starts on first use and replaces when it dies.
+
+    To be used from one thread, which must outlive the zygote's start-up. `env` and `log` are the zygote's own; `name`
+    tells spawners apart."""
+
+    preload: str | None = None
+
+    def __init__(self, env: Mapping[str, str], log: Path, name: str = "spawner") -> None:
+        self.name = name
+        self.killed_as: str | None = None
+        self._env = dict(env)
+        self._log = log
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._buffer = b""
+        self._asked: set[str] = set()
+        self._pids: dict[str, int] = {}
+        self._sessions: set[int] = set()
+        self._below: set[int] = set()
+        self._log_start = 0
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs, by name."""
+        return dict(self._pids)
+
+    def last_words(self) -> str | None:
+        """What the zygote said last, for the report of its death."""
+        return logs.last_line(self._log, self._log_start)
+
+    @property
+    def zygote_pid(self) -> int | None:
+        return None if self._zygote is None else self._zygote.pid
+
+    def start(self) -> None:
+        """Start the zygote now (preloading takes a while), rather than at the first `spawn`."""
+        if self._zygote is not None:
+            return
+        proctree.adopt_orphans()
+        self.killed_as = None
+        self._log_start = logs.size(self._log)
+        ours, theirs = socket.socketpair()
+        # -P: a module in the current folder must not stand for one of ours or of a library.
+        command = [sys.executable, "-P", "-m", "dovetail.supervision.zygote", str(theirs.fileno()), str(os.getpid())]
+        with self._log.open("ab") as log:
+            self._zygote = subprocess.Popen(
+                [*command, *([self.preload] if self.preload else [])],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        theirs.close()
+        ours.setblocking(False)
+        self._channel, self._buffer = ours, b""
+
+    def spawn(self, spec: ProcessSpec) -> None:
+        """Ask for a process; `Started` follows, once the zygote is ready."""
+        self.start()
+        self._asked.add(spec.name)
+        request = {"op": "spawn", "name": spec.name, "module": spec.module, "env": spec.env, "log": str(spec.log)}
+        self._send(request)
+
+    def signal(self, name: str, sig: int) -> None:
+        """Send a signal to a process (not to its descendants); nothing happens if it is gone."""
+        if name in self._pids:
+            self._send({"op": "signal", "pid": self._pids[name], "signal": int(sig)})
+
+    def kill(self, why: str) -> None:
+        """End a zygote that hangs, and with it its processes; `poll` then tells of them, and `killed_as` says why."""
+        if self._zygote is not None:
+            self.killed_as = why
+            # Known only as long as it lives: those below it that have sessions of their own.
+            self._below = proctree.descendants(self._zygote.pid, proctree.snapshot())
+            self._zygote.kill()
+
+    def fileno(self) -> int | None:
+        """Readable when `poll` has something to say; None before the zygote starts."""
+        return None if self._channel is None else self._channel.fileno()
+
+    def poll(self) -> list[Event]:
+        """What happened since the last call, without waiting."""
+        if self._channel is None:
+            return []
+        ended = False
+        while not ended:
+            try:
+                data = self._channel.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._buffer += data
+            ended = not data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        events: list[Event] = []
+        for line in lines:
+            message = json.loads(line)
+            if message["event"] == "started":
+                self._pids[message["name"]] = message["pid"]
+                self._sessions.add(message["pid"])
+                events.append(Started(message["name"], message["pid"]))
+            elif message["event"] == "exit":
+                self._pids.pop(message["name"], None)
+                self._asked.discard(message["name"])
+                events.append(Exited(message["name"], message["code"]))
+        if ended:
+            code = self._bury()
+            events += [Exited(name, code, lost=True) for name in sorted(self._asked)]
+            self._asked.clear()
+            self._pids.clear()
+        return events
+
+    def close(self, seconds: float = 8.0) -> None:
+        """End every process at once and wait until they are gone."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._zygote is not None:
+            # Its children go first: it is they who matter, and a zygote that is still preloading has none.
+            with contextlib.suppress(ProcessLookupError):
+                self._zygote.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._zygote.wait(seconds)
+            self._bury()
+        self._asked.clear()
+        self._pids.clear()
+
+    def _send(self, request: Mapping[str, object]) -> None:
+        assert self._channel is not None
+        data = memoryview(json.dumps(request).encode() + b"\n")
+        deadline = time.monotonic() + 10.0
+        while data and time.monotonic() < deadline:
+            try:
+                data = data[self._channel.send(data) :]
+            except BlockingIOError:
+                time.sleep(0.01)  # a zygote that preloads reads nothing, but its socket holds some 200 KB
+            except OSError:
+                return  # it died; `poll` says so
+
+    def _bury(self) -> int:
+        """After the zygote's end: kill what it can't kill any more, and forget it. Returns its exit code."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        zygote, self._zygote = self._zygote, None
+        if zygote is None:
+            return -signal.SIGKILL
+        try:
+            code = zygote.wait(1.0)
+        except subprocess.TimeoutExpired:
+            zygote.kill()
+            code = zygote.wait()
+        # Its children die with it (PR_SET_PDEATHSIG); theirs became ours, and are known by their sessions.
+        sessions, below = self._sessions | {zygote.pid}, self._below
+
+        def left(found: list[proctree.Process]) -> set[int]:
+            return {p.pid for p in found if (p.session in sessions or p.pid in below) and not p.zombie}
+
+        proctree.kill_until_gone(left)
+        _reap(p.pid for p in proctree.snapshot() if p.session in sessions and p.parent == os.getpid() and p.zombie)
+        self._sessions.clear()
+        self._below = set()
+        return code
+
+
+def _reap(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+class ExecSpawner(Spawner):
+    """Starts `python -m <module>`: slow to start, nothing shared. For GPUs (CUDA doesn't survive a fork)."""
+
+
+class ForkSpawner(Spawner):
+    """Forks from a process that imported torch and vLLM already: quick to start on a CPU machine."""
+
+    preload = PRELOAD
