@@ -30,11 +30,11 @@ from e2e.settings import Folder, Settings
 from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant, warmup
 from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
+from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.machine import Observed, fit
 from dovetail.planner.machine.place import predicted_phases
 from dovetail.planner.simple import make_plan
-from dovetail.protocol.plan import trained_models
 from dovetail.protocol.profile import Machine
 
 LAYERS = 4

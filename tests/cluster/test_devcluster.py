@@ -123,7 +123,7 @@ def test_the_application_image_runs_this_checkout_under_the_restricted_standard(
         program = pod("program", script, "a100", image="dovetail-dev/trainer:dev", securityContext=RESTRICTED)
         cluster.apply(program, namespace=namespace)
         where, user = log_of(cluster, namespace, "program").splitlines()
-        assert where == "/opt/checkout/api/dovetail/api/types.py"
+        assert where == "/opt/checkout/src/dovetail/manifest/types.py"
         assert user == "65532"
 
 

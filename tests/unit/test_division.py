@@ -15,12 +15,13 @@ from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
 from dovetail.coordinator.loop.schedule_words import Chosen, applies, scheduled
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.division import divisions, same_batches
 from dovetail.planner.simple import PlanError, make_plan
 from dovetail.planner.training import Times, choose_dedicated, rank_actions, training_problem
 from dovetail.protocol.messages import CommandResult, StageTimes
-from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at, world_size
+from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.executor import check_actions
 

@@ -14,6 +14,7 @@ from dovetail.coordinator.loop.schedule_words import applies
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.operator.replan import Need, honoured, resized
 from dovetail.planner.hardware import gpu
@@ -22,7 +23,7 @@ from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement,
 from dovetail.planner.placement.recommend import fragment, recommend
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.simple import PlanError, make_plan
-from dovetail.protocol.plan import Plan, world_size
+from dovetail.protocol.plan import Plan
 
 # One GPU a pod: trainers' messages go over the network, where collectives of data-parallel ranks take long.
 BOTH = [group("all", ["trainer", "rollout"], replicas=4)]

@@ -8,6 +8,7 @@ import yaml
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.hardware import gpu
 from dovetail.planner.placement import Inventory, Pool
@@ -15,7 +16,7 @@ from dovetail.planner.placement.configs import ConfigError, shapes
 from dovetail.planner.placement.inventory import read
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
 from dovetail.planner.simple import PlanError, make_plan
-from dovetail.protocol.plan import Plan, world_size
+from dovetail.protocol.plan import Plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines import serial_1f1b, validate_schedule
 from dovetail.planner.simple import PlanError, make_plan
-from dovetail.protocol.plan import Plan, trained_models, world_size
+from dovetail.protocol.plan import Plan
 from helpers.plain import plain_spec
 
 

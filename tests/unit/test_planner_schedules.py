@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import ScheduleError, one_f_one_b, serial_1f1b, validate_schedule
 from dovetail.protocol.messages import Action
-from dovetail.protocol.plan import coordinates, rank_at, world_size
+from dovetail.protocol.plan import coordinates, rank_at
 
 degrees = st.integers(1, 4)
 layout = st.builds(Parallelism, pp=degrees, dp=degrees, tp=st.integers(1, 2))

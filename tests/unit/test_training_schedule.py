@@ -17,6 +17,7 @@ from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
 from dovetail.coordinator.loop.schedule_words import Chosen, applies, scheduled, write_words
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines.search import Effort
 from dovetail.planner.simple import make_plan
@@ -30,7 +31,7 @@ from dovetail.planner.training import (
     training_problem,
 )
 from dovetail.protocol.messages import CommandResult, StageTimes
-from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, world_size
+from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.executor import check_actions
 

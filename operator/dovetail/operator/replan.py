@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
 from dovetail.operator import names
 from dovetail.operator.children import Object
 from dovetail.operator.render.context import Context
 from dovetail.planner.nodes import Pools
-from dovetail.protocol.plan import Plan, pod_count
+from dovetail.protocol.plan import Plan
 
 LONGEST_NEWS = 1000
 Counts = Mapping[str, int]

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from rich.console import Group
 from rich.table import Table
 
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, Stage
-from dovetail.protocol.plan import Plan, world_size
+from dovetail.protocol.plan import Plan
 
 # More neighbours of a kind than this are in one row.
 TOGETHER = 2

@@ -9,7 +9,7 @@
             print(pipeline.train(experience))
         pipeline.finish()
 
-It is the same code that `dovetail run` runs (`dovetail.coordinator.loop.engines.Engines`): real vLLM servers, scorers and
+It is the same code that `dovetail run` runs (`coordinator/loop/engines.py`): real vLLM servers, scorers and
 trainer ranks as processes of this machine; only the coordinator lives in your process."""
 
 from __future__ import annotations

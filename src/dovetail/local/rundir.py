@@ -106,8 +106,8 @@ class RunDir:
 
     def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
         """run.json, job.json and plan.json. On resumption the manifest must be the one of the run, up to fields that
-        may change (`dovetail.manifest.checks.changes`); raises UsageError, naming the first other field that differs. A file that
-        is lost is made again."""
+        may change (`dovetail.manifest.checks.changes`); raises UsageError, naming the first other field that differs.
+        A file that is lost is made again."""
         new = job.model_dump(mode="json", by_alias=True)
         path = self.path / "job.json"
         if resume:

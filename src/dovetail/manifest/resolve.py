@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
-from dovetail.protocol.plan import pod_count
 
 
 def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.protocol.messages import Action
-from dovetail.protocol.plan import Coordinates, coordinates, holds, rank_at, world_size
+from dovetail.protocol.plan import Coordinates, coordinates, holds, rank_at
 
 
 class ScheduleError(ValueError):

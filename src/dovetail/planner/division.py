@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.protocol.plan import Layout, world_size
+from dovetail.protocol.plan import Layout
 
 
 def divisions(layouts: Mapping[str, Parallelism], micro_batches: int) -> list[dict[str, Layout]]:

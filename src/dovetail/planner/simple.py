@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, pinned_layouts
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.division import divisions
@@ -19,18 +20,7 @@ from dovetail.planner.placement.job import Infeasible, Placed, place
 from dovetail.planner.placement.manifest import pin_errors, product_errors
 from dovetail.planner.scorers import scorer_models, server_memory
 from dovetail.planner.shape import ModelShape
-from dovetail.protocol.plan import (
-    Batching,
-    Plan,
-    Rollout,
-    TaskPlacement,
-    TrainerRank,
-    pod_count,
-    trained_models,
-    trainer_ranks,
-    trainer_world,
-    world_size,
-)
+from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.prediction import PodMemory, Prediction
 from dovetail.protocol.profile import Profile
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines.choose import Choice, choose
 from dovetail.pipelines.dedicated import dedicated_schedule
@@ -19,7 +20,7 @@ from dovetail.pipelines.problem import Floats, Model, Problem, ProblemError
 from dovetail.pipelines.schedule import Schedule
 from dovetail.pipelines.search import Effort, find
 from dovetail.protocol.messages import Action, StageTimes
-from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, world_size
+from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at
 from dovetail.protocol.profile import Profile
 
 # What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.

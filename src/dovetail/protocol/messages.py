@@ -195,7 +195,7 @@ class StageTimes(Message):
 
 
 class Probe(Message):
-    """What the weights of a version say; servers are judged by it before they serve them (`coordinator/weights/probing.py`)."""
+    """What the weights of a version say: servers are judged by it before they serve them."""
 
     version: int
     tokens: list[int]

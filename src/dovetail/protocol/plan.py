@@ -8,11 +8,9 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
-from dovetail.manifest.critic import has_critic
-from dovetail.manifest.types import Group, Model, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.sizes import world_size
+from dovetail.manifest.types import Model, Parallelism, Stage
 from dovetail.protocol.prediction import PodMemory, Prediction
-
-PLAN_VERSION = 1
 
 Task = Literal[
     "sft", "reward_training", "actor_training", "critic_training", "generation", "reference", "reward", "critic"
@@ -78,38 +76,6 @@ def holds(rank: int, layout: Parallelism) -> bool:
 
 def _placed(layout: Parallelism) -> tuple[int, bool, int]:
     return (layout.pipelines, layout.reverse, layout.first) if isinstance(layout, Layout) else (1, False, 0)
-
-
-def world_size(layout: Parallelism) -> int:
-    """Ranks that the layout occupies."""
-    return layout.pp * layout.dp * layout.tp
-
-
-def pod_count(group: Group) -> int:
-    """Pods that a group starts with: replicas, else minReplicas, else 1."""
-    return group.replicas or group.min_replicas or 1
-
-
-def trainer_ranks(group: Group) -> int:
-    """Trainer ranks of a group: one a GPU, one a pod on CPUs; 0 without the trainer role."""
-    return pod_count(group) * max(1, group.gpu.per_pod) if Role.TRAINER in group.roles else 0
-
-
-def trainer_world(spec: RLHFJobSpec) -> int:
-    """Trainer ranks of the whole job."""
-    return sum(trainer_ranks(group) for group in spec.groups)
-
-
-def trained_models(spec: RLHFJobSpec) -> list[str]:
-    """Models that the job's stages train, in the order actor, critic, reward."""
-    found = []
-    if Stage.SFT in spec.stages or Stage.PPO in spec.stages:
-        found.append("actor")
-    if Stage.PPO in spec.stages and has_critic(spec):
-        found.append("critic")
-    if Stage.REWARD in spec.stages:
-        found.append("reward")
-    return found
 
 
 class TaskPlacement(Model):

@@ -1,7 +1,7 @@
 """How a process shows whoever started it that its work goes on: it touches a file of its own, a *pulse*.
 
 The thread that does the work touches it, or one that has looked at that thread. Whoever started the process watches the
-file (`dovetail.supervision.liveness`): the rule for what is silent is there, and in docs/architecture.md, "Deadlines"."""
+file (`dovetail.supervision.liveness`): the rule for what is silent is there and in docs/architecture.md."""
 
 from __future__ import annotations
 

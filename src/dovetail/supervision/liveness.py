@@ -3,8 +3,8 @@
 Two signs, both of the process itself and not of its connections (docs/architecture.md, "Deadlines"):
 
 - *Stopped*: the process or one below it (vLLM's engine core, a worker) is in the kernel's state T, as after a SIGSTOP.
-- *Silent*: its pulse (`dovetail.protocol.pulse`) has not been touched. It may be late while it uses the CPU or waits for a
-  disk, and is not expected before the first one: a process starts as long as it takes, if it does something."""
+- *Silent*: its pulse (`dovetail.protocol.pulse`) has not been touched. It may be late while it uses the CPU or waits
+  for a disk, and is not expected before the first one: a process starts as long as it takes, if it does something."""
 
 from __future__ import annotations
 

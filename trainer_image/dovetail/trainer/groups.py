@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.models.transfer import store_at
-from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, world_size
+from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()

@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import KIND, Group, RLHFJob, Role
 from dovetail.operator import names
 from dovetail.operator.settings import Settings
-from dovetail.protocol.plan import Plan, pod_count
+from dovetail.protocol.plan import Plan
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Context:
-    """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`); `uid` is the RLHFJob's. `sizes`:
-    pods of each group in the JobSet that runs already, which cannot change. `room`: pods of each GPU group that nodes
-    have GPUs for now, as far as that is known."""
+    """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`); `uid` is the RLHFJob's.
+    `sizes`: pods of each group in the JobSet that runs already, which cannot change. `room`: pods of each GPU group
+    that nodes have GPUs for now, as far as that is known."""
 
     job: RLHFJob
     uid: str

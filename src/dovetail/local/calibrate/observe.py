@@ -12,10 +12,11 @@ from statistics import NormalDist
 from typing import Any
 
 from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.machine import Observed
 from dovetail.planner.machine.place import work_of
-from dovetail.protocol.plan import Plan, trained_models
+from dovetail.protocol.plan import Plan
 from dovetail.protocol.wire import unpack
 
 PHASES = ("generation", "inference", "training", "weights", "other")

@@ -1,5 +1,5 @@
-"""The rules between fields again, in CEL, so that the API server refuses what `dovetail.manifest.checks.rules` refuses, and says so
-in the same sentences. What CEL cannot see (free-form objects such as a scratch model's config) the operator checks.
+"""The rules between fields again, in CEL, so that the API server refuses what `rules.py` refuses, and says so in the
+same sentences. What CEL cannot see (free-form objects such as a scratch model's config) the operator checks.
 
 The API server tries a rule also on the default of its object, before the fields inside have theirs: rules that read
 defaulted fields of an object with a default belong to `spec`, which has none.

@@ -8,8 +8,8 @@ from typing import Any
 from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
 from dovetail.manifest.checks.scratch import architecture_layers, cpu_head_error, scratch_errors
 from dovetail.manifest.critic import SHARED_BODY_RULES, shares_body
+from dovetail.manifest.sizes import trained_models, trainer_world, world_size
 from dovetail.manifest.types import DataSource, Dtype, Group, ModelSource, RLHFJobSpec, Role, Stage, TrainedModel
-from dovetail.protocol.plan import trained_models, trainer_world, world_size
 
 # Set by the launcher or fixed by the contract between the processes.
 RESERVED_VLLM_ARGS = (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
-from dovetail.protocol.plan import pod_count
 
 
 @dataclass(frozen=True)

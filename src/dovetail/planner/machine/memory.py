@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from dovetail.manifest.critic import shares_body
+from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.machine.limits import memory_limit
 from dovetail.planner.memory import Memory, Server, Training, rollout_memory, scorer_memory, training_memory
@@ -15,7 +16,6 @@ from dovetail.planner.memory.parts import GIB
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.scorers import scorer_models
 from dovetail.planner.shape import Head, ModelShape
-from dovetail.protocol.plan import pod_count
 from dovetail.protocol.prediction import PodMemory
 
 # What Python and its libraries hold in a trainer rank or a scorer, and in the two processes of a vLLM server.

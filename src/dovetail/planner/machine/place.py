@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dovetail.manifest.critic import shares_body
+from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.machine.iteration import seconds
 from dovetail.planner.machine.stage import chunk_seconds
@@ -18,7 +19,6 @@ from dovetail.planner.placement.job import UNCOUNTED_SECONDS, WORTH
 from dovetail.planner.placement.manifest import allowed_layouts
 from dovetail.planner.placement.workload import Lengths
 from dovetail.planner.scorers import scorer_models
-from dovetail.protocol.plan import pod_count, trained_models, trainer_world
 from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
 from dovetail.protocol.profile import Machine, Profile
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.critic import shares_body
+from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.hardware import GPU
 from dovetail.planner.iteration.system import DOVETAIL, System
@@ -33,7 +34,6 @@ from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.switching import Layout
 from dovetail.planner.timing import training_step
 from dovetail.protocol.plan import Layout as RankLayout
-from dovetail.protocol.plan import trained_models, world_size
 from dovetail.protocol.prediction import Prediction
 
 # Estimates of whole iterations: a manifest's groups leave little open.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
 from dovetail.manifest.critic import has_critic, shares_body
+from dovetail.manifest.sizes import pod_count, trained_models
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role
 from dovetail.planner.division import divisions
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
@@ -16,7 +17,6 @@ from dovetail.planner.placement.limits import MIGRATIONS, Limits
 from dovetail.planner.placement.structures import part_sizes
 from dovetail.planner.placement.workload import Lengths, Workload
 from dovetail.planner.shape import ModelShape
-from dovetail.protocol.plan import pod_count, trained_models
 
 SLEEP = "--enable-sleep-mode"
 _SCHEDULES: dict[str, tuple[Schedule, ...]] = {

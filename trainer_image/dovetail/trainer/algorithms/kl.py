@@ -1,5 +1,5 @@
 """Per-token estimators of KL(policy || reference) from samples of the policy (Schulman 2020, "Approximating
-KL divergence"), and the penalty as a term of the loss. The coefficient's controller is `dovetail.coordinator.loop.kl`: it
+KL divergence"), and the penalty as a term of the loss. The coefficient's controller is `coordinator/loop/kl.py`, which
 needs no torch.
 
 A good estimate of a value need not have a good gradient (Liu et al. 2025, "Rethinking KL Regularization in RLHF"; Tang
