@@ -91,7 +91,10 @@ RULES = [
     ({"models.critic": {"source": {}}}, "spec.models.critic.source names nothing; give exactly one of"),
     ({"models.critic": {"source": {"path": "x", "revision": "y"}}}, "spec.models.critic.source.revision belongs to"),
     ({"models.critic": {"source": {"pvc": "claim"}}}, "spec.models.critic.source.pvc must be claim/path"),
-    ({"models.actor.dtype": "float16"}, "spec.models.actor.dtype float16 cannot be trained in"),
+    *(
+        ({f"models.{name}.dtype": "float16"}, f"spec.models.{name}.dtype float16 cannot be trained in")
+        for name in ("actor", "critic", "reward")
+    ),
     ({"models.actor.lora": {"dropout": 1.0}}, "spec.models.actor.lora.dropout is 1"),
     ({"models.actor.lora": {"targetModules": ["q", "q"]}}, "spec.models.actor.lora.targetModules names a module twice"),
     ({"models.reference": {"lora": {}}}, "spec.models.reference.lora has no effect"),
@@ -101,7 +104,22 @@ RULES = [
         "config.hidden_size is 64, which num_attention_heads (3) does not divide; make it a multiple of 3.",
     ),
     ({"models.actor.source.scratch.config.hidden_size": "64"}, "hidden_size must be a whole number of at least 1"),
+    *(
+        ({f"models.critic.source.scratch.config.{size}": 0}, f"{size} must be a whole number of at least 1; it is 0.")
+        for size in (
+            *("intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "max_position_embeddings"),
+        )
+    ),
+    (
+        {"models.critic.source.scratch.config": {"num_attention_heads": 4, "num_key_value_heads": 3}},
+        "num_attention_heads is 4, which num_key_value_heads (3) does not divide; make it a multiple of 3.",
+    ),
     ({"models.reward": {"function": "a:b", **HF}}, "spec.models.reward.source cannot go with spec.models.reward.func"),
+    (
+        {"models.reward": {"function": "a:b", "lora": {}}},
+        "spec.models.reward.lora cannot go with spec.models.reward.fun",
+    ),
     (
         {"models.reward": {"functions": [{"function": "a:b"}], **HF}},
         "spec.models.reward.source cannot go with spec.models.reward.functions",
@@ -131,7 +149,10 @@ RULES = [
     ({"data.prompts.0.path": "x"}, "spec.data.prompts[0] has path and synthetic"),
     ({"data.prompts": [{"path": "x", "subset": "y"}]}, "spec.data.prompts[0].subset belongs to huggingFace"),
     ({"data.prompts": [{"path": "x", "split": "test"}]}, "spec.data.prompts[0].split belongs to huggingFace"),
-    ({"data.split": {"ppo": 0}}, "spec.data.split.ppo is 0, but spec.stages has ppo"),
+    *(
+        ({"data.split": {stage: 0}}, f"spec.data.split.{stage} is 0, but spec.stages has {stage}")
+        for stage in ("sft", "reward", "ppo")
+    ),
     ({"data.heldOut": 1.0}, "spec.data.heldOut is 1, which leaves nothing to train on"),
     (
         {"stages": ["reward", "ppo"], "data.demonstrations": [], "ppo.ptxCoef": 0.1},
@@ -157,6 +178,28 @@ RULES = [
     (
         {"ppo.microBatchSize": 64, "plan.parallelism": {"actor": {"dp": 2}}},
         "on 2 data-parallel ranks of the actor; make it a multiple of 128.",
+    ),
+    *(
+        (
+            {
+                f"{stage}.batchSize": 8,
+                "groups.0.replicas": 4,
+                "plan.parallelism": {
+                    "actor": {"dp": actor, "pp": 4 // actor},
+                    "critic": {"dp": critic, "pp": 4 // critic},
+                },
+            },
+            f"micro-batches of 8 (spec.{stage}.microBatchSize) on {dp} data-parallel ranks of the {model}; make it a",
+        )
+        for stage, model, actor, critic, dp in (("sft", "actor", 2, 4, 2), ("reward", "reward", 4, 2, 2))
+    ),
+    (
+        {
+            "ppo.microBatchSize": 32,
+            "groups.0.replicas": 4,
+            "plan.parallelism": {"actor": {"dp": 2, "pp": 2}, "critic": {"dp": 4}},
+        },
+        "on 4 data-parallel ranks of the critic; make it a multiple of 128.",
     ),
     ({"ppo.advantage": "grpo"}, "spec.ppo.samplesPerPrompt is 1, but grpo compares samples of the same prompt"),
     (
@@ -224,6 +267,33 @@ RULES = [
     (
         {"plan.parallelism": {"actor": {"pp": 3}}},
         "spec.plan.parallelism.actor: pp 3 x tp 1 x dp 1 is 3 ranks, but the trainer groups have 2; make the product",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"pp": 3}}, "plan.intraStageFusion": "Serial"},
+        "spec.plan.parallelism.critic: pp 3 x tp 1 x dp 1 is 3 ranks, but the trainer groups have 2; make the product",
+    ),
+    (
+        {"plan.parallelism": {"actor": {"dp": 4}, "critic": {"pp": 4}}, "groups.0.replicas": 4},
+        "spec.plan.parallelism.critic.pp is 4, but the critic has only 2 layers; lower it.",
+    ),
+    *(
+        (
+            {"plan.parallelism": {"actor": {"tp": 2}, "critic": {"tp": 2}}, f"models.{name}.lora": {}},
+            f"spec.plan.parallelism.critic.tp is 2, but adapters (spec.models.{name}.lora) are not split",
+        )
+        for name in ("critic", "reward")
+    ),
+    (
+        {
+            "plan.parallelism": {"actor": {"pp": 3, "dp": 2}, "critic": {"pp": 2, "dp": 3}},
+            "ppo.globalBatchSize": 48,
+            "ppo.miniBatchSize": 48,
+            "reward.batchSize": 48,
+            "models.actor.source.scratch.config.num_hidden_layers": 6,
+            "groups.0.replicas": 6,
+        },
+        "the actor's pp 3 and the critic's pp 2 do not divide each other, so their pipelines cannot share a schedule; "
+        "make the lower one of 1, 3, or set spec.plan.intraStageFusion to Serial.",
     ),
     (
         {"plan.parallelism": {"actor": {"pp": 4}}, "groups.0.replicas": 4},

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from dovetail.manifest.checks.cel import CEL_RULES
+from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.describe.crd import crd
 from dovetail.manifest.types import RLHFJob
 

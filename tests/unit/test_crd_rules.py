@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from dovetail.manifest.checks.cel import CEL_RULES, CelRule
+from dovetail.manifest.checks.cel import CelRule
 from dovetail.manifest.checks.immutable import CHANGEABLE, FIXED, TRANSITION_RULES
+from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.describe.crd import crd
 
 VERSION = crd()["spec"]["versions"][0]

@@ -19,14 +19,19 @@ class BatchRule(NamedTuple):
     micro_field: str
 
     def problem(self, dp: int) -> str | None:
-        """Why `dp` data-parallel ranks cannot share the batch evenly, or None if they can."""
+        """Why `dp` data-parallel ranks cannot share the batch evenly, without a full stop; None if they can."""
         if self.batch % (dp * self.micro) == 0:
             return None
         ranks = f"{dp} data-parallel ranks of the {self.model}" if dp > 1 else f"the {self.model}"
-        return (
-            f"{self.batch_field} is {self.batch}, which cannot be cut into micro-batches of {self.micro} "
-            f"({self.micro_field}) on {ranks}; make it a multiple of {dp * self.micro}"
-        )
+        return cannot_cut(self.batch_field, self.batch, self.micro_field, self.micro, ranks, dp * self.micro)
+
+
+def cannot_cut(batch_field: str, batch: object, micro_field: str, micro: object, ranks: str, multiple: object) -> str:
+    """The sentence, without its full stop, about a batch that is no multiple of `multiple`."""
+    return (
+        f"{batch_field} is {batch}, which cannot be cut into micro-batches of {micro} ({micro_field}) on {ranks}; "
+        f"make it a multiple of {multiple}"
+    )
 
 
 def batch_rules(spec: RLHFJobSpec) -> list[BatchRule]:

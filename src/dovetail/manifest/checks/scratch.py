@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from dovetail.manifest.types import ScratchModel
 
@@ -12,7 +12,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 # Hugging Face's defaults, for configurations that leave the number of layers out.
 _DEFAULT_LAYERS = {"llama": 32, "qwen2": 32, "qwen3": 32, "opt": 12}
-_POSITIVE = (
+# Whole numbers of at least 1.
+SIZES = (
     "hidden_size",
     "intermediate_size",
     "ffn_dim",
@@ -27,7 +28,7 @@ _POSITIVE = (
 def architecture_layers(model: ScratchModel) -> int | None:
     """Number of layers, or None where the configuration's value is no number."""
     layers = model.config.get("num_hidden_layers", _DEFAULT_LAYERS[model.architecture])
-    return layers if _is_count(layers) else None
+    return layers if is_count(layers) else None
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:
@@ -39,39 +40,19 @@ def head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def cpu_head_error(config: Mapping[str, Any]) -> str | None:
-    """A sentence if vLLM cannot run the model's attention on CPUs."""
+    """A sentence without its full stop if vLLM cannot run the model's attention on CPUs."""
     size = head_size(config)
-    if size is None or size in CPU_HEAD_SIZES:
-        return None
+    return None if size is None or size in CPU_HEAD_SIZES else unsupported_heads(size)
+
+
+def unsupported_heads(size: object) -> str:
+    """The sentence about heads of `size` dimensions."""
     return (
         f"the actor's attention heads have {size} dimensions (hidden_size / num_attention_heads); vLLM on CPUs takes "
         f"{', '.join(map(str, CPU_HEAD_SIZES))}"
     )
 
 
-def scratch_errors(field: str, model: ScratchModel) -> Iterator[str]:
-    """Sentences about sizes that no model can have."""
-    config = model.config
-    if "vocab_size" in config:
-        yield f"{field}.config.vocab_size comes from the tokenizer; remove it."
-    bad = [key for key in _POSITIVE if key in config and not _is_count(config[key])]
-    for key in bad:
-        yield f"{field}.config.{key} must be a whole number of at least 1; it is {config[key]!r}."
-    if bad:
-        return
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if hidden and heads and hidden % heads and "head_dim" not in config:
-        yield (
-            f"{field}.config.hidden_size is {hidden}, which num_attention_heads ({heads}) does not divide; "
-            f"make it a multiple of {heads}."
-        )
-    kv_heads = config.get("num_key_value_heads")
-    if heads and kv_heads and heads % kv_heads:
-        yield (
-            f"{field}.config.num_attention_heads is {heads}, which num_key_value_heads ({kv_heads}) does not divide; "
-            f"make it a multiple of {kv_heads}."
-        )
-
-
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value of a configuration is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.manifest.base import NAME_PATTERN
-from dovetail.manifest.checks.cel import CEL_RULES
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
+from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJobSpec
 from dovetail.manifest.words import model_in

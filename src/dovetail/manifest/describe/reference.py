@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from dovetail.manifest.checks.rules import RULES
 from dovetail.manifest.checks.unexecuted import UNEXECUTED
 from dovetail.manifest.describe.explain import alias, default_of, summary
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
@@ -12,7 +13,8 @@ from dovetail.manifest.words import expected, model_in, options, short_type
 
 
 def reference() -> str:
-    """Markdown: one section an object, in the order in which a manifest names them; then what is not executed."""
+    """Markdown: one section an object, in the order in which a manifest names them; then the rules, and what is not
+    executed."""
     models = _models()
     lines = [
         f"# {KIND} reference",
@@ -23,6 +25,7 @@ def reference() -> str:
     ]
     for path, model in models.items():
         lines += _section(path, model)
+    lines += _rules()
     lines += ["## Accepted but not executed", ""]
     lines += ["Setting these brings a warning. Everything else in `spec` has its effect.", ""]
     lines += ["| field | instead | where |", "|---|---|---|"]
@@ -30,6 +33,22 @@ def reference() -> str:
         where = "single machine" if entry.on_cluster else "everywhere"
         lines.append(f"| `{entry.field}` | {_cell(entry.why)} | {where} |")
     return "\n".join(lines) + "\n"
+
+
+def _rules() -> list[str]:
+    """The table of rules, by what is said of a manifest that breaks one."""
+    lines = ["## Rules between fields", ""]
+    lines += ["These rules bind several fields, so no single field's type says them. A manifest that breaks one is"]
+    lines += ["answered with the sentence; `…` stands for a value of the manifest. Who answers:", ""]
+    lines += ["- *API server*: it refuses the manifest, as `dovetail validate` does."]
+    lines += ["- *API server, by type*: the same, but in words of its own."]
+    lines += ["- *operator*: the API server cannot see the fields. It takes the manifest, and the operator sets the"]
+    lines += ["  condition Planned to False with the sentence as its message.", ""]
+    lines += ["| sentence | from |", "|---|---|"]
+    for rule in RULES:
+        source = "API server, by type" if rule.by_type else "operator" if rule.cel is None else "API server"
+        lines.append(f"| {_cell(rule.shown())} | {source} |")
+    return [*lines, ""]
 
 
 def _models() -> dict[str, type[BaseModel]]:
