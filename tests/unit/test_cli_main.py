@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 from local_fixtures import finished_run
 
-from dovetail.cli import main as module
+from dovetail.cli.extras import DISTRIBUTION, MARKS, require
 from dovetail.cli.main import cli
 from dovetail.cli.overrides import apply_overrides
 from dovetail.cli.run import Follower, event_line
@@ -67,6 +68,29 @@ def test_help_lists_every_command():
 
 def test_version():
     assert call("version").output.startswith("dovetail 0.")
+    assert call("--version").output == call("version").output
+
+
+def test_missing_extras_are_named_in_one_sentence():
+    def sentence(extras, present):
+        with pytest.raises(UsageError) as caught:
+            require("dovetail run", extras, present.__contains__)
+        return str(caught.value)
+
+    assert sentence(["coordinator"], ()) == (
+        "dovetail run needs the extra 'coordinator': pip install 'dovetail-rlhf[coordinator]'"
+    )
+    both = sentence(["coordinator", "trainer", "rollout-gpu"], ("torch",))
+    assert both.endswith(
+        "the extras 'coordinator' and 'rollout-gpu': pip install 'dovetail-rlhf[coordinator,rollout-gpu]'"
+    )
+    require("dovetail run", MARKS)  # all of this environment's are there
+
+
+def test_extras_that_are_asked_for_exist():
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(MARKS) <= set(pyproject["optional-dependencies"])
+    assert pyproject["name"] == DISTRIBUTION
 
 
 def test_validate_says_what_it_found(manifest):
@@ -255,7 +279,7 @@ def test_errors_become_exit_codes(manifest, monkeypatch, error, code):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(module, "run_to_the_end", fail)
+    monkeypatch.setattr("dovetail.cli.run.run_job", fail)
     result = call("run", manifest)
     assert result.exit_code == code
     assert str(error) in result.output
@@ -313,7 +337,7 @@ def test_gpus_that_are_not_there_are_refused_unless_cpus_are_meant(manifest, mon
     path.write_text(yaml.safe_dump(job))
     ran = []
     monkeypatch.setattr("dovetail.supervision.devices.cuda_devices", lambda: [str(i) for i in range(present)])
-    monkeypatch.setattr(module, "run_to_the_end", lambda job, *_, **more: ran.append((job, more["hint"])) or 0)
+    monkeypatch.setattr("dovetail.cli.run.run_job", lambda job, *_, **more: ran.append((job, more["hint"])) or 0)
     result = CliRunner().invoke(cli, ["run", str(manifest)])
     if sentence is None:
         assert result.exit_code == 0, result.output

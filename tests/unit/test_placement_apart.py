@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from test_placement_job import A10, A100, SEPARATE, SMALL, group, spec
 
-from dovetail.cli.plan import plan_tables
+from dovetail.cli.plan_tables import plan_tables
 from dovetail.coordinator.loop.schedule_words import applies
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.checks.rules import check

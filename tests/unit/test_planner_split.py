@@ -10,7 +10,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dovetail.cli.plan import plan_tables
+from dovetail.cli.plan_tables import plan_tables
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dovetail.cli.plan import plan_tables
+from dovetail.cli.plan_tables import plan_tables
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines.families import FAMILIES

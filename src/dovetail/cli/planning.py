@@ -1,4 +1,4 @@
-"""`dovetail plan`: a job's plan on its own groups, and the best that an inventory would allow."""
+"""`dovetail plan`: shows a job's plan on its own groups, and the best placement on an inventory of GPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from rich.console import Console
 
-from dovetail.cli.plan import plan_tables
+from dovetail.cli.job import load_job, manifest_argument, new_file, read_job, set_option
+from dovetail.cli.plan_tables import plan_tables
 from dovetail.cli.prediction import pod_memory_table, prediction_tables
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
@@ -44,8 +46,10 @@ def configurations(spec: RLHFJobSpec, base: Path) -> dict[str, dict[str, Any]]:
 
 
 def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
-    from huggingface_hub import try_to_load_from_cache
-
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # it comes with the extras; without them nothing was downloaded
+        return None
     try:
         path = try_to_load_from_cache(repository, "config.json", revision=revision)
         config = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else None
@@ -207,3 +211,91 @@ def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -
     from dovetail.cli.timeline import timeline_page  # it brings the search of schedules with it
 
     write(path, timeline_page(name, chosen, notes))
+
+
+@click.command()
+@manifest_argument
+@set_option
+@click.option("--json", "as_json", is_flag=True, help="Print plan.json.")
+@click.option("-o", "--output", type=new_file, help="Write plan.json here.")
+@click.option("--html", "html_path", type=new_file, help="Write a page with the predicted iteration's timeline by GPU.")
+@click.option(
+    "--inventory",
+    "inventory_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also find the best placement on these GPUs: a YAML or JSON file, see docs/planner.md.",
+)
+@click.option("--cluster", is_flag=True, help="As --inventory, with the nodes that kubectl sees.")
+@click.option(
+    "--strategy",
+    type=click.Choice(["search", "prior", "grid", "similar"]),
+    default="search",
+    show_default=True,
+    help="How to choose on an inventory: ours; APP's rules, APP's grid or PUZZLE's descent, to compare with.",
+)
+@click.option(
+    "--hardware",
+    "hardware_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Measured figures of GPUs, which go before the data sheets'.",
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="This machine's times from dovetail profile --iterations, for groups on CPUs.  [default: profile.json in "
+    "runs/<job name>, if there is one]",
+)
+def plan(
+    manifest: Path,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    html_path: Path | None,
+    inventory_path: Path | None,
+    cluster: bool,
+    strategy: Strategy,
+    hardware_path: Path | None,
+    profile_path: Path | None,
+) -> None:
+    """Show what would run where: processes, parallelism and batches, with predicted times and memory.
+
+    \b
+      dovetail plan job.yaml --inventory gpus.yaml --html plan.html
+    """
+    from dovetail.planner.simple import PlanError
+
+    if inventory_path is not None and cluster:
+        raise UsageError("--inventory and --cluster both name the GPUs; give one of them")
+    measured = hardware(hardware_path)
+    there = inventory(inventory_path, cluster, measured)
+    groups: Plan | str
+    try:
+        job, groups = load_job(
+            manifest, overrides, hardware_path=hardware_path, profile_path=profile_path, planned=True
+        )
+    except PlanError as error:
+        if there is None or as_json or output is not None:
+            raise
+        _, job, _ = read_job(manifest, overrides)
+        groups = str(error)
+    base = manifest.resolve().parent
+    configs = configurations(job.spec, base)
+    if isinstance(groups, Plan):
+        text = groups.model_dump_json(by_alias=True, indent=2)
+        if output is not None:
+            write(output, text + "\n")
+        if as_json:
+            click.echo(text)
+    console, notes = Console(), list[str]()
+    chosen = None
+    if there is not None:
+        chosen, notes = on_inventory(job.spec, configs, there, strategy)
+        if not as_json:
+            show_inventory(console, chosen, notes, groups)
+    elif isinstance(groups, Plan):
+        chosen = on_groups(job.spec, configs, measured) if html_path is not None else None
+        if not as_json:
+            show_groups(console, groups, lambda: unpredicted(manifest, job, configs, profile_path))
+    if html_path is not None:
+        write_html(html_path, job.metadata.name, chosen, notes)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from dovetail.cli.extras import Extra, require
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
 from dovetail.protocol.messages import ModelRef
@@ -67,6 +68,8 @@ def profile(
     """
     from dovetail.manifest.checks.validation import absolute_paths, load_manifest
 
+    needed: list[Extra] = ["coordinator", "trainer"]
+    require("dovetail profile", [*needed, "rollout-cpu"] if iterations else needed)
     base = manifest.resolve().parent
     job = absolute_paths(load_manifest(manifest), base)
     spec = job.spec

@@ -1,13 +1,17 @@
-"""`dovetail run`: a job from its manifest to its report, on this machine."""
+"""`dovetail run`: runs a job on this machine, from its manifest to its report."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 
+from dovetail.cli.extras import Extra, require
+from dovetail.cli.job import load_job, manifest_argument, seed_option, set_option
 from dovetail.local.launcher import Launcher
 from dovetail.local.progress import Display, make_display
 from dovetail.local.report.report import write_report
@@ -16,7 +20,7 @@ from dovetail.local.status import StatusPoller
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.profile import Profile
-from dovetail.supervision.errors import RunError
+from dovetail.supervision.errors import RunError, UsageError
 
 INTERRUPTED = 130
 
@@ -99,3 +103,81 @@ def run_job(
     console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
     console.print(f"Chat:    dovetail chat {run_dir}", highlight=False, soft_wrap=True)
     return 0
+
+
+def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
+    """The parts of the installation that a job's processes import."""
+    needed: list[Extra] = ["coordinator", "trainer"]
+    if plan.rollouts:
+        needed.append("rollout-cpu" if all(group.on_cpu for group in job.spec.groups) else "rollout-gpu")
+    return needed
+
+
+@click.command()
+@manifest_argument
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue the run in the run directory from where it stopped; with --set spec.ppo.iterations=N, extend it.",
+)
+@click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory first.")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Where the run's files go.  [default: runs/<job name>]"
+)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Times from dovetail profile, for the plan and the first schedule of actor and critic.  [default: "
+    "profile.json in the run directory, if there is one]",
+)
+@set_option
+@seed_option
+@click.option("--cpu", is_flag=True, help="Run on CPUs, also what the manifest's groups want GPUs for.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the coordinator's events as they happen.")
+def run(
+    manifest: Path,
+    resume: bool,
+    overwrite: bool,
+    run_dir: Path | None,
+    profile_path: Path | None,
+    overrides: tuple[str, ...],
+    seed: int | None,
+    cpu: bool,
+    verbose: bool,
+) -> None:
+    """Run a job on this machine.
+
+    Starts a coordinator, the trainers, and a vLLM server and a scorer for every rollout, keeps them running (a process
+    that dies is started again), and ends with a table and report.html. Ctrl-C stops everything within seconds; --resume
+    continues.
+
+    The run directory gets the trained models (models/actor, models/reward, ...), summary.json, checkpoints, logs,
+    TensorBoard files and a Perfetto trace of every iteration.
+    """
+    if resume and overwrite:
+        raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
+    from dovetail.cli.planning import local_profile
+
+    job, plan = load_job(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir, cpu=cpu)
+    require("dovetail run", needed_extras(job, plan))
+    folder = run_dir or Path("runs") / job.metadata.name
+    measured = local_profile(profile_path, folder)
+    given = [f"--set {shlex.quote(o)}" for o in overrides]
+    given += [f"--seed {seed}"] if seed is not None else []
+    given += ["--cpu"] if cpu else []
+    given += [f"--run-dir {shlex.quote(str(run_dir))}"] if run_dir is not None else []
+    hint = " ".join(["dovetail run", shlex.quote(str(manifest)), *given, "--resume"])
+    code = run_job(
+        job,
+        plan,
+        folder,
+        resume=resume,
+        overwrite=overwrite,
+        verbose=verbose,
+        console=Console(),
+        hint=hint,
+        profile=measured,
+    )
+    if code:
+        click.get_current_context().exit(code)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dovetail.cli.extras import DISTRIBUTION
 from dovetail.pipelines.families import DEDICATED, FAMILIES, family_of
 from dovetail.pipelines.problem import Problem, ProblemError, fused_problem, serial_memory
 from dovetail.pipelines.store import FolderStore
@@ -119,9 +120,8 @@ def schedule(
         raise UsageError(f"{error}.") from error
     console = Console()
     if not COMPILED:
-        click.echo(
-            "Warning: numba is not installed; the search is slow and weak. Install dovetail[schedules].", err=True
-        )
+        remedy = f"pip install '{DISTRIBUTION}[schedules]'"
+        click.echo(f"Warning: numba is not installed; the search is slow and weak. Install it with: {remedy}", err=True)
     status = console.status("searching")
 
     def progress(what: str, makespan: float, peak: float) -> None:

@@ -2,7 +2,7 @@
 
 Complete, unlike the other searches: it can prove that there is none. Micro-batches pass every stage in order; memory is
 a cumulative constraint from a forward's start to its backward's end. OR-Tools is an optional dependency
-(`dovetail[schedules]`): ask `available` first."""
+(`dovetail-rlhf[schedules]`): ask `available` first."""
 
 from __future__ import annotations
 

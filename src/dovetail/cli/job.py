@@ -1,0 +1,83 @@
+"""Arguments that several commands share, and the job behind a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from dovetail.cli.overrides import apply_overrides
+from dovetail.manifest.manifest import ManifestError, parse, read_yaml
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.plan import Plan
+
+manifest_argument = click.argument("manifest", metavar="JOB.yaml", type=click.Path(path_type=Path))
+run_dir_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+new_file = click.Path(path_type=Path, dir_okay=False)
+set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="FIELD=VALUE",
+    multiple=True,
+    help="Change a field of the manifest, for example spec.ppo.iterations=3 or spec.groups[0].replicas=1. "
+    "May be given more than once.",
+)
+seed_option = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Short for --set spec.seed=SEED.")
+
+
+def load_job(
+    manifest: Path,
+    overrides: Sequence[str],
+    seed: int | None = None,
+    hardware_path: Path | None = None,
+    profile_path: Path | None = None,
+    run_dir: Path | None = None,
+    planned: bool = False,
+    cpu: bool | None = None,
+) -> tuple[RLHFJob, Plan]:
+    """The checked job with every default filled in, and its plan. Warnings go to stderr.
+
+    The plan's times come from `profile_path`, or from a profile in the run directory. `planned`: the job is only
+    planned, so its GPUs may be those of a cluster. `cpu`: None if the job does not run on this machine; true if it runs
+    here on CPUs alone; false if it runs here as its groups say.
+
+    Raises ManifestError, UsageError and PlanError."""
+    from dovetail.cli.planning import configurations, hardware, local_profile
+    from dovetail.manifest.checks.files import layer_counts
+    from dovetail.manifest.checks.validation import warnings
+    from dovetail.planner.simple import make_plan
+
+    written, job, base = read_job(manifest, overrides, seed, cpu=cpu)
+    configs = configurations(job.spec, base)
+    measured = local_profile(profile_path, run_dir or Path("runs") / job.metadata.name)
+    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured)
+    elsewhere = planned and not all(group.on_cpu for group in written.spec.groups)
+    for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
+        click.echo(f"Warning: {warning}", err=True)
+    return job, made
+
+
+def read_job(
+    manifest: Path, overrides: Sequence[str], seed: int | None = None, cpu: bool | None = None
+) -> tuple[RLHFJob, RLHFJob, Path]:
+    """The checked job as it was written, the job with every default filled in, and the folder of the manifest, where
+    its relative paths start. `cpu`: see `load_job`. Raises ManifestError and UsageError."""
+    from dovetail.manifest.accelerators import no_gpus, on_cpus
+    from dovetail.manifest.checks.validation import absolute_paths, check, check_files, resolve
+    from dovetail.supervision.devices import cuda_devices
+
+    document = read_yaml(manifest)
+    if isinstance(document, dict):
+        apply_overrides(document, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
+    written = parse(document)
+    if cpu:
+        written = written.model_copy(update={"spec": on_cpus(written.spec)})
+    elif cpu is not None and (problem := no_gpus(written.spec, len(cuda_devices()))):
+        raise ManifestError([f"{problem}."])
+    if errors := check(written.spec):
+        raise ManifestError(errors)
+    base = manifest.resolve().parent
+    if errors := check_files(written.spec, base):
+        raise ManifestError(errors)
+    return written, absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base), base
