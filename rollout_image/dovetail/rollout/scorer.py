@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol import serving
+from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan
@@ -198,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--max-tokens must be at least 1")
     try:
         env = ProcessEnv.read()
+        wait_for_debugger(env.name, event_log(env.name))
         settings = read_settings(env)
         devices = devices_for(settings, args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
         on_cpu = devices[0] == "cpu"

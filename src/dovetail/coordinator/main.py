@@ -24,6 +24,7 @@ from dovetail.coordinator.store.results import leave
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.protocol.plan import Plan
@@ -138,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     del argv
     try:
         env = ProcessEnv.read()
+        wait_for_debugger(env.name, EventLog(None, env.name))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         last_word(str(error))

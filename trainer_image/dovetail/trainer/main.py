@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dovetail.manifest.types import Parallelism, RLHFJob
+from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
 from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         env = ProcessEnv.read()
         log = Events(env.name)
+        wait_for_debugger(env.name, log)
         job = read_job(env.job_file)
         plan = read_plan(env.plan_file, env)
         return serve(env, job, plan.parallelism, options.patience, log)
