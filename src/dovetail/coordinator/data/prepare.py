@@ -72,18 +72,7 @@ class Prepared:
 
     def model_ref(self, name: str) -> ModelRef | None:
         """Starting weights of actor, critic, reward or reference; None when the manifest leaves them to the default."""
-        source = self.sources.get(name)
-        if source is None:
-            return None
-        model: TrainedModel = getattr(self.spec.models, name)
-        return ModelRef(
-            head="value" if name in ("critic", "reward") else "lm",
-            path=str(source) if isinstance(source, Path) else None,
-            scratch=source if isinstance(source, ScratchModel) else None,
-            tokenizer=str(self.tokenizer_dir),
-            seed=derived_seed("weights", self.spec.seed, name) % 2**31,
-            trust_remote_code=model.trust_remote_code,
-        )
+        return own_model(self.spec, name, self.sources, self.tokenizer_dir)
 
     def steps_per_epoch(self, stage: Stage) -> int:
         """Optimizer steps (PPO: iterations) that use every record once."""
@@ -162,7 +151,7 @@ def prepare(
     `known`: fingerprints of the data that the run began with; other data is refused. Writes `tokenizer/`,
     `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError when the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    sources = _sources(spec, base_dir)
+    sources = model_sources(spec, base_dir)
     tokenizer_dir = run_dir / "tokenizer"
     training = spec.models.tokenizer.train
     given = None if training else _given_tokenizer(spec, sources, base_dir)
@@ -189,7 +178,29 @@ def prepare(
     return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
 
 
-def _sources(spec: RLHFJobSpec, base_dir: Path) -> dict[str, Path | ScratchModel]:
+def own_model(
+    spec: RLHFJobSpec, name: str, sources: Mapping[str, Path | ScratchModel], tokenizer_dir: Path
+) -> ModelRef | None:
+    """Starting weights of a model whose manifest names a source; None when the manifest leaves them to the default."""
+    source = sources.get(name)
+    if source is None:
+        return None
+    model: TrainedModel = getattr(spec.models, name)
+    return ModelRef(
+        head="value" if name in ("critic", "reward") else "lm",
+        path=str(source) if isinstance(source, Path) else None,
+        scratch=source if isinstance(source, ScratchModel) else None,
+        tokenizer=str(tokenizer_dir),
+        seed=derived_seed("weights", spec.seed, name) % 2**31,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def model_sources(spec: RLHFJobSpec, base_dir: Path) -> dict[str, Path | ScratchModel]:
+    """The source of each model whose manifest names one: a local folder, or a configuration for random weights.
+
+    Repositories of the hub are downloaded unless they are in its cache. Relative paths start from `base_dir`. Raises
+    DataError."""
     if spec.models.actor.source is None:
         raise DataError("spec.models.actor.source is missing: name a huggingFace repository, a path, or scratch")
     result: dict[str, Path | ScratchModel] = {}

@@ -33,7 +33,21 @@ from dovetail.protocol.wire import Arrays, unpack
 if TYPE_CHECKING:
     from dovetail.coordinator.loop.engines import Engines
     from dovetail.coordinator.loop.scheduling import Scheduling
-    from dovetail.protocol.plan import Layout
+    from dovetail.coordinator.store.changes import Settled
+    from dovetail.coordinator.store.store import KeyValues
+    from dovetail.manifest.types import RLHFJobSpec
+    from dovetail.protocol.plan import Layout, Plan
+
+
+def stored_step(
+    spec: RLHFJobSpec, plan: Plan, records: KeyValues, settled: Settled, layouts: Mapping[str, Layout], iteration: int
+) -> Step:
+    """The command of an iteration's training, made of the facts that were stored when it first ran.
+
+    `layouts`: where the models' stages are if not where the plan puts them."""
+    facts = StepFacts(**records.get(f"ppo/{iteration}/facts"))
+    step = settled.settle(ppo_step(spec, plan, iteration, facts, layouts))
+    return scheduled(step, facts.schedule, plan.world_size)
 
 
 class PPOStage:
@@ -250,10 +264,8 @@ class PPOStage:
         return {} if self._scheduling is None else self._scheduling.layouts
 
     def _ppo_step(self, iteration: int) -> Step:
-        facts = StepFacts(**self._engines.store.get(f"ppo/{iteration}/facts"))
-        step = ppo_step(self._spec, self._engines.plan, iteration, facts, self._layouts())
-        step = self._engines.settled.settle(step)
-        return scheduled(step, facts.schedule, self._engines.plan.world_size)
+        engines = self._engines
+        return stored_step(self._spec, engines.plan, engines.store, engines.settled, self._layouts(), iteration)
 
     async def finish(self) -> None:
         """Export the trained models."""

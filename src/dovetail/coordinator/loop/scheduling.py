@@ -56,6 +56,25 @@ class Records(Protocol):
     def put(self, key: str, value: object) -> None: ...
 
 
+def stored_placement(records: Records) -> tuple[bool, dict[str, Layout]] | None:
+    """The placement that a run keeps to: whether the critic's stages run against the actor's, and the layouts of
+    models that have ranks of their own. None before the first PPO iteration."""
+    kept = records.get("ppo/placement")
+    if not isinstance(kept, dict):
+        return None
+    own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
+    return bool(kept["reverse"]), own
+
+
+def stored_layouts(records: Records, plan: Plan) -> dict[str, Layout]:
+    """Where the stages of actor and critic are in a run; {} if they are where the plan puts them."""
+    kept = stored_placement(records)
+    if kept is None:
+        return {}
+    reverse, own = kept
+    return own or shared_layouts(plan.parallelism, reverse)
+
+
 class Scheduling:
     """Chooses among the families that plan.intraStageFusion allows and that run where the critic's stages are."""
 
@@ -84,10 +103,9 @@ class Scheduling:
 
     async def begin(self) -> None:
         """Choose the first schedule, and with it the placement of the critic's stages, which the job keeps."""
-        kept = self._records.get("ppo/placement")
-        if isinstance(kept, dict):
-            own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
-            self._place(bool(kept["reverse"]), own)
+        kept = stored_placement(self._records)
+        if kept is not None:
+            self._place(*kept)
         self._assume()
         await asyncio.to_thread(self._choose, self._times)
         apart = {name: layout.model_dump() for name, layout in self._layouts.items()} if self._apart else {}
