@@ -85,6 +85,10 @@ def in_stage(stage: str, step: int) -> Any:
     return lambda s: s["stage"] == stage and s["step"] >= step
 
 
+def in_iteration(iteration: int) -> Any:
+    return lambda s: bool(s["stage"] == "ppo" and s["iteration"] >= iteration)
+
+
 def in_phase(phase: str, iteration: int) -> Any:
     return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
 
@@ -99,7 +103,7 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         Fault("rollouts-1-scorer", in_phase("generation", 2)),
         Fault("coordinator", in_phase("generation", 2)),
         Fault("trainer-1", in_phase("training", 2)),
-        Fault("trainer-0", lambda s: bool(s["iteration"] >= 2 and s["stage"] == "ppo")),
+        Fault("trainer-0", in_iteration(2)),
         Fault("rollouts-1", in_phase("generation", 3), child=True),
     ]
     injector = Injector(faults)
@@ -151,12 +155,20 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_finished_run_is_extended_interrupted_moved_damaged_and_resumed(tmp_path: Path, peaceful: Path) -> None:
+def test_a_run_is_extended_when_finished_when_failed_interrupted_moved_and_damaged(
+    tmp_path: Path, peaceful: Path
+) -> None:
     """In the end it has the bits of a run that had the larger number of iterations from the start."""
-    begun, folder = job(2, checkpoint={"everySteps": 2}), tmp_path / "begun"
+    begun, folder = job(1, checkpoint={"everySteps": 2}), tmp_path / "begun"
     outcome, _ = run_job(begun, folder)
     assert outcome.succeeded, outcome.reason
-    assert sorted(history(folder, "ppo")) == [1, 2]
+    assert sorted(history(folder, "ppo")) == [1]
+
+    fragile = job(2, checkpoint={"everySteps": 2}, failurePolicy={"maxRestarts": 0})
+    outcome, _ = run_job(fragile, folder, Injector([Fault("trainer-1", in_iteration(2))]), resume=True)
+    assert not outcome.succeeded
+    assert "trainer-1" in outcome.reason
+    assert summary(folder)["state"] == "failed"
 
     more = job(4, checkpoint={"everySteps": 1, "keep": 3})
     saved_again = Injector([], interrupt_when=lambda s: (s["checkpoint"] or {"step": 0})["step"] >= 3)
@@ -174,9 +186,17 @@ def test_a_finished_run_is_extended_interrupted_moved_damaged_and_resumed(tmp_pa
     assert sorted(history(moved, "ppo")) == [1, 2, 3, 4]
     finished = [e["stage"] for e in events(moved, "stage.finished")]
     assert finished.count("sft") == 1, "SFT was run again"
-    changed = {e["field"]: (e["old"], e["new"], e["stage"], e["step"]) for e in events(moved, "run.changed")}
-    assert changed["spec.ppo.iterations"] == (2, 4, "ppo", 2)
-    assert changed.keys() == {"spec.ppo.iterations", "spec.checkpoint.everySteps", "spec.checkpoint.keep"}
+    changed = [(e["field"], e["old"], e["new"], e["stage"], e["step"]) for e in events(moved, "run.changed")]
+    (finished_at, failed_at) = (c[1:] for c in changed if c[0] == "spec.ppo.iterations")
+    assert finished_at == (1, 2, "ppo", 1)
+    assert failed_at[:3] == (2, 4, "ppo")
+    assert failed_at[3] in (1, 2), "step 2 is settled if its batch was stored before the run failed"
+    assert {field for field, *_ in changed} == {
+        "spec.ppo.iterations",
+        "spec.checkpoint.everySteps",
+        "spec.checkpoint.keep",
+        "spec.failurePolicy.maxRestarts",
+    }
     assert [c["field"] for c in summary(moved)["changes"]] == [e["field"] for e in events(moved, "run.changed")]
     (fallen,) = events(moved, "checkpoint.damaged")
     assert fallen["step"] == last["step"] > fallen["going_on_from_step"] >= 2

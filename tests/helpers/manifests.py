@@ -234,6 +234,10 @@ RULES = [
         "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0",
     ),
     ({"ppo.kl": {"in": "Loss"}}, "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages'"),
+    (
+        {"ppo.oldLogProbs": "Rollout", "generation.temperature": 0.7},
+        "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1",
+    ),
     ({"ppo.normalizeStd": False}, "spec.ppo.normalizeStd is false, but gae does not divide by a group's deviation"),
     (
         {"ppo.whitenRewards": True, "ppo.advantage": "grpo", "ppo.samplesPerPrompt": 2},

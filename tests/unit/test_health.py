@@ -100,7 +100,6 @@ def test_each_verdict_says_the_figure_and_what_to_look_at(
 def test_what_does_not_fit_the_job_is_not_judged() -> None:
     assert judge(row(equal_reward_groups=1.0), FIRST, {}, RULES) == []
     assert judge(row(reward_min=1.0, reward_max=1.0), FIRST, {}, GROUPED) == []
-    assert judge(row(mismatch_abs=0.4), FIRST, {}, Rules(comparable=False)) == []
     (verdict,) = judge(row(mismatch_abs=0.4), FIRST, {}, Rules(exact=False))
     assert not verdict.stops, "the adapters' dropout makes a difference, too"
     assert judge({}, {}, {}, GROUPED) == []
@@ -108,10 +107,7 @@ def test_what_does_not_fit_the_job_is_not_judged() -> None:
 
 
 def test_rules_follow_the_job() -> None:
-    assert Rules.of(tiny_job().spec) == Rules(comparable=True, exact=True, grouped=False, max_tokens=48)
-    warm = {"generation": {"temperature": 0.7, "maxTokens": 48}}
-    assert Rules.of(tiny_job(**warm).spec).comparable
-    assert not Rules.of(tiny_job(**warm, ppo={"oldLogProbs": "Rollout"}).spec).comparable
+    assert Rules.of(tiny_job().spec) == Rules(exact=True, grouped=False, max_tokens=48)
     assert Rules.of(tiny_job(ppo={"advantage": "rloo", "samplesPerPrompt": 2}).spec).grouped
 
 

@@ -321,6 +321,27 @@ def test_resuming_asks_the_store_too(tmp_path):
     run.close()
 
 
+def test_resuming_a_run_of_an_earlier_release_records_what_it_does_otherwise(tmp_path):
+    """Its store does not know the manifest, and its job.json holds that release's defaults."""
+    run = started(tmp_path / "r")
+    grpo = a_job(CPU, ppo={"advantage": "grpo", "samplesPerPrompt": 4})
+    document = grpo.model_dump(mode="json", by_alias=True)
+    document["spec"]["ppo"]["kl"] = {"coef": 0.05, "target": None, "horizon": 10_000, "estimator": "k1"}
+    (run.path / "job.json").write_text(json.dumps(document))
+    Store(run.path).close()
+    run.write_job(grpo, CPU_PLAN, resume=True)
+    run.close()
+    store, events = Store(run.path), []
+    adopt(
+        grpo.spec, store, lambda event, **fields: events.append((event, fields["field"], fields["old"], fields["new"]))
+    )
+    store.close()
+    assert events == [
+        ("run.changed", "spec.ppo.kl.estimator", "k1", "Auto"),
+        ("run.changed", "spec.ppo.kl.in", "Reward", "Auto"),
+    ]
+
+
 def test_job_and_plan_read_back(tmp_path):
     run = started(tmp_path / "r")
     assert RLHFJob.model_validate_json((run.path / "job.json").read_text()) == a_job(CPU)

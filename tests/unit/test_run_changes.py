@@ -60,6 +60,10 @@ def test_each_field_says_whether_it_may_change_and_why_not() -> None:
     assert "spec.data.prompts[0].synthetic.size may not" in refused(data={"prompts": [{"synthetic": {"size": 9}}]})
     assert "spec.ppo.clip" in refused(ppo={"clip": 0.3})
     assert "spec.ppo.actorOptimizer.schedule" in refused(ppo={"actorOptimizer": {"schedule": "Linear"}})
+    for stage in ("sft", "reward"):
+        assert "from 16 to 32 in a run: SFT and reward-model training cannot be extended" in refused(
+            **{stage: {"steps": 32}}
+        )
     assert "may change: suspend" in refused(seed=4)
 
 
@@ -67,6 +71,47 @@ def test_a_data_set_may_be_in_another_folder_but_not_another_file() -> None:
     assert Change("spec.data.prompts[0].path", "/a/prompts.jsonl", "/b/prompts.jsonl").allowed
     assert not Change("spec.data.prompts[0].path", "/a/prompts.jsonl", "/a/others.jsonl").allowed
     assert not Change("spec.data.prompts[0].path", None, "/a/others.jsonl").allowed
+
+
+def begun_earlier(**ppo: Any) -> dict[str, Any]:
+    """The spec as releases before `ppo.kl.in` wrote it into job.json, from the manifest of `spec(ppo=...)`."""
+    document = spec(ppo=ppo).model_dump(mode="json", by_alias=True)
+    document["ppo"]["kl"] = {"coef": 0.05, "target": None, "horizon": 10_000, "estimator": "k1"}
+    document["ppo"]["rewardClip"] = 5.0
+    for name in ("normalizeStd", "lossAggregation"):
+        del document["ppo"][name]
+    return document
+
+
+GRPO = {"advantage": "grpo", "samplesPerPrompt": 4}
+
+
+@pytest.mark.parametrize(
+    ("ppo", "expected"),
+    [
+        ({}, {}),
+        (GRPO, {"kl.estimator": ("k1", "Auto"), "kl.in": ("Reward", "Auto")}),
+        ({**GRPO, "kl": {"in": "Reward"}}, {}),
+        ({**GRPO, "kl": {"in": "Reward", "estimator": "k1"}, "rewardClip": 5.0}, {}),
+    ],
+)
+def test_a_run_of_an_earlier_release_goes_on(ppo: dict[str, Any], expected: dict[str, tuple[str, str]]) -> None:
+    found = changes(begun_earlier(**ppo), spec(ppo=ppo))
+    assert {change.field: (change.old, change.new) for change in found} == {
+        f"spec.ppo.{name}": values for name, values in expected.items()
+    }
+    assert all(change.allowed for change in found)
+
+
+def test_a_run_of_an_earlier_release_takes_no_other_change() -> None:
+    changed = spec(ppo={**GRPO, "rewardClip": 2.0, "clip": 0.3})
+    found = [change.field for change in changes(begun_earlier(**GRPO), changed) if not change.allowed]
+    assert found == ["spec.ppo.clip", "spec.ppo.rewardClip"]
+    function = {"models": {**tiny_job().spec.models.model_dump(by_alias=True), "reward": {"function": "a:b"}}}
+    (clip,) = changes(
+        {**begun_earlier(), **spec(**function).model_dump(by_alias=True, include={"models"})}, spec(**function)
+    )
+    assert (clip.field, clip.old, clip.new, clip.allowed) == ("spec.ppo.rewardClip", 5.0, "Auto", True)
 
 
 class Events(list[dict[str, Any]]):

@@ -201,7 +201,7 @@ def test_missing_values_are_named_only_where_they_are_needed() -> None:
         ({"generation": {"topK": 5}}, "cpu", True),
         ({"generation": {"topP": 0.9}}, "cpu", True),
         ({"ppo": {"oldLogProbs": "Recompute"}}, "cpu", True),
-        ({"ppo": {"oldLogProbs": "Rollout"}, "generation": {"temperature": 0.7}}, "cuda", False),
+        ({"ppo": {"oldLogProbs": "Rollout"}}, "cuda", False),
     ],
 )
 def test_auto_trusts_the_rollout_only_where_both_compute_the_same(

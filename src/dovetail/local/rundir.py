@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.store.changes import ChangeError, check
+from dovetail.coordinator.store.changes import ChangeError, check, remember
 from dovetail.coordinator.store.identity import RESULTS, has_store, new_id, write_id
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
@@ -150,6 +150,8 @@ class RunDir:
             if has_store(self.path):
                 records = open_records(self.path)
                 try:
+                    if old is not None:
+                        remember(old["spec"], records)
                     check(job.spec, records)
                 finally:
                     records.close()

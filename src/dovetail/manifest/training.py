@@ -138,8 +138,9 @@ class PPO(Model):
     kl: KL = Field(default_factory=KL, description="KL penalty against the reference.")
     old_log_probs: Literal["Auto", "Rollout", "Recompute"] = Field(
         default="Auto",
-        description="Denominator of the policy ratio: the rollout's own log-probabilities, or a forward pass of the "
-        "trainer. Auto: Rollout for float32 at temperature 1 without top-k or top-p, else Recompute.",
+        description="Denominator of the policy ratio: the rollout's own log-probabilities (which are at temperature 1: "
+        "refused with another), or a forward pass of the trainer. Auto: Rollout for float32 at temperature 1 without "
+        "top-k or top-p, else Recompute.",
     )
     importance_sampling: ImportanceSampling = Field(
         default_factory=ImportanceSampling, description="Correction of the gap between rollout and trainer."

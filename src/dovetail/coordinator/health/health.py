@@ -70,11 +70,9 @@ class Verdict:
 class Rules:
     """What of the job decides which verdicts make sense.
 
-    `comparable`: trainers compare with log-probabilities at temperature 1, of which the rollouts' are.
-    `exact`: nothing random lies between them, so a mismatch is an error. `grouped`: advantages come from rewards
-    within a prompt's samples. `max_tokens`: the longest response."""
+    `exact`: nothing random lies between rollouts and trainers, so a mismatch is an error. `grouped`: advantages
+    compare the samples of one prompt. `max_tokens`: the longest response."""
 
-    comparable: bool = True
     exact: bool = True
     grouped: bool = False
     max_tokens: int = 0
@@ -83,7 +81,6 @@ class Rules:
     def of(spec: RLHFJobSpec) -> Rules:
         lora = spec.models.actor.lora
         return Rules(
-            comparable=spec.generation.temperature == 1.0 or spec.ppo.old_log_probs != "Rollout",
             exact=lora is None or lora.dropout == 0.0,
             grouped=spec.ppo.advantage in ("grpo", "rloo") and spec.ppo.advantage_function is None,
             max_tokens=spec.generation.max_tokens,
@@ -120,7 +117,7 @@ def kl_per_token(metrics: Mapping[str, float]) -> float | None:
 
 def _mismatch(metrics: Mapping[str, float], rules: Rules) -> Verdict | None:
     found = metrics.get("mismatch_abs")
-    if found is None or not rules.comparable or found <= MISMATCH_NATS:
+    if found is None or found <= MISMATCH_NATS:
         return None
     return Verdict(
         MISMATCH,

@@ -61,6 +61,12 @@ def check(spec: RLHFJobSpec, records: Records, *, fitted: bool = False) -> None:
         )
 
 
+def remember(spec: dict[str, Any], records: Records) -> None:
+    """Store the spec (a JSON document) that the run has had so far, if an earlier release began it and did not."""
+    if records.get(SPEC) is None:
+        records.put_all({SPEC: spec})
+
+
 def adopt(spec: RLHFJobSpec, records: Records, log: Callable[..., None], *, guarded: bool = False) -> None:
     """Take up the manifest: record what changed since the run last had one. Raises ChangeError; not where the manifest
     is `guarded`: on a cluster only a new release's defaults could differ, which are no reason to end a job."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.manifest.reward import reward_clip
 from dovetail.manifest.types import RLHFJobSpec
 
 # None of these alters what the run has done so far. Learning rates and numbers of iterations are kept for each step, so
@@ -33,7 +35,10 @@ CHANGEABLE = (
     "ppo.kl.target",
     "ppo.kl.horizon",
 )
+# Releases before `ppo.kl.in` wrote this into job.json where a manifest did not say otherwise.
+EARLIER_REWARD_CLIP = 5.0
 # Why others may not, by the longest prefix.
+_NOT_EXTENDED = "SFT and reward-model training cannot be extended (of the stages only ppo can, by spec.ppo.iterations)"
 REASONS = {
     "": "steps since the last checkpoint are run again on resume and must give the same weights",
     "seed": "everything random in the run so far came from it",
@@ -44,6 +49,7 @@ REASONS = {
     "plan": "the stored steps were cut for this plan",
     "sft": "the stage's steps and batches are counted in it",
     "reward": "the stage's steps and batches are counted in it",
+    **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward") for length in ("steps", "epochs")},
     "ppo.globalBatchSize": "stored batches have this size",
     "generation": "samples under way were begun with it",
     "checkpoint.volume": "the run's files are there",
@@ -52,15 +58,19 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Change:
-    """One field, as in spec.ppo.kl.coef, and its values as JSON."""
+    """One field, as in spec.ppo.kl.coef, and its values as JSON. `inherited`: the old value is what an earlier
+    release did and this one no longer does."""
 
     field: str
     old: Any
     new: Any
+    inherited: bool = False
 
     @property
     def allowed(self) -> bool:
         """Whether a run may go on with the new value."""
+        if self.inherited:
+            return True
         name = self.field.removeprefix("spec.")
         if any(name == field or name.startswith(field + ".") for field in CHANGEABLE):
             return True
@@ -91,9 +101,33 @@ class Change:
 def changes(old: dict[str, Any], new: RLHFJobSpec) -> list[Change]:
     """Fields in which `new` differs from the spec `old`, a JSON document, in the order of their names. Fields that a
     release has added since count with their defaults."""
+    old, inherited = _of_earlier_release(old, new)
     with contextlib.suppress(ValidationError):  # of another release: compare what it says
         old = RLHFJobSpec.model_validate(old).model_dump(mode="json", by_alias=True)
-    return list(_differences(old, new.model_dump(mode="json", by_alias=True), "spec"))
+    found = _differences(old, new.model_dump(mode="json", by_alias=True), "spec")
+    return [replace(change, inherited=change.field in inherited) for change in found]
+
+
+def _of_earlier_release(old: dict[str, Any], new: RLHFJobSpec) -> tuple[dict[str, Any], set[str]]:
+    """`old` with the fields of this release, and the names of the fields that `new` may change for that reason.
+
+    Releases before `ppo.kl.in` had the KL penalty in the reward with any estimator, and they wrote their defaults (k1
+    and 5.0) where this release writes Auto. Settings with the same meaning are no difference. Others are changes, and
+    the run goes on with them: this release no longer does what the earlier one did."""
+    kl = old.get("ppo", {}).get("kl")
+    if kl is None or "in" in kl:
+        return old, set()
+    old = copy.deepcopy(old)
+    ppo, now = old["ppo"], new.ppo
+    ppo["kl"]["in"] = now.kl.place if not now.kl_in_loss else "Reward"
+    inherited = {"spec.ppo.kl.in", "spec.ppo.kl.estimator"}
+    if ppo["kl"].get("estimator", "k1") == now.kl_estimator:
+        ppo["kl"]["estimator"] = now.kl.estimator
+    if now.reward_clip == "Auto" and ppo.get("rewardClip") == EARLIER_REWARD_CLIP:
+        inherited.add("spec.ppo.rewardClip")
+        if reward_clip(new) == EARLIER_REWARD_CLIP:
+            ppo["rewardClip"] = "Auto"
+    return old, inherited
 
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[Change]:

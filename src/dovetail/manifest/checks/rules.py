@@ -708,6 +708,12 @@ _PPO = (
         "or set spec.ppo.normalizeStd to false.",
     ),
     _ppo(
+        lambda spec: spec.ppo.old_log_probs != "Rollout" or spec.generation.temperature == 1.0,
+        "self.ppo.oldLogProbs != 'Rollout' || self.generation.temperature == 1.0",
+        "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1 and the trainer's are "
+        "at spec.generation.temperature, which is not 1; use Recompute or Auto.",
+    ),
+    _ppo(
         lambda spec: spec.ppo.kl.target is None or spec.ppo.kl.coef > 0,
         "!has(self.ppo.kl.target) || self.ppo.kl.coef > 0.0",
         "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target.",
