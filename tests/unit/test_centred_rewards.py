@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.coordinator.trainers.supervised import Hooks, SupervisedStage, centre, run_supervised
+from dovetail.coordinator.loop.supervised import Hooks, SupervisedStage, centre, run_supervised
 from dovetail.manifest.types import Stage
 from dovetail.models import build_stage
 from dovetail.protocol.messages import CommandResult, Evaluate, Export, ModelRef

@@ -18,6 +18,7 @@ from dovetail.coordinator.loop.engines import Engines, Settings
 from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.ppo import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.simple import make_plan
 from dovetail.protocol.messages import CommandResult
@@ -157,16 +158,28 @@ class Run:
         )
         self.published: list[int] = []
         self.metrics: dict[str, float] = {}
-        engines = self.engines
-        engines.sources = SimpleNamespace(policy=lambda: None, critic=lambda: None)  # type: ignore[assignment]
-        engines.sync = SimpleNamespace(publish=self._publish)  # type: ignore[assignment]
+        engines, records = self.engines, self.engines.records
         engines.session.run_step = self._run_step  # type: ignore[method-assign]
         engines.session.save = self._save  # type: ignore[method-assign]
-        samples = engines.store.samples
         maker = SimpleNamespace(
-            facts={}, in_batch=lambda i: None, trained=lambda i: None, rest=self._save, discard=samples.forget
+            facts={},
+            in_batch=lambda i: None,
+            trained=lambda i: None,
+            rest=self._save,
+            discard=records.store.samples.forget,
         )
-        self.stage = PPOStage(engines, maker)  # type: ignore[arg-type]
+        self.stage = PPOStage(
+            spec,
+            engines.plan,
+            folder,
+            records,
+            None,  # type: ignore[arg-type]
+            SimpleNamespace(policy=lambda: None, critic=lambda: None),  # type: ignore[arg-type]
+            Settled(spec, records.store),
+            engines.session,
+            SimpleNamespace(publish=self._publish),  # type: ignore[arg-type]
+            maker,  # type: ignore[arg-type]
+        )
 
     async def _publish(self, version: int) -> None:
         self.published.append(version)
@@ -183,7 +196,7 @@ class Run:
         self.metrics = metrics
         number = self.engines.session.step + 1
         new = [NewSample(p, 0, np.zeros(2, np.int32), 1, {}) for p in range(len(scores))]
-        self.engines.store.samples.begin_iteration(number, new)
+        self.engines.records.store.samples.begin_iteration(number, new)
         made = arrays(list(scores), [[p] for p in range(len(scores))], list(range(len(scores))))
         asyncio.run(self._train(Experience(number, [], [""] * len(scores), made)))
 
@@ -192,12 +205,11 @@ class Run:
         await self.stage._saved()
 
     def close(self) -> None:
-        self.engines.history.close()
-        self.engines.store.close()
+        self.engines.records.close()
 
     @property
     def health(self) -> dict[str, Any]:
-        return dict(self.engines.progress.document({})["health"])
+        return dict(self.engines.records.progress.document({})["health"])
 
     def told(self) -> list[tuple[str, int, str]]:
         return [(e, t["iteration"], t["reason"]) for e, t in self.logged if e.startswith("health.")]
@@ -237,7 +249,7 @@ def test_a_warning_is_logged_when_it_begins_and_ends_and_stays_in_the_summary(st
     assert run.told() == [("health.recovered", 6, "RewardsEqual")]
     assert run.engines.registry.get_sample_value("dovetail_unhealthy", {"reason": "RewardsEqual"}) == 0
     assert run.engines.registry.get_sample_value("dovetail_unhealthy", {"reason": "EntropyCollapsed"}) == 0
-    health = run.engines.results.write("succeeded")["health"]
+    health = run.engines.records.results.write("succeeded")["health"]
     assert (health["iterations"], health["unhealthy"], health["verdicts"]) == (6, 4, [])
     assert {k: v for k, v in health["reasons"]["RewardsEqual"].items() if k != "message"} == {
         "first": 2,
@@ -276,6 +288,6 @@ def test_a_mismatch_stops_every_run_and_its_iteration_does_not_count(start: Star
     assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1])["metrics"]["mismatch_abs"] == 8.1
     run = start()
     assert run.engines.iteration == 1
-    assert run.engines.store.samples.samples(2) == [], "the prompts are answered anew"
+    assert run.engines.records.store.samples.samples(2) == [], "the prompts are answered anew"
     run.iterate(1.0, 2.0)
     assert (run.engines.iteration, run.health) == (2, {"iteration": 2, "verdicts": []})

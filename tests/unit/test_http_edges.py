@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from status_api_fixtures import Api
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.loop.engines import Engines
+from dovetail.coordinator.loop.batches import Batches
 from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.coordinator.loop.server import make_app
 from dovetail.coordinator.telemetry.telemetry import History
@@ -38,13 +38,22 @@ TOKEN = "the-jobs-own"
 class Host:
     """A coordinator's own parts behind its routes."""
 
-    batch = Engines.batch
+    async def batch(self, key: str) -> bytes:
+        return Batches(self.prepared, self.files, self.store).read(key)
 
     def __init__(self, folder: Path) -> None:
         self.history, self.timeline, self.files = History(folder), Timeline(folder), ExperienceFiles(folder)
         self.fleet = Fleet(lambda: 0.0, lambda *_, **__: None)
         self.prepared: Any = type(
-            "Prepared", (), {"sft_batch": lambda _, n: [][n], "reward_batch": lambda _, n: [][n]}
+            "Prepared",
+            (),
+            {
+                "sft_batch": lambda _, n: [][n],
+                "reward_batch": lambda _, n: [][n],
+                "sft_eval_batches": lambda _: [],
+                "reward_eval_batches": lambda _: [],
+                "scored_demonstrations": lambda _: [],
+            },
         )()
         self.trainers = TrainerGroup(
             world_size=1,
@@ -58,12 +67,6 @@ class Host:
         )
 
         self.store: Any = {}
-
-    def _eval_batches(self, _: Any) -> list[Any]:
-        return []
-
-    def _demonstrations(self) -> list[Any]:
-        return []
 
     def register(self, message: Register) -> None:
         self.fleet.register(message)

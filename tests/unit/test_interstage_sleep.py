@@ -44,7 +44,7 @@ def play(
         swaps: list[tuple[str, str]] = []
         async with aiohttp.ClientSession() as session:
             sleepers = Sleepers(
-                fleet, lambda: session, lambda event, **fields: None, lambda name, way, _: swaps.append((name, way))
+                fleet, session, lambda event, **fields: None, lambda name, way, _: swaps.append((name, way))
             )
             async with asyncio.timeout(30):
                 await scenario(server, fleet, sleepers, swaps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,33 +30,34 @@ def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
     spec = plain_spec()
     plan = make_plan(spec).model_copy(update={"prediction": prediction})
     logged: list[tuple[str, Any]] = []
-    engines = SimpleNamespace(
-        spec=spec, plan=plan, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
+    records: Any = SimpleNamespace(
+        progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
     )
-    return PPOStage(engines, SimpleNamespace()), engines  # type: ignore[arg-type]
+    unused: Any = None
+    return PPOStage(spec, plan, Path(), records, unused, unused, unused, unused, unused, unused), records
 
 
 def test_iterations_that_are_off_reach_the_jobs_status() -> None:
-    ppo, engines = stage(PREDICTED)
+    ppo, records = stage(PREDICTED)
     check = ppo._check
     assert check is not None
     for _ in range(2):
         ppo._compare(check, 16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
-    document = {**engines.progress.document({}), "stage": "ppo"}
+    document = {**records.progress.document({}), "stage": "ppo"}
     assert progress.plan_problem(document) is None
     assert progress.fields(document)["predicted_iteration_seconds"] == 10.0
     for _ in range(2):
         ppo._compare(check, 16.0, {"generation": 12.0, "training": 2.0, "weights": 1.0, "other": 1.0})
-    document = {**engines.progress.document({}), "stage": "ppo"}
+    document = {**records.progress.document({}), "stage": "ppo"}
     problem = progress.plan_problem(document)
     assert problem is not None
     assert problem.startswith("an iteration takes 16 s, 60% more than the 10 s predicted, most of it in generation")
     assert progress.fields(document)["predicted_iteration_seconds"] == 16.0
-    assert engines.logged == [("plan.off", {"problem": problem})]
+    assert records.logged == [("plan.off", {"problem": problem})]
 
 
 def test_without_a_prediction_nothing_is_compared() -> None:
-    ppo, engines = stage(None)
+    ppo, records = stage(None)
     assert ppo._check is None
-    assert progress.plan_problem(engines.progress.document({})) is None
-    assert "predicted_iteration_seconds" not in progress.fields({**engines.progress.document({}), "stage": "ppo"})
+    assert progress.plan_problem(records.progress.document({})) is None
+    assert "predicted_iteration_seconds" not in progress.fields({**records.progress.document({}), "stage": "ppo"})

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.coordinator.fleet.fleet import Instance
+from dovetail.coordinator.fleet.fleet import Instance, rollout_of
 from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.generation.work import Generated
 from dovetail.coordinator.store.samples import Key
@@ -25,11 +25,6 @@ STORED = "ppo/fusion"
 ASSUMED = StageProfile(
     decode=((1, 0.010), (64, 0.012)), prefill_seconds_per_token=1e-4, inference_seconds_per_token=3e-4
 )
-
-
-def rollout_of(scorer: str) -> str:
-    """The rollout that a scorer sits beside, by its name `<rollout>-scorer`."""
-    return scorer.removesuffix("-scorer")
 
 
 @dataclass

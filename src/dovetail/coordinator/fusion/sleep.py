@@ -26,7 +26,7 @@ class Sleepers:
     def __init__(
         self,
         fleet: Fleet,
-        session: Callable[[], aiohttp.ClientSession],
+        session: aiohttp.ClientSession,
         log: Callable[..., None],
         on_swapped: Callable[[str, str, float], None] = lambda name, way, seconds: None,
     ) -> None:
@@ -140,7 +140,7 @@ class Sleepers:
         error: str | None = None
         try:
             timeout = aiohttp.ClientTimeout(total=SECONDS)
-            async with self._session().post(instance.url + route, timeout=timeout) as response:
+            async with self._session.post(instance.url + route, timeout=timeout) as response:
                 if response.status != 200:
                     error = f"status {response.status}: {(await response.text())[:300]}"
         except (aiohttp.ClientError, OSError, TimeoutError) as problem:

@@ -29,23 +29,22 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.loop.commands import ModelSources, supervised_step
+from dovetail.coordinator.loop.batches import Batches, NotPrepared
+from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, Evaluation, measures
-from dovetail.coordinator.loop.experience import Experience, ExperienceFiles
+from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.ppo_stage import PPOStage
-from dovetail.coordinator.loop.server import NotPrepared, make_app
+from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.live import Live, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.store.changes import Settled, adopt
-from dovetail.coordinator.store.identity import check_complete, check_model, identify
-from dovetail.coordinator.store.results import Results
+from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.telemetry.telemetry import History, Metrics, Status
-from dovetail.coordinator.telemetry.timeline import Timeline
-from dovetail.coordinator.trainers.supervised import Hooks, SupervisedStage, centre, run_supervised
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Publisher
@@ -55,7 +54,6 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import serving
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.wire import Arrays, pack
 
 # For trainers to join and a first rollout to come up, where the manifest does not say.
 START_SECONDS = 900.0
@@ -90,32 +88,25 @@ class Engines:
         self.settings = settings
         self.log = log
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
-        self.progress = Status()
         check_complete(settings.run_dir)
-        self.store = Store(settings.run_dir)
+        store = Store(settings.run_dir)
         try:
-            self.run_id = identify(settings.run_dir, self.store)
-            adopt(spec, self.store, log, guarded=settings.pods)
+            self.run_id = identify(settings.run_dir, store)
+            adopt(spec, store, log, guarded=settings.pods)
         except BaseException:
-            self.store.close()
+            store.close()
             raise
-        self.settled = Settled(spec, self.store)
-        self.history = History(settings.run_dir)
-        self.timeline = Timeline(settings.run_dir)
-        self.files = ExperienceFiles(settings.run_dir)
+        self.records = RunRecords.of(settings.run_dir, store, spec.seed, self.registry, log)
+        self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._prepared: Prepared | None = None
-        self._held_out: dict[Stage, list[Arrays]] = {}
-        self._scored: list[Arrays] | None = None
-        self.results = Results(self.store, settings.run_dir, spec.seed)
         self.trainers = TrainerGroup(
             world_size=plan.world_size,
-            generation=int(self.store.get("trainers/generation") or 1),
-            formed=bool(self.store.get("trainers/formed")),
+            generation=int(store.get("trainers/generation") or 1),
+            formed=bool(store.get("trainers/formed")),
             peer_timeout=float(spec.failure_policy.peer_timeout_seconds),
             clock=time.monotonic,
             record_generation=self._record_generation,
@@ -125,7 +116,7 @@ class Engines:
         # A pod may wait for hours for a node or an image: how long, the operator decides (startTimeoutSeconds).
         self.start_seconds = float("inf") if settings.pods else START_SECONDS
         self.session = TrainerSession(
-            self.trainers, self.store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
+            self.trainers, store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
         )
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self.fleet = Fleet(
@@ -143,40 +134,66 @@ class Engines:
     # ------------------------------------------------------------ life
 
     async def __aenter__(self) -> Engines:
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self.settings.token}"},
+        spec, settings, records = self.spec, self.settings, self.records
+        self._session = http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {settings.token}"},
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
-        self._publisher = Publisher(self.trainers, self._session, float(self.spec.failure_policy.peer_timeout_seconds))
-        app = make_app(self, self.settings.token, self.registry)
+        self._publisher = Publisher(self.trainers, http, float(spec.failure_policy.peer_timeout_seconds))
+        app = make_app(self, settings.token, self.registry)
         self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         await self._listen(self._runner)
-        self.progress.update(state="running", message="preparing data and tokenizer")
-        known = self.store.get("data/sources") or {}
-        self._prepared = await asyncio.to_thread(
-            prepare, self.spec, self.settings.run_dir, self.settings.base_dir, known
+        records.progress.update(state="running", message="preparing data and tokenizer")
+        known = records.store.get("data/sources") or {}
+        self._prepared = prepared = await asyncio.to_thread(prepare, spec, settings.run_dir, settings.base_dir, known)
+        records.store.put("data/sources", {**known, **prepared.data.fingerprints})
+        self._batches = Batches(prepared, records.batches, records.store)
+        sources = ModelSources(spec, settings.run_dir, prepared.model_ref, self._rewards is None)
+        settled = Settled(spec, records.store)
+        self._maker = maker = ExperienceMaker(
+            spec,
+            self.plan,
+            records,
+            prepared,
+            sources,
+            self.fleet,
+            http,
+            settings.token,
+            self._rewards,
+            learnt=lambda: self.iteration,
+            published=lambda: sync.version is not None,
+            start_seconds=self.start_seconds,
         )
-        self.store.put("data/sources", {**known, **self._prepared.data.fingerprints})
-        self.sources = ModelSources(self.spec, self.settings.run_dir, self._prepared.model_ref, self._rewards is None)
-        self._maker = ExperienceMaker(self, self._rewards)
-        self._evaluation = Evaluation(
-            measures(self.spec), self._prepared.held_out_prompts, self.spec.seed, self._maker.answer
-        )
-        self.sync = WeightSync(
+        self._evaluation = Evaluation(measures(spec), prepared.held_out_prompts, spec.seed, maker.answer)
+        self._sync = sync = WeightSync(
             self.fleet,
             self._publisher,
             self.session,
-            self._maker.prepare_instance,
+            maker.prepare_instance,
             self._kinds,
             self.log,
             WEIGHTS_SECONDS,
             self.start_seconds,
         )
-        self._ppo = PPOStage(self, self._maker)
+        self._supervised = SupervisedStages(
+            spec,
+            self.plan,
+            settings.run_dir,
+            self.run_id,
+            records,
+            self.session,
+            sources,
+            settled,
+            self._batches,
+            prepared.total_steps,
+        )
+        self._ppo = PPOStage(
+            spec, self.plan, settings.run_dir, records, prepared, sources, settled, self.session, sync, maker
+        )
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
-        self.log("coordinator.ready", host=self.settings.host, port=self.settings.port)
+        self.log("coordinator.ready", host=settings.host, port=settings.port)
         return self
 
     async def __aexit__(
@@ -194,8 +211,7 @@ class Engines:
             await self._session.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        self.history.close()
-        self.store.close()
+        self.records.close()
 
     async def _listen(self, runner: web.AppRunner) -> None:
         """A port that another process has may be free in a moment. Raises TimeoutError."""
@@ -234,13 +250,13 @@ class Engines:
             for kind in ("rollout", "scorer"):
                 ready = {i.name for i in self.fleet.eligible(kind)}
                 for instance in self.fleet.instances(kind):
-                    self.metrics.instance_ready.labels(instance.name, kind).set(instance.name in ready)
-            self.results.note_time()
+                    self.records.metrics.instance_ready.labels(instance.name, kind).set(instance.name in ready)
+            self.records.results.note_time()
             await asyncio.sleep(1.0)
 
     async def _hold(self) -> None:
         """Whoever comes late, or comes back, is brought up to date while the stages go on."""
-        await asyncio.gather(self.session.hold(), self.sync.hold(), self._maker.hold())
+        await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
 
     # ------------------------------------------------------------ called by the HTTP server
 
@@ -258,48 +274,22 @@ class Engines:
         instances = {
             i.name: {"kind": i.kind, "state": i.health.value, "reason": i.reason} for i in self.fleet.instances()
         }
-        document = self.progress.document(instances)
+        document = self.records.progress.document(instances)
         stage = document["stage"]
         step, path = self.session.checkpoint(Stage(stage)) if stage else (0, None)
         checkpoint = {"stage": stage, "step": step, "path": path} if path else None
         return document | {"weight_version": self.fleet.version, "checkpoint": checkpoint}
 
     def history_since(self, offset: int) -> dict[str, Any]:
-        return self.history.since(offset)
+        return self.records.history.since(offset)
 
     def trace(self, iteration: int) -> bytes:
         """Raises FileNotFoundError."""
-        return self.timeline.read(iteration)
+        return self.records.timeline.read(iteration)
 
     async def batch(self, key: str) -> bytes:
-        """Raises LookupError for an unknown key, NotPrepared while data are being prepared."""
-        stage, _, number = key.partition("/")
-        if not (number.isascii() and number.isdigit() and len(number) < 10):
-            raise KeyError("a batch's name must be a stage and a number, as sft/1")
-        makers: dict[str, Callable[[int], Arrays]] = {
-            "sft": self.prepared.sft_batch,
-            "reward": self.prepared.reward_batch,
-            "sft-eval": lambda i: self._eval_batches(Stage.SFT)[i],
-            "reward-eval": lambda i: self._eval_batches(Stage.REWARD)[i],
-            "demonstrations": lambda i: self._demonstrations()[i],
-        }
-        if stage == "ppo":
-            return self.files.read(int(number), self.store.get(f"ppo/{int(number)}/batch"))
-        if stage not in makers:
-            raise KeyError(key)
-        return pack(makers[stage](int(number)))
-
-    def _eval_batches(self, stage: Stage) -> list[Arrays]:
-        if stage not in self._held_out:
-            prepared = self.prepared
-            made = prepared.sft_eval_batches() if stage is Stage.SFT else prepared.reward_eval_batches()
-            self._held_out = {stage: made}
-        return self._held_out[stage]
-
-    def _demonstrations(self) -> list[Arrays]:
-        if self._scored is None:
-            self._scored = self.prepared.scored_demonstrations()
-        return self._scored
+        """See `Batches.read`."""
+        return self._batches.read(key)
 
     # ------------------------------------------------------------ parts that others use
 
@@ -308,12 +298,6 @@ class Engines:
         if self._prepared is None:
             raise NotPrepared("the coordinator is still preparing its data")
         return self._prepared
-
-    @property
-    def http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("use the engines as an async context manager")
-        return self._session
 
     # ------------------------------------------------------------ reward functions
 
@@ -328,73 +312,21 @@ class Engines:
     async def check_rewards(self) -> None:
         """Before anything is trained: call the reward functions on two of the job's prompts, once a run. Raises
         RewardError."""
-        if self._rewards is None or Stage.PPO not in self.spec.stages or self.store.get("rewards/checked"):
+        if self._rewards is None or Stage.PPO not in self.spec.stages or self.records.store.get("rewards/checked"):
             return
-        self.progress.update(message="trying the reward functions")
+        self.records.progress.update(message="trying the reward functions")
         await rehearse(self._rewards, self.prepared)
-        self.store.put("rewards/checked", True)
+        self.records.store.put("rewards/checked", True)
 
     # ------------------------------------------------------------ SFT and reward model
 
     async def run_sft(self) -> None:
         """Supervised fine-tuning of the actor, to models/sft. Facts: sft.loss_before, sft.loss_after."""
-        stage = SupervisedStage(
-            stage=Stage.SFT,
-            model="actor",
-            source=self.sources.actor(),
-            steps=self.prepared.total_steps(Stage.SFT),
-            make_step=lambda k: self.settled.settle(supervised_step(self.spec, self.plan, Stage.SFT, k)),
-            eval_batches=[f"sft-eval/{i}" for i in range(len(self._eval_batches(Stage.SFT)))],
-            export_to=self.settings.run_dir / "models" / "sft",
-            checkpoint_every=self.spec.checkpoint.every_steps,
-            recompute=self.plan.recomputed(Stage.SFT),
-        )
-        await self._supervised(stage)
-        for when in ("before", "after"):
-            metrics = self.store.get(f"sft/{when}")
-            if metrics:
-                self.results.fact(f"sft.loss_{when}", metrics["loss"])
+        await self._supervised.sft()
 
     async def run_reward(self) -> None:
         """Training of the reward model, to models/reward, centred. Facts: reward_model.accuracy, .pairs, .centre."""
-        stage = SupervisedStage(
-            stage=Stage.REWARD,
-            model="reward",
-            source=self.sources.reward(),
-            steps=self.prepared.total_steps(Stage.REWARD),
-            make_step=lambda k: self.settled.settle(supervised_step(self.spec, self.plan, Stage.REWARD, k)),
-            eval_batches=[f"reward-eval/{i}" for i in range(len(self._eval_batches(Stage.REWARD)))],
-            export_to=self.settings.run_dir / "models" / "reward",
-            checkpoint_every=self.spec.checkpoint.every_steps,
-            recompute=self.plan.recomputed(Stage.REWARD),
-            centred=True,
-            demonstrations=[f"demonstrations/{i}" for i in range(len(self._demonstrations()))],
-        )
-        await self._supervised(stage)
-        self._scored = None
-        after = self.store.get("reward/after")
-        if after:
-            self.results.fact("reward_model.accuracy", after["accuracy"])
-            self.results.fact("reward_model.pairs", after["pairs"])
-            self.results.fact("reward_model.centre", centre(after))
-
-    async def _supervised(self, stage: SupervisedStage) -> None:
-        if self.store.get(f"{stage.stage.value}/done"):
-            check_model(stage.export_to, self.run_id)
-            return
-        self.progress.update(
-            state="running", stage=stage.stage.value, step=0, total_steps=stage.steps, phase="training"
-        )
-        await run_supervised(
-            stage, self.session, self.store, Hooks(self._on_step, self.results.fact, self.results.wall_seconds)
-        )
-        self.log("stage.finished", stage=stage.stage.value)
-
-    def _on_step(self, stage: Stage, step: int, total: int, result: CommandResult) -> None:
-        self.history.add(stage, step, result.metrics)
-        self.metrics.stage_step.labels(stage.value).set(step)
-        self.metrics.steps.labels(stage.value).inc()
-        self.progress.update(step=step, total_steps=total, metrics=result.metrics, message="")
+        await self._supervised.reward()
 
     # ------------------------------------------------------------ PPO
 
@@ -420,10 +352,10 @@ class Engines:
         return await self._ppo.train(experience)
 
     async def _evaluate(self, when: str) -> None:
-        self.progress.update(phase="generation", message="answering held-out prompts")
-        await self._evaluation.run(when, self.iteration, self.store, self.results)
-        self.progress.update(phase=None, message="")
-        self.timeline.begin()
+        self.records.progress.update(phase="generation", message="answering held-out prompts")
+        await self._evaluation.run(when, self.iteration, self.records.store, self.records.results)
+        self.records.progress.update(phase=None, message="")
+        self.records.timeline.begin()
 
     # ------------------------------------------------------------ end
 
@@ -432,24 +364,24 @@ class Engines:
         if Stage.PPO in self.spec.stages:
             await self._evaluate(AFTER)
             await self._ppo.finish()
-        document = self.results.write("succeeded")
-        self.progress.update(state="succeeded", phase=None, message="")
+        document = self.records.results.write("succeeded")
+        self.records.progress.update(state="succeeded", phase=None, message="")
         self.log("job.succeeded")
         return document
 
     def fail(self, reason: str) -> None:
         """Record that the job failed, and why, as far as store and disk still take it."""
-        self.progress.update(state="failed", message=reason)
+        self.records.progress.update(state="failed", message=reason)
         self.log("job.failed", reason=reason)
         with contextlib.suppress(OSError, StoreError):
-            self.results.write("failed", reason)
+            self.records.results.write("failed", reason)
 
     # ------------------------------------------------------------ records
 
     def _record_generation(self, generation: int) -> None:
-        self.store.put_all({"trainers/generation": generation, "trainers/formed": self.trainers.formed})
+        self.records.store.put_all({"trainers/generation": generation, "trainers/formed": self.trainers.formed})
         if self.trainers.formed:
-            self.metrics.generations.inc()
+            self.records.metrics.generations.inc()
 
     def _record_result(self, result: CommandResult) -> None:
-        self.store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans", "probe"}))
+        self.records.store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans", "probe"}))

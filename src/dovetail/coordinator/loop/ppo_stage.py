@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
+from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.kl import KLController
@@ -20,23 +22,24 @@ from dovetail.coordinator.loop.ppo import (
     other_seconds,
     ppo_step,
 )
+from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.schedule_words import applies, scheduled
+from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import mean_ci95
-from dovetail.coordinator.trainers.trainer_session import StagePlan
+from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.types import Stage
+from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.deviation import Expected, PlanCheck
 from dovetail.protocol.messages import CommandResult, Span, Step
+from dovetail.protocol.plan import Plan
 from dovetail.protocol.wire import Arrays, unpack
 
 if TYPE_CHECKING:
-    from dovetail.coordinator.loop.engines import Engines
     from dovetail.coordinator.loop.scheduling import Scheduling
-    from dovetail.coordinator.store.changes import Settled
     from dovetail.coordinator.store.store import KeyValues
-    from dovetail.manifest.types import RLHFJobSpec
-    from dovetail.protocol.plan import Layout, Plan
+    from dovetail.protocol.plan import Layout
 
 
 def stored_step(
@@ -54,23 +57,33 @@ class PPOStage:
     """Everything of it that must survive the coordinator is in the store: ppo/progress (last step and KL coefficient),
     ppo/<iteration>/facts (what the step needs to be replayed), ppo/totals."""
 
-    def __init__(self, engines: Engines, maker: ExperienceMaker) -> None:
-        self._engines = engines
-        self._spec = engines.spec
-        self._maker = maker
+    def __init__(
+        self,
+        spec: RLHFJobSpec,
+        plan: Plan,
+        run_dir: Path,
+        records: RunRecords,
+        prepared: Prepared,
+        sources: ModelSources,
+        settled: Settled,
+        session: TrainerSession,
+        sync: WeightSync,
+        maker: ExperienceMaker,
+    ) -> None:
+        self._spec, self._plan, self._run_dir = spec, plan, run_dir
+        self._records, self._prepared, self._sources, self._settled = records, prepared, sources, settled
+        self._session, self._sync, self._maker = session, sync, maker
         self._saving: asyncio.Task[None] | None = None
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
         self._verdicts: list[Verdict] = []
         self._check: PlanCheck | None = None
-        if (predicted := engines.plan.prediction) is not None:
+        if (predicted := plan.prediction) is not None:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
-        if applies(engines.spec, engines.plan):
+        if applies(spec, plan):
             from dovetail.coordinator.loop.scheduling import Scheduling
 
-            self._scheduling = Scheduling(
-                engines.spec, engines.plan, engines.store, engines.settings.run_dir, engines.log
-            )
+            self._scheduling = Scheduling(spec, plan, records.store, run_dir, records.log)
             # Beside the stages before PPO: the first search compiles its kernels.
             self._placing = asyncio.create_task(self._scheduling.begin())
 
@@ -83,41 +96,41 @@ class PPOStage:
 
     async def begin(self) -> None:
         """Load actor and critic and bring their weights to the rollouts and scorers."""
-        progress = self._engines.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
-        self._health = HealthWatch(self._spec, self._engines.store, self._engines.log, self._engines.metrics.unhealthy)
+        progress = self._records.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
+        self._health = HealthWatch(self._spec, self._records.store, self._records.log, self._records.metrics.unhealthy)
         self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
-        models = {"actor": self._engines.sources.policy()}
+        models = {"actor": self._sources.policy()}
         if has_critic(self._spec):
-            models["critic"] = self._engines.sources.critic()
+            models["critic"] = self._sources.critic()
         if self._placing is not None:
             await self._placing
-        again = self._engines.plan.recomputed(Stage.PPO)
-        self._engines.session.begin(
+        again = self._plan.recomputed(Stage.PPO)
+        self._session.begin(
             StagePlan(
                 Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again, self._can_replay
             ),
             int(progress["step"]),
         )
-        self._engines.progress.update(
+        self._records.progress.update(
             state="running",
             stage="ppo",
-            iteration=self._engines.iteration,
+            iteration=self._session.step,
             total_iterations=self._spec.ppo.iterations,
             phase="weights",
             message="waiting for rollouts to take the first weights",
             health=self._health.status(),
         )
-        self._record_interrupted(self._engines.iteration)
-        await self._engines.sync.publish(self._engines.iteration)
-        self._engines.timeline.begin()
+        self._record_interrupted(self._session.step)
+        await self._sync.publish(self._session.step)
+        self._records.timeline.begin()
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
         """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
 
         What the store already holds of the iteration (after a crash) is not done again."""
-        iteration = self._engines.iteration + 1
-        self._engines.progress.update(iteration=iteration, message="")
-        prepared = self._engines.prepared
+        iteration = self._session.step + 1
+        self._records.progress.update(iteration=iteration, message="")
+        prepared = self._prepared
         if prompts is None:
             records = prepared.prompts(iteration)
         else:
@@ -127,31 +140,31 @@ class PPOStage:
     async def train(self, experience: Experience) -> dict[str, float]:
         """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
         iteration = experience.iteration
-        if iteration != self._engines.iteration + 1:
-            raise ValueError(f"experience of iteration {iteration} given, {self._engines.iteration + 1} expected")
-        if self._engines.store.get(f"ppo/{iteration}/facts") is None:
+        if iteration != self._session.step + 1:
+            raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
+        if self._records.store.get(f"ppo/{iteration}/facts") is None:
             warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
             schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
             facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
-            digest = self._engines.files.write(iteration, experience.arrays)
-            self._engines.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
+            digest = self._records.batches.write(iteration, experience.arrays)
+            self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
         self._maker.in_batch(iteration)
-        with self._engines.timeline.phase("training"):
-            self._engines.progress.update(phase="training")
+        with self._records.timeline.phase("training"):
+            self._records.progress.update(phase="training")
             await self._saved()
             await self._maker.rest()
-            result = await self._engines.session.run_step()
-            self._engines.timeline.add(result.spans)
+            result = await self._session.run_step()
+            self._records.timeline.add(result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result)
             self._refuse_untrue(iteration, experience.arrays, result)
             kl = mean_kl(experience.arrays, result.metrics, self._spec.generation.temperature)["mean"]
             self._kl.update(kl, len(experience.responses))
-            self._engines.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
+            self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             self._maker.trained(iteration)
-        with self._engines.timeline.phase("weights"):
-            self._engines.progress.update(phase="weights")
-            await self._engines.sync.publish(iteration)
+        with self._records.timeline.phase("weights"):
+            self._records.progress.update(phase="weights")
+            await self._sync.publish(iteration)
         if iteration % self._spec.checkpoint.every_steps == 0:
             # The trainers have nothing to do while the next iteration's samples are generated.
             self._saving = asyncio.create_task(self._checkpoint(iteration))
@@ -170,20 +183,20 @@ class PPOStage:
         untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
         if not untrue:
             return
-        self._engines.history.add(Stage.PPO, iteration, metrics)
-        self._engines.progress.update(metrics=metrics, health=self._health.note(iteration, metrics, untrue))
-        self._engines.store.put(f"ppo/{iteration}/facts", None)
+        self._records.history.add(Stage.PPO, iteration, metrics)
+        self._records.progress.update(metrics=metrics, health=self._health.note(iteration, metrics, untrue))
+        self._records.store.put(f"ppo/{iteration}/facts", None)
         self._maker.discard(iteration)
         self._health.check(iteration, untrue)
 
     async def _checkpoint(self, iteration: int) -> None:
         started = clock.now()
-        await self._engines.session.save()
+        await self._session.save()
         # An older checkpoint is kept in case this one is damaged, and so are the batches since.
-        self._engines.files.forget_through(self._engines.session.oldest(Stage.PPO))
-        self._engines.store.samples.forget_before(iteration)
+        self._records.batches.forget_through(self._session.oldest(Stage.PPO))
+        self._records.store.samples.forget_before(iteration)
         span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=clock.now())
-        self._engines.timeline.add([span])
+        self._records.timeline.add([span])
 
     async def _saved(self) -> None:
         """Wait for the checkpoint under way, if any; its error is raised here."""
@@ -193,12 +206,12 @@ class PPOStage:
 
     def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
         """Account for a finished iteration and begin the next."""
-        engines, timeline = self._engines, self._engines.timeline
+        records, timeline = self._records, self._records.timeline
         wall = clock.now() - timeline.started
         phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
-        engines.results.add_iteration(len(arrays["scores"]), wall, phases)
+        records.results.add_iteration(len(arrays["scores"]), wall, phases)
         metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts)
-        gauges = engines.metrics
+        gauges = records.metrics
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)
         gauges.iteration_seconds.observe(wall)
@@ -214,9 +227,9 @@ class PPOStage:
         before = check.problem
         check.observe(wall, phases)
         if check.problem is not None and check.problem != before:
-            self._engines.log("plan.off", problem=check.problem)
+            self._records.log("plan.off", problem=check.problem)
         told = {"expected_iteration_seconds": check.expected.seconds, "problem": check.problem}
-        self._engines.progress.update(plan=told)
+        self._records.progress.update(plan=told)
 
     def _record(
         self,
@@ -228,54 +241,54 @@ class PPOStage:
         more: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
-        engines = self._engines
+        records = self._records
         temperature = self._spec.generation.temperature
         metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds, temperature), **(more or {})}
-        engines.history.add(Stage.PPO, iteration, metrics)
+        records.history.add(Stage.PPO, iteration, metrics)
         for when in ["first"] * (iteration == 1) + ["last"]:
-            engines.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
-            engines.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
+            records.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
+            records.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
         self._verdicts = self._health.judge(iteration, metrics)
         health = self._health.note(iteration, metrics, self._verdicts)
-        gauges = engines.metrics
+        gauges = records.metrics
         gauges.reward.set(metrics["reward"])
         gauges.kl.set(metrics["kl"])
         gauges.weight_version.set(iteration)
         gauges.stage_step.labels("ppo").set(iteration)
         gauges.steps.labels("ppo").inc()
-        engines.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)
+        records.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)
         told = {"health": ", ".join(v.reason for v in self._verdicts) or "healthy"}
-        engines.log("iteration.finished", iteration=iteration, **told, **{k: round(v, 5) for k, v in metrics.items()})
-        engines.store.put("ppo/recorded", iteration)
+        records.log("iteration.finished", iteration=iteration, **told, **{k: round(v, 5) for k, v in metrics.items()})
+        records.store.put("ppo/recorded", iteration)
         return metrics
 
     def _record_interrupted(self, iteration: int) -> None:
         """A coordinator that died between the step and its records: make them now."""
-        if iteration == 0 or (self._engines.store.get("ppo/recorded") or 0) >= iteration:
+        if iteration == 0 or (self._records.store.get("ppo/recorded") or 0) >= iteration:
             return
-        result = self._engines.session.result_of(f"ppo/{iteration}/step")
-        self._record(iteration, unpack(self._engines.files.read(iteration)), result, {}, None)
+        result = self._session.result_of(f"ppo/{iteration}/step")
+        self._record(iteration, unpack(self._records.batches.read(iteration)), result, {}, None)
 
     def _can_replay(self, first: int, last: int) -> bool:
-        store, files = self._engines.store, self._engines.files
+        store, files = self._records.store, self._records.batches
         return all(files.has(i) and store.get(f"ppo/{i}/facts") is not None for i in range(first + 1, last + 1))
 
     def _layouts(self) -> dict[str, Layout]:
         return {} if self._scheduling is None else self._scheduling.layouts
 
     def _ppo_step(self, iteration: int) -> Step:
-        engines = self._engines
-        return stored_step(self._spec, engines.plan, engines.store, engines.settled, self._layouts(), iteration)
+        store = self._records.store
+        return stored_step(self._spec, self._plan, store, self._settled, self._layouts(), iteration)
 
     async def finish(self) -> None:
         """Export the trained models."""
         await self._saved()
         if self._scheduling is not None:
             await self._scheduling.close()
-        self._engines.progress.update(phase="export", message="exporting models")
-        folder = self._engines.settings.run_dir / "models"
-        await self._engines.session.export("actor", folder / "actor")
+        self._records.progress.update(phase="export", message="exporting models")
+        folder = self._run_dir / "models"
+        await self._session.export("actor", folder / "actor")
         if self._spec.ppo.ema is not None:
-            await self._engines.session.export("ema", folder / "actor-ema")
+            await self._session.export("ema", folder / "actor-ema")
         if has_critic(self._spec):
-            await self._engines.session.export("critic", folder / "critic")
+            await self._session.export("critic", folder / "critic")

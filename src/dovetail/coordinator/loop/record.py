@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
+from dovetail.coordinator.fleet.fleet import rollout_of
 from dovetail.coordinator.fusion.account import StageAccount, account, totals
-from dovetail.coordinator.fusion.fusion import StageFusion, rollout_of
+from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.protocol.messages import Span
-
-if TYPE_CHECKING:
-    from dovetail.coordinator.loop.engines import Engines
 
 TOTALS = "ppo/fusion/totals"
 LEFT = "samples left"
 
 
 def record(
-    engines: Engines, iteration: int, fusion: StageFusion, done: Generated, begun: float, generated: float
+    records: RunRecords,
+    setting: str | float,
+    scorers: int,
+    iteration: int,
+    fusion: StageFusion,
+    done: Generated,
+    begun: float,
+    generated: float,
 ) -> dict[str, float]:
-    """`begun`, `generated`: when the stage began and its last sample was generated, seconds since the epoch; it ends
-    now. Returns the iteration's `fusion_...` metrics."""
-    timeline = engines.timeline
+    """Returns the iteration's `fusion_...` metrics. `setting`: `spec.plan.interStageFusion`. `scorers`: how many there
+    are. `begun`, `generated`: when the stage began, and when its last sample was generated, in seconds since the epoch;
+    the stage ends now."""
+    timeline = records.timeline
     by_rollout: dict[str, list[Span]] = {}
     for span in timeline.spans("inference"):
         if span.process != "coordinator":
             by_rollout.setdefault(rollout_of(span.process), []).append(span)
-    scorers = len(engines.fleet.instances("scorer"))
     found = account(begun, generated, time.time(), done.spans, by_rollout, scorers)
-    _on_timeline(engines, fusion, done, by_rollout, generated)
-    _in_metrics(engines, fusion, done, found)
+    _on_timeline(records, fusion, done, by_rollout, generated)
+    _in_metrics(records, fusion, done, found)
     facts = {
         "fusion_migrated": float(len(done.migrations)),
         "fusion_hidden_seconds": found.hidden,
@@ -47,18 +52,17 @@ def record(
         facts["fusion_predicted_saved_seconds"] = decision.serial_seconds - decision.fused_seconds
         sums["predicted_seconds_saved"] = facts["fusion_predicted_saved_seconds"]
         sums["predicted_stage_seconds"] = decision.fused_seconds
-    sums = totals(engines.store.get(TOTALS), sums)
-    engines.store.put(TOTALS, sums)
-    setting = engines.spec.plan.inter_stage_fusion
-    engines.results.fact("fusion", {"setting": setting, "threshold": fusion.threshold, **sums})
-    engines.log("fusion.done", iteration=iteration, **{k: round(v, 4) for k, v in facts.items()})
+    sums = totals(records.store.get(TOTALS), sums)
+    records.store.put(TOTALS, sums)
+    records.results.fact("fusion", {"setting": setting, "threshold": fusion.threshold, **sums})
+    records.log("fusion.done", iteration=iteration, **{k: round(v, 4) for k, v in facts.items()})
     return facts
 
 
 def _on_timeline(
-    engines: Engines, fusion: StageFusion, done: Generated, by_rollout: dict[str, list[Span]], generated: float
+    records: RunRecords, fusion: StageFusion, done: Generated, by_rollout: dict[str, list[Span]], generated: float
 ) -> None:
-    timeline = engines.timeline
+    timeline = records.timeline
     timeline.count(LEFT, done.tail)
     early = [s.start for spans in by_rollout.values() for s in spans if s.start < generated]
     if early:
@@ -79,8 +83,8 @@ def _on_timeline(
     )
 
 
-def _in_metrics(engines: Engines, fusion: StageFusion, done: Generated, found: StageAccount) -> None:
-    metrics = engines.metrics
+def _in_metrics(records: RunRecords, fusion: StageFusion, done: Generated, found: StageAccount) -> None:
+    metrics = records.metrics
     for m in done.migrations:
         metrics.migrations.labels(m.mechanism, m.reason).inc()
         metrics.migration_bytes.labels(m.mechanism).inc(m.nbytes)

@@ -10,6 +10,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
 
+from dovetail.coordinator.loop.batches import NotPrepared
 from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerGroup
 from dovetail.protocol import serving
 from dovetail.protocol.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
@@ -18,10 +19,6 @@ from dovetail.protocol.wire import CONTENT_TYPE
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)
 _OFFSET = re.compile(r"[0-9]{1,15}")
-
-
-class NotPrepared(RuntimeError):
-    """The data are not there yet."""
 
 
 class Host(Protocol):

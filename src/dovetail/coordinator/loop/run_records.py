@@ -1,0 +1,49 @@
+"""Where a run writes what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.store.results import Results
+from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.telemetry.telemetry import History, Metrics, Status
+from dovetail.coordinator.telemetry.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What a run keeps for its next life (`store`, `batches`), tells its user (`history`, `results`, `timeline`), and
+    shows to whoever asks (`metrics`, `progress`, `log`)."""
+
+    store: Store
+    results: Results
+    history: History
+    timeline: Timeline
+    batches: ExperienceFiles
+    metrics: Metrics
+    progress: Status
+    log: Callable[..., None]
+
+    @staticmethod
+    def of(run_dir: Path, store: Store, seed: int, registry: CollectorRegistry, log: Callable[..., None]) -> RunRecords:
+        """Those of the run in `run_dir`, whose metrics are in `registry`."""
+        return RunRecords(
+            store,
+            Results(store, run_dir, seed),
+            History(run_dir),
+            Timeline(run_dir),
+            ExperienceFiles(run_dir),
+            Metrics(registry),
+            Status(),
+            log,
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        self.history.close()
+        self.store.close()

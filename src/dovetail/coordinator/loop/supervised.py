@@ -1,0 +1,158 @@
+"""The SFT and reward-model stages: evaluate, steps with checkpoints, evaluate, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dovetail.coordinator.loop.batches import Batches
+from dovetail.coordinator.loop.commands import ModelSources, supervised_step
+from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.store.changes import Settled
+from dovetail.coordinator.store.identity import check_model
+from dovetail.coordinator.trainers.trainer_session import Records, StagePlan, TrainerSession
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.messages import CommandResult, ModelRef, Step
+from dovetail.protocol.plan import Plan
+
+# checkpoint.everySteps counts PPO iterations and tens of the much shorter SFT and reward steps.
+STEPS_PER_CHECKPOINT_UNIT = 10
+
+
+@dataclass(frozen=True)
+class SupervisedStage:
+    """`recompute`: models that make their activations again in the backward pass. `centred`: a reward model, whose mean
+    score over `demonstrations` becomes 0 when it is exported; without any, that over the preferred responses."""
+
+    stage: Stage
+    model: str
+    source: ModelRef
+    steps: int
+    make_step: Callable[[int], Step]
+    eval_batches: list[str]
+    export_to: Path
+    checkpoint_every: int
+    recompute: list[str] = field(default_factory=list)
+    centred: bool = False
+    demonstrations: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Hooks:
+    """What the stage tells the rest of the coordinator as it goes, and asks: the job's seconds, over restarts."""
+
+    on_step: Callable[[Stage, int, int, CommandResult], None]
+    on_fact: Callable[[str, float], None]
+    wall_seconds: Callable[[], float]
+
+
+async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: Records, hooks: Hooks) -> None:
+    """Run the stage from wherever its records say it is.
+
+    Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""
+    name = stage.stage.value
+    done = records.get(f"{name}/step")
+    session.begin(
+        StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step, recompute=stage.recompute),
+        int(done) if isinstance(done, int) else 0,
+    )
+    if records.get(f"{name}/began") is None:
+        records.put(f"{name}/began", hooks.wall_seconds())
+    began = records.get(f"{name}/began")
+    assert isinstance(began, float)
+    if records.get(f"{name}/before") is None and session.step == 0:
+        records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
+    while session.step < stage.steps:
+        result = await session.run_step()
+        records.put(f"{name}/step", session.step)
+        hooks.on_step(stage.stage, session.step, stage.steps, result)
+        if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
+            await session.save()
+    after = await session.evaluate(stage.eval_batches, stage.demonstrations)
+    records.put(f"{name}/after", after)
+    await session.export(stage.model, stage.export_to, centre(after) if stage.centred else 0.0)
+    records.put(f"{name}/done", True)  # on the disk before `forget` deletes the checkpoints
+    session.forget(stage.stage)
+    hooks.on_fact(f"stages.{name}", hooks.wall_seconds() - began)
+
+
+def centre(evaluation: Mapping[str, float]) -> float:
+    """The score that becomes 0 (Ouyang et al. 2022, section 3.5): the mean over demonstrations, else over the preferred
+    responses of the held-out pairs; 0 without either."""
+    if evaluation.get("demonstrations"):
+        return evaluation["demonstration_score"]
+    return evaluation.get("chosen", 0.0)
+
+
+class SupervisedStages:
+    """The job's SFT and reward-model stages. Each goes on from whatever the store says, and is left out when done.
+
+    `steps(stage)`: how many the stage has. `run_id`: whose models are accepted as this run's."""
+
+    def __init__(
+        self,
+        spec: RLHFJobSpec,
+        plan: Plan,
+        run_dir: Path,
+        run_id: str,
+        records: RunRecords,
+        session: TrainerSession,
+        sources: ModelSources,
+        settled: Settled,
+        batches: Batches,
+        steps: Callable[[Stage], int],
+    ) -> None:
+        self._spec, self._plan, self._models, self._run_id = spec, plan, run_dir / "models", run_id
+        self._records, self._session, self._sources, self._settled = records, session, sources, settled
+        self._batches, self._steps = batches, steps
+
+    async def sft(self) -> None:
+        """Supervised fine-tuning of the actor, to models/sft. Facts: sft.loss_before, sft.loss_after."""
+        await self._run(self._stage(Stage.SFT, "actor", self._sources.actor()))
+        for when in ("before", "after"):
+            metrics = self._records.store.get(f"sft/{when}")
+            if metrics:
+                self._records.results.fact(f"sft.loss_{when}", metrics["loss"])
+
+    async def reward(self) -> None:
+        """Training of the reward model, to models/reward, centred. Facts: reward_model.accuracy, .pairs, .centre."""
+        demonstrations = [f"demonstrations/{i}" for i in range(len(self._batches.demonstrations()))]
+        stage = self._stage(Stage.REWARD, "reward", self._sources.reward())
+        await self._run(replace(stage, centred=True, demonstrations=demonstrations))
+        self._batches.forget_demonstrations()
+        after = self._records.store.get("reward/after")
+        if after:
+            self._records.results.fact("reward_model.accuracy", after["accuracy"])
+            self._records.results.fact("reward_model.pairs", after["pairs"])
+            self._records.results.fact("reward_model.centre", centre(after))
+
+    def _stage(self, stage: Stage, model: str, source: ModelRef) -> SupervisedStage:
+        return SupervisedStage(
+            stage=stage,
+            model=model,
+            source=source,
+            steps=self._steps(stage),
+            make_step=lambda k: self._settled.settle(supervised_step(self._spec, self._plan, stage, k)),
+            eval_batches=[f"{stage.value}-eval/{i}" for i in range(len(self._batches.held_out(stage)))],
+            export_to=self._models / stage.value,
+            checkpoint_every=self._spec.checkpoint.every_steps,
+            recompute=self._plan.recomputed(stage),
+        )
+
+    async def _run(self, stage: SupervisedStage) -> None:
+        records, name = self._records, stage.stage.value
+        if records.store.get(f"{name}/done"):
+            check_model(stage.export_to, self._run_id)
+            return
+        records.progress.update(state="running", stage=name, step=0, total_steps=stage.steps, phase="training")
+        hooks = Hooks(self._on_step, records.results.fact, records.results.wall_seconds)
+        await run_supervised(stage, self._session, records.store, hooks)
+        records.log("stage.finished", stage=name)
+
+    def _on_step(self, stage: Stage, step: int, total: int, result: CommandResult) -> None:
+        records = self._records
+        records.history.add(stage, step, result.metrics)
+        records.metrics.stage_step.labels(stage.value).set(step)
+        records.metrics.steps.labels(stage.value).inc()
+        records.progress.update(step=step, total_steps=total, metrics=result.metrics, message="")

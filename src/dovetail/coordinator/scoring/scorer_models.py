@@ -1,0 +1,70 @@
+"""Which models each scorer holds: loaded before it takes weights or samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import aiohttp
+
+from dovetail.coordinator.fleet.fleet import Fleet, rollout_of
+from dovetail.coordinator.scoring.lanes import Lane, lanes_of
+from dovetail.coordinator.scoring.scoring import Scorer, load_models
+from dovetail.protocol.messages import ModelRef
+
+LOAD_SECONDS = 600.0
+
+
+class ScorerModels:
+    """`sources`: where each model that scorers hold comes from. `plan_holds`: by rollout, the models the plan gives
+    its scorer; a scorer that the plan does not know (a surplus rollout) holds all. `session`: sends the job's token."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, Callable[[], ModelRef]],
+        plan_holds: Mapping[str, Sequence[str]],
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._sources, self._plan_holds, self._fleet, self._session = sources, plan_holds, fleet, session
+        # By name: the incarnation that has loaded its models.
+        self._loaded: dict[str, str] = {}
+        self.lanes = lanes_of(list(sources), list(plan_holds.values())) if plan_holds else []
+
+    def held_by(self, scorer: str) -> list[str]:
+        """The models that a scorer serves."""
+        return [model for model in self._sources if model in self._plan_holds.get(rollout_of(scorer), self._sources)]
+
+    def has_loaded(self, name: str, incarnation: str) -> bool:
+        """Whether this process holds its models."""
+        return self._loaded.get(name) == incarnation
+
+    async def load(self, scorer: Scorer) -> None:
+        """Make the scorer hold its models. Raises OSError or TimeoutError."""
+        if self.has_loaded(scorer.name, scorer.incarnation):
+            return
+        models = {model: self._sources[model]() for model in self.held_by(scorer.name)}
+        try:
+            await load_models(self._session, scorer, models, LOAD_SECONDS)
+        except aiohttp.ClientError as error:
+            raise OSError(str(error)) from error
+        self._loaded[scorer.name] = scorer.incarnation
+
+    async def load_all(self) -> None:
+        """Make every scorer that may take work hold its models; those that cannot are failures of the fleet's."""
+        for instance in self._fleet.eligible("scorer"):
+            try:
+                await self.load(Scorer(instance.name, instance.url, instance.incarnation))
+            except (OSError, TimeoutError) as error:
+                self._fleet.failed(instance.name, f"could not load its models: {error}")
+
+    def scorers(self, lane: Lane) -> list[Scorer]:
+        """Those that can score with all models of the lane now."""
+        return [
+            Scorer(i.name, i.url, i.incarnation)
+            for i in self._fleet.eligible("scorer")
+            if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, lane)
+        ]
+
+    def serves(self, scorer: str, lane: Lane) -> bool:
+        """Whether a scorer's models include the lane's."""
+        return set(lane) <= set(self.held_by(scorer))
