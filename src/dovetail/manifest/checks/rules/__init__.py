@@ -1,0 +1,39 @@
+"""The rules between fields of a spec: what no single field's type can say. Pure.
+
+`RULES` is the one table. Each row (`Rule`) has the place of the rule, a Python predicate, the same predicate in CEL,
+and the sentence for the user. `check` runs the Python predicates. The CRD and the reference page are made of the same
+rows, so the API server refuses what `dovetail validate` refuses, in the same words. CEL cannot see free-form objects (a
+scratch model's config) and unions (plan.parallelism). Rows about these have no CEL: the operator checks them, and the
+condition Planned says what it found."""
+
+from __future__ import annotations
+
+from dovetail.manifest.checks.cel import CelRule
+from dovetail.manifest.checks.rules.data_rules import DATA_RULES
+from dovetail.manifest.checks.rules.group_rules import GROUP_RULES
+from dovetail.manifest.checks.rules.layout_rules import CONFIGURATION_RULES, LAYOUT_RULES
+from dovetail.manifest.checks.rules.model_rules import MODEL_RULES, REWARD_RULES, STAGE_RULES, TOKENIZER_RULES
+from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
+from dovetail.manifest.checks.rules.rule import Rule
+from dovetail.manifest.types import RLHFJobSpec
+
+RULES: tuple[Rule, ...] = (
+    *STAGE_RULES,
+    *MODEL_RULES,
+    *REWARD_RULES,
+    *TOKENIZER_RULES,
+    *DATA_RULES,
+    *BATCH_RULES,
+    *PPO_RULES,
+    *SHARED_BODY_RULES,
+    *GROUP_RULES,
+    *LAYOUT_RULES,
+    *CONFIGURATION_RULES,
+)
+
+CEL_RULES: tuple[CelRule, ...] = tuple(found for rule in RULES for found in rule.cel_rules())
+
+
+def check(spec: RLHFJobSpec) -> list[str]:
+    """One sentence for each rule that the spec breaks, each with the field's path and the fix; [] if none."""
+    return [sentence for rule in RULES for _, sentence in rule.check(spec)]

@@ -1,0 +1,91 @@
+"""Rules about data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES
+from dovetail.manifest.checks.rules.rule import CALLS, Rule, one_of, ppo_rule, spec_rule
+from dovetail.manifest.types import DataSource, ModelSource, RLHFJobSpec, Stage
+
+# ---------------------------------------------------------------- data
+
+_DATA_SOURCES = tuple(f"spec.data.{name}[]" for name in ("demonstrations", "preferences", "prompts"))
+
+
+def _revision_of_hub(source: ModelSource | DataSource) -> bool:
+    return source.revision is None or source.hugging_face is not None
+
+
+def _whole_unless_hub(source: DataSource) -> bool:
+    return source.hugging_face is not None or source.split == "train"
+
+
+def _subset_of_hub(source: DataSource) -> bool:
+    return source.subset is None or source.hugging_face is not None
+
+
+def _trains(stage: Stage) -> tuple[Callable[[RLHFJobSpec], bool], str]:
+    """Whether the job trains the stage's model, in Python and in CEL."""
+    if stage is Stage.REWARD:
+        return (
+            lambda spec: Stage.REWARD in spec.stages and not spec.models.reward.calls,
+            f"'reward' in self.stages && !{CALLS}",
+        )
+    return lambda spec: stage in spec.stages, f"'{stage.value}' in self.stages"
+
+
+def _needed(stage: Stage, name: str) -> Rule:
+    trains, cel = _trains(stage)
+    return spec_rule(
+        lambda spec: not trains(spec) or bool(getattr(spec.data, name)),
+        f"!({cel}) || size(self.data.{name}) > 0",
+        f"spec.data.{name} is empty, but the {stage.value} stage needs it; add a source or drop the stage from "
+        "spec.stages.",
+    )
+
+
+def _has_share(stage: Stage) -> Rule:
+    trains, cel = _trains(stage)
+    return spec_rule(
+        lambda spec: not trains(spec) or getattr(spec.data.split, stage.value) > 0,
+        f"!({cel}) || self.data.split.{stage.value} > 0.0",
+        f"spec.data.split.{stage.value} is 0, but spec.stages has {stage.value}; give it a share above 0.",
+    )
+
+
+DATA_RULES = (
+    *one_of(_DATA_SOURCES, "huggingFace", "path", "synthetic"),
+    Rule(
+        _DATA_SOURCES,
+        _subset_of_hub,
+        "!has(self.subset) || has(self.huggingFace)",
+        "{path}.subset belongs to huggingFace; remove it or give huggingFace.",
+    ),
+    Rule(
+        (*MODEL_SOURCES, *_DATA_SOURCES),
+        _revision_of_hub,
+        "!has(self.revision) || has(self.huggingFace)",
+        "{path}.revision belongs to huggingFace; remove it or give huggingFace.",
+    ),
+    Rule(
+        _DATA_SOURCES,
+        _whole_unless_hub,
+        "has(self.huggingFace) || self.split == 'train'",
+        "{path}.split belongs to huggingFace; remove it, for files and synthetic data are used whole.",
+    ),
+    _needed(Stage.SFT, "demonstrations"),
+    _needed(Stage.REWARD, "preferences"),
+    _needed(Stage.PPO, "prompts"),
+    *(_has_share(stage) for stage in Stage),
+    ppo_rule(
+        lambda spec: spec.ppo.ptx_coef == 0 or bool(spec.data.demonstrations),
+        "self.ppo.ptxCoef == 0.0 || size(self.data.demonstrations) > 0",
+        "spec.ppo.ptxCoef is above 0, but spec.data.demonstrations is empty; add a source or set ptxCoef to 0.",
+    ),
+    spec_rule(
+        lambda spec: spec.data.held_out < 1,
+        "self.data.heldOut < 1.0",
+        "spec.data.heldOut is 1, which leaves nothing to train on; use less, such as 0.1.",
+    ),
+)

@@ -1,0 +1,206 @@
+"""Rules about layouts that the manifest pins, and about what the actor's configuration allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dovetail.manifest.checks.batching import pinned_layouts
+from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
+from dovetail.manifest.checks.scratch import (
+    SIZES,
+    architecture_layers,
+    cpu_head_error,
+    head_size,
+    is_count,
+    unsupported_heads,
+)
+from dovetail.manifest.sizes import trained_models, trainer_world, world_size
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+
+# ---------------------------------------------------------------- pinned layouts
+
+
+def _laid_out(spec: RLHFJobSpec, name: str) -> tuple[str, Parallelism] | None:
+    """The first trained model that spec.plan.parallelism.<name> lays out, and its layout."""
+    pinned = pinned_layouts(spec)
+    if pinned is None or trainer_world(spec) == 0:
+        return None
+    field_name = f"spec.plan.parallelism.{name}"
+    return next(((model, pinned[model][1]) for model in trained_models(spec) if pinned[model][0] == field_name), None)
+
+
+def _layers(spec: RLHFJobSpec, model: str) -> int | None:
+    source = getattr(spec.models, model).source or spec.models.actor.source
+    return architecture_layers(source.scratch) if source and source.scratch else None
+
+
+def _of_layout(name: str, value: Callable[[RLHFJobSpec, str, Parallelism], object]) -> Value:
+    return Value(lambda spec: value(spec, *found) if (found := _laid_out(spec, name)) else "")
+
+
+def _fills_the_ranks(name: str) -> Rule:
+    def holds(spec: RLHFJobSpec) -> bool:
+        found = _laid_out(spec, name)
+        return found is None or world_size(found[1]) == trainer_world(spec)
+
+    return spec_rule(
+        holds,
+        None,
+        f"spec.plan.parallelism.{name}: pp {{pp}} x tp {{tp}} x dp {{dp}} is {{ranks}} ranks, but the trainer groups "
+        "have {world}; make the product {world}.",
+        {
+            "pp": _of_layout(name, lambda spec, model, layout: layout.pp),
+            "tp": _of_layout(name, lambda spec, model, layout: layout.tp),
+            "dp": _of_layout(name, lambda spec, model, layout: layout.dp),
+            "ranks": _of_layout(name, lambda spec, model, layout: world_size(layout)),
+            "world": Value(trainer_world),
+        },
+    )
+
+
+def _layer_for_each_stage(name: str) -> Rule:
+    def holds(spec: RLHFJobSpec) -> bool:
+        found = _laid_out(spec, name)
+        layers = _layers(spec, found[0]) if found else None
+        return found is None or layers is None or found[1].pp <= layers
+
+    return spec_rule(
+        holds,
+        None,
+        f"spec.plan.parallelism.{name}.pp is {{pp}}, but the {{model}} has only {{layers}} layers; lower it.",
+        {
+            "pp": _of_layout(name, lambda spec, model, layout: layout.pp),
+            "model": _of_layout(name, lambda spec, model, layout: model),
+            "layers": _of_layout(name, lambda spec, model, layout: _layers(spec, model)),
+        },
+    )
+
+
+def _whole_adapters(model: str) -> Rule:
+    def pinned(spec: RLHFJobSpec) -> tuple[str, Parallelism]:
+        return (pinned_layouts(spec) or {}).get(model, ("", Parallelism()))
+
+    def holds(spec: RLHFJobSpec) -> bool:
+        if model not in trained_models(spec) or trainer_world(spec) == 0:
+            return True
+        return pinned(spec)[1].tp == 1 or getattr(spec.models, model).lora is None
+
+    return spec_rule(
+        holds,
+        None,
+        f"{{field}}.tp is {{tp}}, but adapters (spec.models.{model}.lora) are not split over tensor-parallel ranks; "
+        "make tp 1, or remove lora.",
+        {"field": Value(lambda spec: pinned(spec)[0]), "tp": Value(lambda spec: pinned(spec)[1].tp)},
+    )
+
+
+def _actor_and_critic(spec: RLHFJobSpec) -> tuple[Parallelism, Parallelism]:
+    """Their pinned layouts; two equal ones where nothing is pinned or no critic is trained."""
+    pinned = pinned_layouts(spec)
+    if pinned is None or "critic" not in trained_models(spec):
+        return Parallelism(), Parallelism()
+    return pinned["actor"][1], pinned["critic"][1]
+
+
+def _same_tensor_parallel(spec: RLHFJobSpec) -> bool:
+    actor, critic = _actor_and_critic(spec)
+    return actor.tp == critic.tp or trainer_world(spec) == 0
+
+
+def _pipelines_divide(spec: RLHFJobSpec) -> bool:
+    """Fused and time-shared schedules merge stages of the longer pipeline (RLHFuse section 5.2)."""
+    actor, critic = _actor_and_critic(spec)
+    low, high = sorted((actor.pp, critic.pp))
+    return high % low == 0 or spec.plan.intra_stage_fusion == "Serial"
+
+
+def _divisors(spec: RLHFJobSpec) -> str:
+    high = max(layout.pp for layout in _actor_and_critic(spec))
+    return ", ".join(str(pp) for pp in range(1, high + 1) if high % pp == 0)
+
+
+LAYOUT_RULES = (
+    *(rule for name in ("actor", "critic") for rule in (_fills_the_ranks(name), _layer_for_each_stage(name))),
+    *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
+    spec_rule(
+        _same_tensor_parallel,
+        None,
+        "spec.plan.parallelism: the actor's tp {actor} and the critic's tp {critic} differ, but both train on the same "
+        "ranks in turn; make them equal.",
+        {
+            "actor": Value(lambda spec: _actor_and_critic(spec)[0].tp),
+            "critic": Value(lambda spec: _actor_and_critic(spec)[1].tp),
+        },
+    ),
+    spec_rule(
+        _pipelines_divide,
+        None,
+        "spec.plan.parallelism: the actor's pp {actor} and the critic's pp {critic} do not divide each other, so "
+        "their pipelines cannot share a schedule; make the lower one of {fits}, or set spec.plan.intraStageFusion to "
+        "Serial.",
+        {
+            "actor": Value(lambda spec: _actor_and_critic(spec)[0].pp),
+            "critic": Value(lambda spec: _actor_and_critic(spec)[1].pp),
+            "fits": Value(_divisors),
+        },
+    ),
+)
+
+# ---------------------------------------------------------------- what the actor's configuration allows
+
+
+def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
+    """The configuration of an actor from scratch; {} for others."""
+    source = spec.models.actor.source
+    return source.scratch.config if source and source.scratch else {}
+
+
+def _heads_fit(spec: RLHFJobSpec) -> bool:
+    config = _actor_config(spec)
+    on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
+    if not on_cpu or not all(is_count(config.get(size, 1)) for size in SIZES):
+        return True  # a size that is no number has a rule of its own
+    return cpu_head_error(config) is None
+
+
+def _positions(spec: RLHFJobSpec) -> int | None:
+    """Longest sequence that the actor takes, tokens; None where the configuration does not say."""
+    positions = _actor_config(spec).get("max_position_embeddings")
+    return positions if is_count(positions) else None
+
+
+def _longest(spec: RLHFJobSpec) -> int:
+    return spec.data.max_prompt_tokens + spec.generation.max_tokens
+
+
+_POSITIONS = Value(_positions)
+
+CONFIGURATION_RULES = (
+    ppo_rule(
+        _heads_fit,
+        None,
+        f"spec.models.actor.source.scratch.config: {unsupported_heads('{size}')}.",
+        {"size": Value(lambda spec: head_size(_actor_config(spec)))},
+    ),
+    ppo_rule(
+        lambda spec: _longest(spec) <= (_positions(spec) or _longest(spec)),
+        None,
+        "spec.data.maxPromptTokens + spec.generation.maxTokens is {longest}, but the actor has "
+        "max_position_embeddings {positions}; lower the former or raise the latter.",
+        {
+            "longest": Value(_longest),
+            "positions": _POSITIONS,
+        },
+    ),
+    spec_rule(
+        lambda spec: (
+            not {Stage.SFT, Stage.REWARD} & set(spec.stages)
+            or spec.data.max_tokens <= (_positions(spec) or spec.data.max_tokens)
+        ),
+        None,
+        "spec.data.maxTokens is {data.maxTokens}, but the actor has max_position_embeddings {positions}; "
+        "lower the former or raise the latter.",
+        {"positions": _POSITIONS},
+    ),
+)

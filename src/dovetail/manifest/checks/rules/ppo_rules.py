@@ -1,0 +1,223 @@
+"""Rules about batch sizes, PPO, generation, and a value head on the actor's body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dovetail.manifest.checks.batching import BatchRule, batch_rules, cannot_cut, pinned_layouts
+from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
+from dovetail.manifest.critic import shares_body
+from dovetail.manifest.training import Optimizer
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
+
+# ---------------------------------------------------------------- batch sizes
+
+
+def _cut(stage: Stage, model: str, batch: str, micro: str, size: Callable[[RLHFJobSpec], tuple[int, int]]) -> Rule:
+    """`size`: batch and micro-batch. One data-parallel rank must be able to take the whole batch: Auto may always
+    choose one; whether the ranks then suffice is the planner's to say."""
+
+    def holds(spec: RLHFJobSpec) -> bool:
+        whole, part = size(spec)
+        return stage not in spec.stages or whole % part == 0
+
+    return spec_rule(
+        holds,
+        f"!('{stage.value}' in self.stages) || self.{batch} % self.{micro} == 0",
+        cannot_cut(f"spec.{batch}", f"{{{batch}}}", f"spec.{micro}", f"{{{micro}}}", f"the {model}", f"{{{micro}}}")
+        + ".",
+    )
+
+
+def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str) -> Rule:
+    """The same on the data-parallel ranks that spec.plan.parallelism pins."""
+
+    def pinned(spec: RLHFJobSpec) -> tuple[BatchRule, int] | None:
+        rule = next((rule for rule in batch_rules(spec) if (rule.stage, rule.model) == (stage, model)), None)
+        layouts = pinned_layouts(spec)
+        if rule is None or layouts is None or (model == "critic" and layouts["actor"][1].dp == layouts[model][1].dp):
+            return None
+        return rule, layouts[model][1].dp
+
+    def holds(spec: RLHFJobSpec) -> bool:
+        found = pinned(spec)
+        return found is None or found[1] == 1 or found[0].problem(found[1]) is None
+
+    def of(value: Callable[[BatchRule, int], object]) -> Value:
+        return Value(lambda spec: value(*found) if (found := pinned(spec)) else "")
+
+    return spec_rule(
+        holds,
+        None,
+        cannot_cut(
+            f"spec.{batch}",
+            f"{{{batch}}}",
+            f"spec.{micro}",
+            f"{{{micro}}}",
+            f"{{dp}} data-parallel ranks of the {model}",
+            "{multiple}",
+        )
+        + ".",
+        {"dp": of(lambda rule, dp: dp), "multiple": of(lambda rule, dp: dp * rule.micro)},
+    )
+
+
+def _multiple_of(part: str, size: Callable[[RLHFJobSpec], int]) -> Rule:
+    return ppo_rule(
+        lambda spec: spec.ppo.global_batch_size % size(spec) == 0,
+        f"self.ppo.globalBatchSize % self.ppo.{part} == 0",
+        f"spec.ppo.globalBatchSize is {{ppo.globalBatchSize}}, which spec.ppo.{part} ({{ppo.{part}}}) does not divide; "
+        f"make it a multiple of {{ppo.{part}}}.",
+    )
+
+
+_PPO_SIZES = ("ppo.miniBatchSize", "ppo.microBatchSize")
+_SFT_SIZES = ("sft.batchSize", "sft.microBatchSize")
+_REWARD_SIZES = ("reward.batchSize", "reward.microBatchSize")
+
+BATCH_RULES = (
+    _multiple_of("samplesPerPrompt", lambda spec: spec.ppo.samples_per_prompt),
+    _multiple_of("miniBatchSize", lambda spec: spec.ppo.mini_batch_size),
+    _cut(Stage.PPO, "actor", *_PPO_SIZES, lambda spec: (spec.ppo.mini_batch_size, spec.ppo.micro_batch_size)),
+    _cut(Stage.SFT, "actor", *_SFT_SIZES, lambda spec: (spec.sft.batch_size, spec.sft.micro_batch_size)),
+    _cut(Stage.REWARD, "reward", *_REWARD_SIZES, lambda spec: (spec.reward.batch_size, spec.reward.micro_batch_size)),
+    _cut_on_ranks(Stage.PPO, "actor", *_PPO_SIZES),
+    _cut_on_ranks(Stage.PPO, "critic", *_PPO_SIZES),
+    _cut_on_ranks(Stage.SFT, "actor", *_SFT_SIZES),
+    _cut_on_ranks(Stage.REWARD, "reward", *_REWARD_SIZES),
+)
+
+# ---------------------------------------------------------------- PPO and generation
+
+_KL_IN_LOSS = "(self.ppo.kl.__in__ == 'Loss' || (self.ppo.kl.__in__ == 'Auto' && self.ppo.advantage == 'grpo'))"
+
+PPO_RULES = (
+    ppo_rule(
+        lambda spec: spec.ppo.advantage == "gae" or spec.ppo.samples_per_prompt >= 2,
+        "self.ppo.advantage == 'gae' || self.ppo.samplesPerPrompt >= 2",
+        "spec.ppo.samplesPerPrompt is {ppo.samplesPerPrompt}, but {ppo.advantage} compares samples of the same prompt; "
+        "set it to 2 or more.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.advantage == "gae" or spec.ppo.critic_warmup_iterations == 0,
+        "self.ppo.advantage == 'gae' || self.ppo.criticWarmupIterations == 0",
+        "spec.ppo.criticWarmupIterations is {ppo.criticWarmupIterations}, but {ppo.advantage} has no critic; "
+        "remove it.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.critic_warmup_iterations < spec.ppo.iterations,
+        "self.ppo.criticWarmupIterations < self.ppo.iterations",
+        "spec.ppo.criticWarmupIterations ({ppo.criticWarmupIterations}) leaves no iteration that trains the actor; "
+        "make it less than spec.ppo.iterations ({ppo.iterations}).",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.kl.estimator not in ("k2", "k3") or spec.ppo.kl_in_loss,
+        f"!(self.ppo.kl.estimator in ['k2', 'k3']) || {_KL_IN_LOSS}",
+        "spec.ppo.kl.estimator is {ppo.kl.estimator}, which in the reward lowers another quantity than the KL; "
+        "use k1, or set spec.ppo.kl.in to Loss.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.kl.estimator != "k1" or not spec.ppo.kl_in_loss,
+        f"self.ppo.kl.estimator != 'k1' || !{_KL_IN_LOSS}",
+        "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0 on average; use k2 or k3, or set "
+        "spec.ppo.kl.in to Reward.",
+    ),
+    ppo_rule(
+        lambda spec: (
+            not spec.ppo.kl_in_loss
+            or spec.ppo.advantage != "gae"
+            or not spec.ppo.whiten_advantages
+            or spec.ppo.advantage_function is not None
+        ),
+        f"!{_KL_IN_LOSS} || self.ppo.advantage != 'gae' || !self.ppo.whitenAdvantages "
+        "|| has(self.ppo.advantageFunction)",
+        "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages' deviation, beside which "
+        "the penalty has no fixed weight; set whitenAdvantages to false, or kl.in to Reward.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.normalize_std or spec.ppo.advantage == "grpo",
+        "self.ppo.normalizeStd || self.ppo.advantage == 'grpo'",
+        "spec.ppo.normalizeStd is false, but {ppo.advantage} does not divide by a group's deviation; remove it.",
+    ),
+    ppo_rule(
+        lambda spec: not spec.ppo.whiten_rewards or spec.ppo.advantage != "grpo" or not spec.ppo.normalize_std,
+        "!self.ppo.whitenRewards || self.ppo.advantage != 'grpo' || !self.ppo.normalizeStd",
+        "spec.ppo.whitenRewards has no effect with grpo, which divides by each group's own deviation; remove it, "
+        "or set spec.ppo.normalizeStd to false.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.old_log_probs != "Rollout" or spec.generation.temperature == 1.0,
+        "self.ppo.oldLogProbs != 'Rollout' || self.generation.temperature == 1.0",
+        "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1 and the trainer's are "
+        "at spec.generation.temperature, which is not 1; use Recompute or Auto.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.kl.target is None or spec.ppo.kl.coef > 0,
+        "!has(self.ppo.kl.target) || self.ppo.kl.coef > 0.0",
+        "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target.",
+    ),
+    spec_rule(
+        lambda spec: spec.generation.min_tokens <= spec.generation.max_tokens,
+        "self.generation.minTokens <= self.generation.maxTokens",
+        "spec.generation.minTokens ({generation.minTokens}) is above spec.generation.maxTokens "
+        "({generation.maxTokens}); lower it.",
+    ),
+)
+
+# ---------------------------------------------------------------- a value head on the actor's body
+
+_SHARED = "cannot go with spec.models.critic.shareActorBody"
+_OWN = "which leaves no critic model; remove one of them."
+_OPTIMIZER = {
+    name: repr(value) if isinstance(value, str) else str(value).lower()
+    for name, value in Optimizer().model_dump(mode="json", by_alias=True).items()
+}
+
+
+def _shared(holds: Callable[[RLHFJobSpec], bool], cel: str | None, sentence: str) -> Rule:
+    """A rule for a critic that is a head on the actor's body."""
+    return ppo_rule(
+        lambda spec: not shares_body(spec) or holds(spec),
+        None if cel is None else f"self.ppo.advantage != 'gae' || !self.models.critic.shareActorBody || ({cel})",
+        sentence,
+    )
+
+
+SHARED_BODY_RULES = (
+    _shared(
+        lambda spec: spec.models.critic.source is None,
+        "!has(self.models.critic.source)",
+        f"spec.models.critic.source {_SHARED}, {_OWN}",
+    ),
+    _shared(
+        lambda spec: spec.models.critic.lora is None,
+        "!has(self.models.critic.lora)",
+        f"spec.models.critic.lora {_SHARED}, {_OWN}",
+    ),
+    _shared(
+        lambda spec: spec.models.critic.dtype is Dtype.AUTO,
+        "self.models.critic.dtype == 'Auto'",
+        f"spec.models.critic.dtype {_SHARED}, {_OWN}",
+    ),
+    _shared(
+        lambda spec: spec.ppo.critic_optimizer == Optimizer(),
+        " && ".join(f"self.ppo.criticOptimizer.{name} == {value}" for name, value in _OPTIMIZER.items()),
+        f"spec.ppo.criticOptimizer {_SHARED}: spec.ppo.actorOptimizer steps both heads; remove it.",
+    ),
+    _shared(
+        lambda spec: spec.ppo.critic_warmup_iterations == 0,
+        "self.ppo.criticWarmupIterations == 0",
+        f"spec.ppo.criticWarmupIterations {_SHARED}: the value head does not train without the actor; remove it.",
+    ),
+    _shared(
+        lambda spec: spec.plan.parallelism == "Auto" or spec.plan.parallelism.critic is None,
+        None,
+        f"spec.plan.parallelism.critic {_SHARED}, {_OWN}",
+    ),
+    _shared(
+        lambda spec: spec.plan.intra_stage_fusion in ("Auto", "Serial"),
+        "self.plan.intraStageFusion in ['Auto', 'Serial']",
+        f"spec.plan.intraStageFusion Fused, TimeSharing or Dedicated {_SHARED}, which leaves one model to train; set "
+        "it to Auto or Serial.",
+    ),
+)
