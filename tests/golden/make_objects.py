@@ -56,6 +56,7 @@ def jobs() -> dict[str, tuple[RLHFJob, Settings]]:
     admin = Settings(
         pull_secrets=("registry",),
         surplus_priority_class="dovetail-surplus",
+        metrics_from=[{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         pod_template={"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}}]}},
     )
     return {"quickstart": (_job(cluster), Settings()), "colocated": (_job(colocated), admin)}

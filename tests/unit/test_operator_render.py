@@ -119,6 +119,46 @@ def test_the_service_selects_the_coordinator_alone():
     assert [name for name, _, labels in pods(context) if selector <= labels.items()] == ["coordinator"]
 
 
+PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+TRAINERS = {"name": "t", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 3}}
+ROLLOUTS = {"name": "r", "roles": ["rollout"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 1}}
+BOTH = {"name": "b", "roles": ["trainer", "rollout"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}}
+
+
+def ingress_of(context):
+    """(who, ports) of each rule of the job's NetworkPolicy; None stands for everybody, and for all ports."""
+    (policy,) = (child for child in furniture(context) if child["kind"] == "NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    for rule in policy["spec"]["ingress"]:
+        ports = rule.get("ports")
+        numbers = ports and {n for p in ports for n in range(p["port"], p.get("endPort", p["port"]) + 1)}
+        yield rule.get("from"), numbers
+
+
+def test_nobody_scrapes_a_job_unless_named():
+    (job, any_port), (dovetail, coordinator) = ingress_of(a_context())
+    assert (job, any_port) == ([{"podSelector": {"matchLabels": {names.JOB_LABEL: "quickstart"}}}], None)
+    assert coordinator == {8000}
+    (peer,) = dovetail
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "dovetail-system"}
+    assert peer["podSelector"]["matchExpressions"][0]["values"] == ["operator", "api"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ports"),
+    [
+        (None, {8000, 8001, 8002, 9000}),
+        ([TRAINERS, ROLLOUTS], {8000, 8001, 8002, 9000, 9001, 9002}),
+        ([BOTH], {8000, 8001, 8002, 9000, 9001}),
+    ],
+)
+def test_who_is_named_scrapes_the_ports_that_pods_use_and_no_others(groups, ports):
+    context = a_context(Settings(metrics_from=[PROMETHEUS]), **({"groups": groups} if groups else {}))
+    assert list(ingress_of(context))[2:] == [([PROMETHEUS], ports)]
+    used = {p["containerPort"] for _, spec, _ in pods(context) for c in spec["containers"] for p in c["ports"]}
+    assert used == ports
+
+
 def test_the_disruption_budget_lets_one_guaranteed_pod_go():
     context = a_context()
     (budget,) = [o for o in furniture(context) if o["kind"] == "PodDisruptionBudget"]

@@ -18,7 +18,8 @@ class Settings:
     """Images are those of groups that name none. `pod_template` is a strategic merge patch of every pod, applied
     before the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose
     manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them;
-    `nodes_seconds` 0: nodes are not looked at. `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: all."""
+    `nodes_seconds` 0: nodes are not looked at. `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody
+    may."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The NetworkPolicy: only the job's own pods talk to each other."""
+"""The NetworkPolicy of a job: who may connect to its pods, and to which ports."""
 
 from __future__ import annotations
 
@@ -11,32 +11,39 @@ _COMPONENT = "app.kubernetes.io/component"
 
 
 def network_policy(context: Context) -> Object:
-    """The job's pods reach each other on all ports; operator and status API the coordinator; and who may scrape
-    (`Settings.metrics_from`) the ports of metrics alone, where all but health and metrics asks for the token. What pods
-    may connect to is left open: models and data come from anywhere."""
+    """The job's pods reach each other on all ports. The operator and the status API reach the coordinator. Those that
+    `Settings.metrics_from` names reach the ports that serve metrics; if it names nobody, nobody else reaches the pods.
+    Outgoing connections are not limited: models and data come from anywhere."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
-    ranks = max([1, *(g.gpu.per_pod for g in context.job.spec.groups if Role.TRAINER in g.roles)])
-    scraped: list[Object] = [
-        {"protocol": "TCP", "port": port} for port in (env.COORDINATOR_PORT, env.SERVER_PORT, env.SCORER_PORT)
-    ]
-    first = env.TRAINER_METRICS_PORT
-    scraped.append({"protocol": "TCP", "port": first} | ({"endPort": first + ranks - 1} if ranks > 1 else {}))
-    askers = {
+    dovetail = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
         "podSelector": {"matchExpressions": [{"key": _COMPONENT, "operator": "In", "values": ["operator", "api"]}]},
     }
-    metrics_from = context.settings.metrics_from
+    ingress: list[Object] = [
+        {"from": [{"podSelector": mine}]},
+        {"from": [dovetail], "ports": [_tcp(env.COORDINATOR_PORT)]},
+    ]
+    if context.settings.metrics_from:
+        ingress.append({"from": context.settings.metrics_from, "ports": metrics_ports(context)})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": context.metadata(context.name, "network"),
-        "spec": {
-            "podSelector": mine,
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [{"podSelector": mine}]},
-                {"from": [askers], "ports": [{"protocol": "TCP", "port": env.COORDINATOR_PORT}]},
-                {"ports": scraped} | ({"from": metrics_from} if metrics_from else {}),
-            ],
-        },
+        "spec": {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress},
     }
+
+
+def metrics_ports(context: Context) -> list[Object]:
+    """The ports on which this job's pods serve metrics, as NetworkPolicyPorts."""
+    groups = context.job.spec.groups
+    ports = [_tcp(env.COORDINATOR_PORT)]
+    if any(Role.ROLLOUT in group.roles for group in groups):
+        ports += [_tcp(env.SERVER_PORT), _tcp(env.SCORER_PORT)]
+    if ranks := max((max(1, group.gpu.per_pod) for group in groups if Role.TRAINER in group.roles), default=0):
+        first = env.TRAINER_METRICS_PORT
+        ports.append(_tcp(first) | ({"endPort": first + ranks - 1} if ranks > 1 else {}))
+    return ports
+
+
+def _tcp(port: int) -> Object:
+    return {"protocol": "TCP", "port": port}
