@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,45 @@ def test_restarts_are_counted_by_the_hour(folder):
     assert [supervisor.step(0) for _ in range(3)] == [None] * 3
     outcome = supervisor.step(0)
     assert "gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts, 3 within an hour, is reached" in outcome.reason
+
+
+@pytest.mark.parametrize(("finishes", "seconds"), [(False, 0.2), (True, 5.0)])
+def test_only_what_may_finish_is_left_alone_for_a_while_after_exit_code_0(folder, finishes, seconds):
+    """vLLM's server ends with 0 when its engine core has died."""
+    now, asked = [0.0], []
+
+    class Ending(ExecSpawner):
+        def start(self) -> None: ...
+        def spawn(self, spec) -> None:
+            asked.append(now[0])
+
+        def poll(self):
+            return [Exited("gen-0", 0)] if len(asked) == 1 and not now[0] else []
+
+    process = replace(spec(folder, "gen-0", "dv_family"), finishes=finishes)
+    supervisor = Supervisor([(process, Ending({}, folder / "spawner.log"))], 3, clock=lambda: now[0])
+    supervisor.start()
+    while len(asked) < 2:
+        supervisor.step(0)
+        now[0] += 0.1
+    assert asked[1] == pytest.approx(seconds, abs=0.11)
+
+
+def test_the_delay_of_a_restart_has_a_limit_after_any_number_of_them(folder):
+    now = [0.0]
+
+    class Dying(ExecSpawner):
+        def start(self) -> None: ...
+        def spawn(self, spec) -> None: ...
+        def poll(self):
+            return [Exited("gen-0", -9)]
+
+    made = Dying({}, folder / "spawner.log")
+    supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], 2000, clock=lambda: now[0])
+    supervisor.start()
+    for _ in range(1100):
+        assert supervisor.step(0) is None
+        now[0] += 5.0
 
 
 def test_giving_up_names_process_code_and_last_line(spawner, folder):

@@ -2,8 +2,12 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +132,28 @@ def test_a_beat_changes_the_mark():
     pulses.close()
     pulse.beat()  # the launcher has gone: no error
     Pulse.read({}).beat()
+
+
+def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "from dovetail.supervision.liveness import Pulses; all = Pulses(); print(all.path('a'), flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes
+    ) as launcher:
+        left = Path(launcher.stdout.readline().strip())
+        other = Pulses()
+        assert left.exists(), "its launcher lives"
+        launcher.kill()
+    strange = tmp_path / "dovetail-pulse-of-nobody"
+    strange.mkdir()
+    last = Pulses()
+    assert not left.parent.exists()
+    assert other.path("b").exists(), "its launcher lives, too"
+    assert strange.exists(), "it has no lock"
+    last.close()
+    other.close()
+    assert list(tmp_path.iterdir()) == [strange]
 
 
 def test_a_blocked_thread_makes_no_progress_and_a_working_one_does():

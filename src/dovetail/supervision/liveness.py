@@ -8,6 +8,8 @@ Two signs, both of the process itself and not of its connections (docs/architect
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -26,6 +28,7 @@ LEAST_BUSY_SECONDS = 1800.0
 # An idle server's threads that poll and report need less of a core than this.
 BUSY_SHARE = 0.02
 LONGEST_PERIOD_SECONDS = 5.0
+_PREFIX, _LOCK = "dovetail-pulse-", "lock"
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,18 @@ class _Watched:
 
 
 class Pulses:
-    """The files of the pulses, in a folder of their own on a local disk."""
+    """The files of the pulses. They have a folder of their own below the one for temporary files, as the run directory
+    may be on a slow, shared disk. A launcher that is killed leaves its folder; the next `Pulses` of the same user
+    removes it. A lock, which ends with its process, shows whose folder is still in use."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="dovetail-pulse-"))
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Locked before it has its name: nobody sees a folder of ours whose lock is free.
+        new = self._folder / f"{_LOCK}.new"
+        self._lock = new.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self._folder / _LOCK)
 
     def path(self, name: str) -> Path:
         """The file of one process, which is there from now on."""
@@ -77,8 +88,20 @@ class Pulses:
             return None
 
     def close(self) -> None:
-        """Take the folder away."""
+        """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of this user's pulses whose owner is gone. Leaves what it cannot remove."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            with (folder / _LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is in use
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Liveness:

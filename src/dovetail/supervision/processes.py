@@ -18,13 +18,15 @@ HOST = "127.0.0.1"
 class ProcessSpec:
     """One process: `python -m <module>` with exactly this environment, its output appended to `log`.
 
-    `shares_imports`: it needs torch, so it may be forked from a process that has imported it."""
+    `shares_imports`: it needs torch, so it may be forked from a process that has imported it. `finishes`: it ends with
+    0 when its work is done."""
 
     name: str
     module: str
     env: dict[str, str] = field(repr=False)
     log: Path
     shares_imports: bool = True
+    finishes: bool = False
 
 
 def process_names(plan: Plan) -> list[str]:
@@ -101,7 +103,7 @@ def render(
             mine = slots.get(place.name, ()) if place else ()
             env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices[s % len(devices)] for s in mine))
         log = run_dir / "logs" / f"{name}.log"
-        return ProcessSpec(name, module, inherited | env, log, shares_imports)
+        return ProcessSpec(name, module, inherited | env, log, shares_imports, finishes=isinstance(place, TrainerRank))
 
     specs = [spec(COORDINATOR, "dovetail.coordinator.main", shares_imports=False)]
     for trainer in plan.trainers:

@@ -208,8 +208,8 @@ class Supervisor:
             self._restarted.append(self._clock())
         if self._clock() - process.started_at > HEALTHY_SECONDS:
             process.failures = 0
-        delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**process.failures)
-        if event.code == 0:
+        delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(process.failures, 10))
+        if event.code == 0 and process.spec.finishes:
             # A trainer told to stop is done some moments before the coordinator is: don't start it in between.
             delay = LONGEST_DELAY_SECONDS
         process.failures += 1
