@@ -19,8 +19,7 @@ from dovetail.coordinator.telemetry.telemetry import History
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.manifest.types import Stage
 from dovetail.statusapi.app import create_app
-from dovetail.statusapi.main import serve
-from dovetail.statusapi.patience import Impatient
+from dovetail.statusapi.main import Http, serve
 from dovetail.statusapi.settings import ApiSettings
 from helpers.fake_kube import FakeKube, ServerThread
 
@@ -92,7 +91,7 @@ class Api:
             uvicorn.Config(
                 create_app(lambda: serve(config)),
                 port=0,
-                http=Impatient,
+                http=Http,
                 log_level="warning",
                 timeout_graceful_shutdown=1,
             )

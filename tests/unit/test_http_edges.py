@@ -23,12 +23,13 @@ from dovetail.coordinator.telemetry.telemetry import History
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.protocol import serving
+from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.messages import Offer, Register
 from dovetail.protocol.wire import pack
 from dovetail.rollout import scorer_app
 from dovetail.rollout.scorer_app import ScorerService
 from dovetail.rollout.scoring import Scorer
-from dovetail.statusapi.patience import Impatient
+from dovetail.trainer.metrics_server import MetricsServer
 from helpers.fake_kube import ServerThread
 from helpers.scorers import ref, samples
 
@@ -89,9 +90,9 @@ class Host:
 
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a coordinator, a scorer and a status API, which give up half requests after half a second."""
+    """Of a coordinator, a scorer, a status API and a rank's metrics. They give up half requests after half a second."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(Impatient, "header_seconds", 0.5)
+    patch.setattr(HeaderDeadline, "header_seconds", 0.5)
     patch.setattr(ServerThread, "runner", lambda _, app: serving.Runner(app, header_seconds=0.5, shutdown_timeout=0.1))
     host = Host(tmp_path_factory.mktemp("run"))
     service = ScorerService(Scorer(["cpu"]), lambda *_, **__: None)
@@ -99,7 +100,11 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Any:
     coordinator = ServerThread(make_app(host, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
     scorer = ServerThread(scorer_app.make_app(service, TOKEN))
     api = Api(tmp_path_factory.mktemp("api"), patch)
-    yield {"coordinator": coordinator.port, "scorer": scorer.port, "api": api.port}
+    metrics = MetricsServer(("127.0.0.1", 0), CollectorRegistry(), seconds=0.5)
+    metrics.start()
+    yield {"coordinator": coordinator.port, "scorer": scorer.port, "api": api.port, "metrics": metrics.server_port}
+    metrics.shutdown()
+    metrics.server_close()
     coordinator.close()
     scorer.close()
     service.close()
@@ -135,12 +140,30 @@ def test_any_authorization_is_judged(ports: dict[str, int], server: str, header:
     assert b"Traceback" not in reply
 
 
-@pytest.mark.parametrize("server", PATHS)
+@pytest.mark.parametrize("server", [*PATHS, "metrics"])
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_half_requests_are_closed(ports: dict[str, int], server: str, sent: bytes) -> None:
     """Else a few thousand of them take all of a server's file handles, without any token."""
     reply = asyncio.run(exchange(ports[server], sent))
     assert not reply.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("server", [*PATHS, "metrics"])
+def test_headers_that_come_byte_by_byte_are_closed(ports: dict[str, int], server: str) -> None:
+    """A limit for each byte would be no limit."""
+
+    async def drip() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ports[server])
+        writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        closed = asyncio.ensure_future(reader.read())
+        async with asyncio.timeout(60):
+            while not closed.done():
+                writer.write(b"x")
+                await asyncio.wait([closed], timeout=0.1)
+        writer.close()
+        assert closed.exception() is not None or not closed.result().startswith(b"HTTP/1.1 200")
+
+    asyncio.run(drip())
 
 
 @pytest.mark.parametrize("server", ["coordinator", "scorer"])

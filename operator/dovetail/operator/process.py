@@ -22,6 +22,7 @@ from dovetail.operator.log import log
 from dovetail.operator.metrics import Metrics
 from dovetail.operator.planning import Planner
 from dovetail.operator.settings import Settings
+from dovetail.protocol import serving
 
 # A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.
 STUCK_SECONDS = 120.0
@@ -142,7 +143,7 @@ async def _serve(settings: Settings, metrics: Metrics, health: Health) -> web.Ap
 
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", show)])
-    runner = web.AppRunner(app, access_log=None)
+    runner = serving.Runner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", settings.health_port).start()
     return runner

@@ -9,16 +9,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dovetail.operator import asking, names
+from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
 from dovetail.statusapi.coordinators import Coordinators
 from dovetail.statusapi.kube import KubeClient
-from dovetail.statusapi.patience import Impatient
 from dovetail.statusapi.service import Service
 from dovetail.statusapi.settings import ApiSettings
 from dovetail.statusapi.watching import watch
+
+
+class Http(HeaderDeadline, H11Protocol):
+    """uvicorn's HTTP with a deadline for headers. h11 also limits how long a header may be."""
 
 
 @asynccontextmanager
@@ -69,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             create_app(lambda: serve(settings)),
             host=settings.host,
             port=settings.port,
-            http=Impatient,
+            http=Http,
             ssl_certfile=settings.tls_certificate or None,
             ssl_keyfile=settings.tls_key or None,
             access_log=False,

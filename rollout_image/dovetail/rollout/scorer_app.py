@@ -202,7 +202,6 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         return response
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        serving.note(request)
         if request.path not in OPEN_PATHS:
             if not serving.authorized(request.headers.get("Authorization"), token):
                 return web.Response(status=401, text="the job's token is missing or wrong")

@@ -21,6 +21,7 @@ from typing import Any
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.types import Dtype, Group, RLHFJob, Role
 from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout.kv.config import KVSetup, prepare
 
@@ -246,6 +247,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     import psutil
     import uvloop
     import vllm
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
@@ -255,6 +257,8 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     from dovetail.rollout.register import Registrar
     from dovetail.rollout.routes import STATE
 
+    # What vLLM takes by default, with a deadline for headers.
+    http = type("Http", (HeaderDeadline, AutoHTTPProtocol), {})
     STATE.name = env.name
     STATE.incarnation = uuid.uuid4().hex
     STATE.vllm_version = vllm.__version__
@@ -275,7 +279,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     registrar = Registrar(env, STATE)
     registrar.start()
     try:
-        uvloop.run(run_server(args, timeout_graceful_shutdown=CLOSE_SECONDS))
+        uvloop.run(run_server(args, http=http, timeout_graceful_shutdown=CLOSE_SECONDS))
     except KeyboardInterrupt:
         pass  # SIGTERM before the server was up
     except psutil.NoSuchProcess:

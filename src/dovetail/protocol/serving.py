@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-# Peers are programs on the same network that send a request at once.
-HEADER_SECONDS, BODY_SECONDS = 15.0, 60.0
+from dovetail.protocol.header_deadline import HEADER_SECONDS
+
+BODY_SECONDS = 60.0
 # Connections that have brought a request. Later ones on them have aiohttp's keep-alive time.
 _ASKED: web.AppKey[set[object]] = web.AppKey("asked", set)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def authorized(header: str | None, token: str) -> bool:
@@ -21,8 +24,7 @@ def authorized(header: str | None, token: str) -> bool:
 
 
 async def take(request: web.Request) -> None:
-    """Note the request, and read its body. Raises HTTPRequestTimeout when it does not come."""
-    note(request)
+    """Read the request's body. Raises HTTPRequestTimeout when it does not come within BODY_SECONDS."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             await request.read()
@@ -30,19 +32,18 @@ async def take(request: web.Request) -> None:
         raise web.HTTPRequestTimeout(text=f"the body did not come within {BODY_SECONDS:g} s") from None
 
 
-def note(request: web.Request) -> None:
-    """Note a request whose body is of no interest."""
-    asked = request.app.get(_ASKED)
-    if asked is not None:
-        asked.add(request.protocol)
+@web.middleware
+async def _note(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request.app[_ASKED].add(request.protocol)
+    return await handler(request)
 
 
 class Runner(web.AppRunner):
-    """aiohttp's, but a connection that brings no whole header within `header_seconds` is closed. Every request must be
-    noted."""
+    """aiohttp's, but a connection that brings no whole header of a request within `header_seconds` is closed."""
 
     def __init__(self, app: web.Application, *, header_seconds: float = HEADER_SECONDS, **options: object) -> None:
         app[_ASKED] = set()
+        app.middlewares.insert(0, _note)
         super().__init__(app, **options)  # type: ignore[arg-type]
         self._header_seconds = header_seconds
         self._watching: asyncio.Task[None] | None = None

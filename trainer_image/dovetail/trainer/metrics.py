@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dovetail.protocol.messages import CommandResult
+from dovetail.trainer.metrics_server import MetricsServer
 
 # Command metrics that are shown; a bounded set, whatever a later step reports.
 SHOWN = frozenset(
@@ -69,4 +70,4 @@ class TrainerMetrics:
 
     def serve(self, port: int, host: str) -> None:
         """Serve /metrics from a thread. Raises OSError when the port is taken."""
-        start_http_server(port, addr=host, registry=self.registry)
+        MetricsServer((host, port), self.registry).start()

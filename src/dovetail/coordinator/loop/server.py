@@ -54,10 +54,8 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if request.path in OPEN_PATHS:
-            serving.note(request)
             return await handler(request)
         if not serving.authorized(request.headers.get("Authorization"), token):
-            serving.note(request)
             return web.Response(status=401, text="the job's token is missing or wrong")
         await serving.take(request)
         return await handler(request)

@@ -1,0 +1,48 @@
+"""How long an HTTP server waits for a request's header, and that deadline for uvicorn, which has none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+# Peers are programs on the same network that send a request at once.
+HEADER_SECONDS = 15.0
+
+
+class HeaderDeadline(asyncio.Protocol):
+    """Mix-in before one of uvicorn's HTTP protocols: `class Http(HeaderDeadline, H11Protocol)`, then
+    `uvicorn.Config(http=Http)`.
+
+    A connection is closed if it is open for `header_seconds` and brings no whole header of a request. The same holds
+    if it goes on to send the rest of a request that has been answered. A connection that waits for its next request
+    has uvicorn's own limit (`timeout_keep_alive`)."""
+
+    header_seconds = HEADER_SECONDS
+    # These are uvicorn's.
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    cycle: Any
+    timeout_keep_alive_task: asyncio.TimerHandle | None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waits_since = self.loop.time()
+        self._next_look: asyncio.TimerHandle | None = None
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        if self.transport.get_protocol() is not self:
+            return  # it has become a WebSocket
+        now = self.loop.time()
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.timeout_keep_alive_task is not None:
+            self._waits_since = now
+        elif now - self._waits_since > self.header_seconds:
+            self.transport.abort()
+            return
+        self._next_look = self.loop.call_later(self.header_seconds / 5, self._look)
