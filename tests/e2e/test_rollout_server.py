@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import itertools
 import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -61,6 +64,14 @@ class World:
     coordinator: Coordinator
     servers: list[Server]
     config: Any
+    slow: list[socket.socket]
+
+
+def half_request(server: Server, text: bytes) -> socket.socket:
+    """A connection that has sent `text`, and sends no more."""
+    made = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=120)
+    made.sendall(text)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +84,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     try:
         for server in servers:
             wait_for(server.healthy, 240, f"{server.name} to be healthy")
-        yield World(run_dir, coordinator, servers, config)
+        slow = [half_request(server, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ") for server in servers]
+        yield World(run_dir, coordinator, servers, config, slow)
     finally:
         for server in servers:
             server.close()
@@ -296,6 +308,33 @@ def test_a_server_that_serves_other_weights_than_it_was_sent_answers_nobody(
     monkeypatch.undo()
     assert trainer.publish(model, 10) == {"rollout-0": None, "rollout-1": None}
     assert world.servers[0].generate([8, 8], **GREEDY)[0] == hf_greedy(model, [8, 8], 40)[0]
+
+
+def test_half_a_header_is_closed(world: World, trainer: Trainer) -> None:
+    """The fixture sent it. In the tests until here the deadline has passed, while the servers answered others."""
+    for connection in world.slow:
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+        connection.close()
+
+
+def test_a_server_holds_no_more_after_300_samples_and_15_versions(world: World, trainer: Trainer) -> None:
+    def held() -> int:
+        """Bytes that belong to the first server and its engine core alone."""
+        server = psutil.Process(world.servers[0].process.pid)
+        return sum(p.memory_full_info().uss for p in [server, *server.children(recursive=True)])
+
+    model = actor_of(world.config, 17)
+    sizes = []
+    with ThreadPoolExecutor(10) as pool:
+        for iteration in range(15):
+            assert not any(trainer.publish(model, 11 + iteration).values())
+            prompts = [[iteration + 3, k + 3] for k in range(20)]
+            done = pool.map(lambda prompt: world.servers[0].generate(prompt, **GREEDY | {"max_tokens": 4}), prompts)
+            assert all(len(tokens) == 4 for tokens, _, _ in done)
+            sizes.append(held())
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sizes[-1] - sizes[4] < 5 * weights, "ten versions later it holds less than five more"
 
 
 def children(pid: int) -> list[int]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import json
+import os
+import socket
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
+from rich.console import Console
+from test_local_launcher import CPU, CPU_PLAN, a_job
 
 from dovetail.coordinator.store.samples import NewSample
+from dovetail.local import launcher
+from dovetail.local.progress import Lines
 from dovetail.manifest.types import Stage
 from dovetail.rollout import scoring
 from dovetail.rollout.samples import Samples
+from dovetail.supervision import supervisor
+from dovetail.supervision.spawn import ForkSpawner
 from dovetail.trainer.measure import SavedBytes
 from helpers.generation_job import Job, play
 from helpers.local_trainer import LocalTrainer
@@ -82,6 +95,70 @@ def test_a_scorer_holds_no_more_after_300_iterations() -> None:
     chunk = Samples.read(samples(n=2))
 
     assert slope(lambda _: void(scorer.score(scoring.MODELS, chunk)), live_tensors) <= 10
+
+
+class NoZygote(ForkSpawner):
+    """Its end of the zygote's socket; `answer` plays the zygote."""
+
+    pid = itertools.count(2**30)  # no process has such a number
+    made: ClassVar[dict[str, NoZygote]] = {}
+
+    def start(self) -> None:
+        if self._channel is None:
+            self.made[self.name] = self
+            self._channel, self._far = socket.socketpair()
+            self._channel.setblocking(False)
+
+    def answer(self) -> None:
+        """Every process that was asked for has started; a server dies."""
+        asked = [json.loads(line) for line in self._far.recv(1 << 20).splitlines()] if self._asked else []
+        events = [{"event": "started", "name": spec["name"], "pid": next(self.pid)} for spec in asked]
+        events.append({"event": "exit", "name": "gen-0", "code": -9})
+        self._far.sendall(b"".join(json.dumps(event).encode() + b"\n" for event in events))
+
+
+def traced_bytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def test_a_launcher_holds_no_more_after_300_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each iteration a server dies and is started again, and the status is shown."""
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_SECONDS", 0.0)
+    for name in ("ExecSpawner", "ForkSpawner"):
+        monkeypatch.setattr(launcher, name, NoZygote)
+    restarts = itertools.count()
+    run = launcher.Launcher(
+        a_job(CPU, failurePolicy={"maxRestarts": 1000}),
+        CPU_PLAN,
+        tmp_path / "run",
+        environ={},
+        tell=lambda _: void(next(restarts)),
+    )
+    with run, open(os.devnull, "w") as nowhere:
+        display = Lines(Console(file=nowhere))
+        run.start()
+
+        def step(index: int) -> None:
+            NoZygote.made["forker"].answer()
+            assert run.step(0.0) is None
+            verdicts = [{"reason": "R", "message": f"of {index}"}] if index % 2 else []
+            display.update(
+                {
+                    "stage": "ppo",
+                    "iteration": index,
+                    "total_iterations": 900,
+                    "metrics": {"reward": float(index), "kl": 0.1},
+                    "health": {"iteration": index, "verdicts": verdicts},
+                }
+            )
+
+        tracemalloc.start()
+        try:
+            assert slope(step, traced_bytes) <= 50_000
+        finally:
+            tracemalloc.stop()
+    assert next(restarts) >= ITERATIONS
 
 
 def void(_: object) -> None:
