@@ -27,7 +27,7 @@ from interstage.emulated import most_files, serve
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.generation.work import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
@@ -92,7 +92,9 @@ def resident() -> int:
     raise RuntimeError("/proc/self/status has no VmRSS")
 
 
-async def coordinate(folder: Path, ports: list[int], samples: int, mean: float, settings: Settings) -> dict[str, Any]:
+async def coordinate(
+    folder: Path, ports: list[int], samples: int, mean: float, settings: GenerationSettings
+) -> dict[str, Any]:
     store = Store(folder)
     seeds = list(range(1, samples + 1))
     prompt = list(range(PROMPT_TOKENS))
@@ -143,7 +145,7 @@ async def coordinate(folder: Path, ports: list[int], samples: int, mean: float, 
 def main() -> None:
     samples, instances = int(os.environ.get("SAMPLES", "10000")), int(os.environ.get("INSTANCES", "256"))
     step, mean = float(os.environ.get("STEP", "0.03")), float(os.environ.get("MEAN", "200"))
-    settings = Settings()
+    settings = GenerationSettings()
     if "INTERVAL" in os.environ:
         settings = replace(settings, stream_interval=int(os.environ["INTERVAL"]))
     most_files()

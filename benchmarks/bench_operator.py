@@ -41,11 +41,11 @@ from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import KIND
 from dovetail.operator.client import Client, KubeError, connect
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import furniture, jobset
 from dovetail.operator.render.secret import secret
 from dovetail.operator.resources import BY_KIND
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from helpers.cluster import KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
@@ -189,11 +189,11 @@ async def unoperated(jobs: int, namespace: str) -> dict[str, float]:
     document = manifest("job-0", namespace)
     job = parse(document)
     job = job.model_copy(update={"spec": resolve(job.spec)})
-    plan, settings = make_plan(job.spec), Settings(pod_template=pod_template())
+    plan, settings = make_plan(job.spec), OperatorSettings(pod_template=pod_template())
 
     def make(number: int) -> list[dict[str, Any]]:
         named = job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": f"job-{number}"})})
-        context = Context(named, "0" * 36, plan, settings)
+        context = RenderContext(named, "0" * 36, plan, settings)
         things = [jobset(context)]
         if namespace == BY_HAND:
             told = manifest(f"job-{number}", namespace)

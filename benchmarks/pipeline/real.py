@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dovetail.coordinator.loop.schedule_words import Chosen, write_words
+from dovetail.coordinator.loop.schedule_words import StoredSchedule, write_words
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.pipelines.instance import zero_bubble_limit
 from dovetail.pipelines.problem import Problem
@@ -37,7 +37,7 @@ class Found:
     words: list[str]
 
     def actions(self, rank: int) -> list[Action]:
-        return Chosen(self.family, 1, self.words).actions()[rank]
+        return StoredSchedule(self.family, 1, self.words).actions()[rank]
 
 
 class Bench:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dovetail.coordinator.loop.schedule_words import Chosen, write_words
+from dovetail.coordinator.loop.schedule_words import StoredSchedule, write_words
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines.problem import Model, Problem
 from dovetail.pipelines.search import Effort
@@ -70,7 +70,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
             choice = choose_schedule(problem, problem, names, Effort(workers=1, scale=0.1, memory=False), reverse)
             lists = {n: (s.makespan, write_words(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
         for name, (predicted, words) in groups.broadcast_json(lists).items():
-            mine = Chosen(name, settings["mini_batches"], words).actions()[rank]
+            mine = StoredSchedule(name, settings["mini_batches"], words).actions()[rank]
             rows[name] = {"predicted": predicted, "actions": len(mine), "seconds": []}
             for _ in range(settings["repeats"]):
                 rows[name]["seconds"].append(_once(groups, layouts, mine, settings))

@@ -16,7 +16,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.loop.server import make_app
-from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.manifest.types import Stage
 from dovetail.operator import names
 from helpers.chart_tools import CHART
@@ -35,7 +35,7 @@ class Coordinator:
     trainers: Any = None
 
     def __init__(self, folder: Path) -> None:
-        self.history = History(folder)
+        self.history = MetricsHistory(folder)
         self.server = ServerThread(make_app(self, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
 
     def status(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Generated, Settings
+from dovetail.coordinator.generation.work import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.weights.weights import push_offer
@@ -110,7 +110,7 @@ class Run:
         prompts = [np.arange(3, 8 + i % 7) + i for i in range(SAMPLES)]
         store.samples.begin_iteration(1, [NewSample(i, 0, p, 77 + i) for i, p in enumerate(prompts)])
         # Every token is seen at once: on a fast machine all are made in a second.
-        settings = Settings(stall=60, wait=60, flush=0.01, stream_interval=1)
+        settings = GenerationSettings(stall=60, wait=60, flush=0.01, stream_interval=1)
         try:
             async with Generator(store, self.fleet, self.job.spec.generation, TOKEN, self.log, settings) as generator:
                 result = await generator.generate(1, progress=progress)

@@ -19,7 +19,7 @@ import pytest
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.generation.work import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
@@ -247,7 +247,7 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
             fleet.register(Register.model_validate(message | place))
         store.samples.begin_iteration(1, [NewSample(i, 0, np.arange(3, 20 + i) + i, 70 + i) for i in range(8)])
         # Every token is seen at once: on a fast machine all are made in half a second.
-        settings = Settings(stall=60, wait=60, flush=0.01, stream_interval=1)
+        settings = GenerationSettings(stall=60, wait=60, flush=0.01, stream_interval=1)
         generator = Generator(store, fleet, SAMPLED, TOKEN, log, settings)
         # As if prefills had been seen to take long: on a model this small they don't.
         for server in world.servers:

@@ -10,8 +10,8 @@ import yaml
 
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
-from dovetail.operator.render.context import Context
-from dovetail.operator.settings import Settings
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from helpers.fake_kubelet import FakeKubelet
 from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summary
@@ -40,7 +40,7 @@ def in_ppo(iteration: int) -> Any:
     return lambda status: status.get("stage") == "ppo" and status["iteration"] >= iteration
 
 
-def paced(folder: Path, told: Path) -> Context:
+def paced(folder: Path, told: Path) -> RenderContext:
     """A job whose iterations last PACE_SECONDS longer, until `told` says otherwise. Its code is in `folder`."""
     path = {"name": "PYTHONPATH", "value": str(folder)}
     template = {"spec": {"containers": [{"name": "dovetail", "env": [path]}]}}
@@ -51,7 +51,7 @@ def paced(folder: Path, told: Path) -> Context:
     (folder / "paced.py").write_text(paced_reward(spec, PACE_SECONDS, str(told)))
     job = parse(document)
     job = job.model_copy(update={"spec": resolve(job.spec)})
-    return Context(job, UID, make_plan(job.spec), Settings(pod_template=template))
+    return RenderContext(job, UID, make_plan(job.spec), OperatorSettings(pod_template=template))
 
 
 def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:

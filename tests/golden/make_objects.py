@@ -12,10 +12,10 @@ import yaml
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import furniture, jobset, surplus_jobs
 from dovetail.operator.render.secret import secret
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 
 FOLDER = Path(__file__).parent / "objects"
@@ -28,7 +28,7 @@ class _NoAliases(yaml.SafeDumper):
         return True
 
 
-def jobs() -> dict[str, tuple[RLHFJob, Settings]]:
+def jobs() -> dict[str, tuple[RLHFJob, OperatorSettings]]:
     """By name of the golden file."""
     cluster = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
     colocated = yaml.safe_load((EXAMPLES / "quickstart-cluster.yaml").read_text())
@@ -53,13 +53,13 @@ def jobs() -> dict[str, tuple[RLHFJob, Settings]]:
         },
         {"name": "spare", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 3},
     ]
-    admin = Settings(
+    admin = OperatorSettings(
         pull_secrets=("registry",),
         surplus_priority_class="dovetail-surplus",
         metrics_from=[{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         pod_template={"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}}]}},
     )
-    return {"quickstart": (_job(cluster), Settings()), "colocated": (_job(colocated), admin)}
+    return {"quickstart": (_job(cluster), OperatorSettings()), "colocated": (_job(colocated), admin)}
 
 
 def _job(document: dict[str, object]) -> RLHFJob:
@@ -67,10 +67,10 @@ def _job(document: dict[str, object]) -> RLHFJob:
     return job.model_copy(update={"spec": resolve(job.spec)})
 
 
-def rendered(job: RLHFJob, settings: Settings) -> str:
+def rendered(job: RLHFJob, settings: OperatorSettings) -> str:
     # Figures of a model of time are no part of what is rendered.
     plan = make_plan(job.spec).model_copy(update={"prediction": None})
-    context = Context(job, UID, plan, settings)
+    context = RenderContext(job, UID, plan, settings)
     objects = [secret(context, "0" * 64), *furniture(context), jobset(context), *surplus_jobs(context)]
     return yaml.dump_all(objects, Dumper=_NoAliases, sort_keys=False, width=110)
 

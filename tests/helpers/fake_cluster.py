@@ -17,10 +17,10 @@ from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator import names
 from dovetail.operator.children import Children, deleting, is_true, sizes
 from dovetail.operator.planning import read_job
-from dovetail.operator.reconcile import Refused, Result, Seen, reconcile
-from dovetail.operator.render.context import Context
+from dovetail.operator.reconcile import PlanRefused, Reconciled, Seen, reconcile
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.replan import Outlook, honoured, needs, resized, room
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.nodes import Pools
 from dovetail.planner.simple import make_plan
 from dovetail.protocol.plan import Plan
@@ -72,27 +72,27 @@ class FakeCluster:
 
     def seen(self) -> Seen:
         job = read_job(self.document)
-        planned: tuple[RLHFJob, Any] | Refused = job if isinstance(job, Refused) else (job, plan_of(job.spec))
+        planned: tuple[RLHFJob, Any] | PlanRefused = job if isinstance(job, PlanRefused) else (job, plan_of(job.spec))
         children = Children(copy.deepcopy(self.objects))
         outlook = Outlook()
-        if not isinstance(planned, Refused):
+        if not isinstance(planned, PlanRefused):
             outlook = self._outlook(*planned)
-        return Seen(self.document, planned, children, self.reported, Settings(), self.mounts, outlook=outlook)
+        return Seen(self.document, planned, children, self.reported, OperatorSettings(), self.mounts, outlook=outlook)
 
     def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:
         """As the controller's, without waiting for the planner."""
         made = sizes(self.objects.get(("JobSet", "demo")))
-        wanted = needs(Context(job, self.document["metadata"]["uid"], plan, Settings(), made))
+        wanted = needs(RenderContext(job, self.document["metadata"]["uid"], plan, OperatorSettings(), made))
         there = room(wanted, self.pools) if self.pools is not None and wanted else None
         spec = resized(job.spec, plan, wanted, there) if there is not None else None
         other = honoured(plan, plan_of(spec)) if spec is not None else None
         return Outlook(there, other, refused=self.nodes_refused and bool(wanted))
 
-    def look(self) -> Result:
+    def look(self) -> Reconciled:
         """What reconcile says, not carried out."""
         return reconcile(self.seen(), self.now)
 
-    def reconcile(self) -> Result:
+    def reconcile(self) -> Reconciled:
         """Carried out, as the controller does."""
         result = self.look()
         for thing in result.apply:

@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.loop.server import make_app
-from dovetail.coordinator.trainers.trainer_group import Position, TrainerGroup
+from dovetail.coordinator.trainers.trainer_group import TrainerGroup, TrainerPosition
 from dovetail.protocol.messages import Command, CommandResult, Offer, Register
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class FakeCoordinator:
         """Raises TrainerLost, TrainerError, TimeoutError."""
         return self._call(self._execute(command, timeout), timeout + 200)
 
-    def position(self, timeout: float = 180.0) -> Position:
+    def position(self, timeout: float = 180.0) -> TrainerPosition:
         """Wait until a generation is formed and rank 0 asks for work."""
         return self._call(self.trainers.wait_position(timeout), timeout + 5)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail.operator import names
 from dovetail.operator.render.config_map import config_map
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import jobset
 from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.protocol.env import COORDINATOR_PORT
@@ -82,7 +82,7 @@ class Pod:
 class FakeKubelet:
     """The pods of one job, replaced when they fail, until the coordinator ends. Use as a context manager."""
 
-    def __init__(self, context: Context, folder: Path) -> None:
+    def __init__(self, context: RenderContext, folder: Path) -> None:
         self._folder = folder
         self._token = secrets.token_hex(16)
         # Addresses that no other test is likely to have.

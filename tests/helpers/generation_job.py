@@ -12,14 +12,14 @@ import numpy as np
 
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.generation.generation import Generator, Tail
-from dovetail.coordinator.generation.work import Generated, Settings
+from dovetail.coordinator.generation.work import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 
 # However busy the machine is, no server seems to stall: tests that want one to let time pass.
-FAST = Settings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=0.5, stream_interval=4)
+FAST = GenerationSettings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=0.5, stream_interval=4)
 MAX_TOKENS = 40
 
 
@@ -37,7 +37,11 @@ class Job:
     """A store with one iteration's samples, a fleet, and a generator."""
 
     def __init__(
-        self, folder: Path, count: int = 16, settings: Settings = FAST, generation: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        count: int = 16,
+        settings: GenerationSettings = FAST,
+        generation: dict[str, Any] | None = None,
     ) -> None:
         self.folder, self.count, self.settings = folder, count, settings
         self.generation = Generation.model_validate(

@@ -18,8 +18,8 @@ from typing import Any
 
 from dovetail.operator import asking, coordinators, names
 from dovetail.operator.children import Children
-from dovetail.operator.coordinators import Coordinators
-from dovetail.statusapi.coordinators import Coordinators as ApiCoordinators
+from dovetail.operator.coordinators import CoordinatorPoller
+from dovetail.statusapi.coordinators import CoordinatorPoller as CoordinatorReader
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20
@@ -126,7 +126,7 @@ async def ask(way: str) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     async with asking.session() as session:
         changed: asyncio.Queue[Any] = asyncio.Queue()
-        operator = Coordinators(session, 0.05, changed.put)
+        operator = CoordinatorPoller(session, 0.05, changed.put)
         key = ("lab", "demo")
         operator.report(key, Children({("Pod", "c"): pod}), "the-jobs-own")
         task = operator._followed[key].task
@@ -137,7 +137,7 @@ async def ask(way: str) -> dict[str, Any]:
         )
         alive, reported = not task.done(), operator._followed[key].answer
         await operator.close()
-        api = ApiCoordinators(Kube(), session, lambda *_: f"http://127.0.0.1:{port}", 0.0, lambda: 0.0, seconds)  # type: ignore[arg-type]
+        api = CoordinatorReader(Kube(), session, lambda *_: f"http://127.0.0.1:{port}", 0.0, lambda: 0.0, seconds)  # type: ignore[arg-type]
         progress = await asyncio.wait_for(api.progress(job), 30)
     return {
         "alive": alive,

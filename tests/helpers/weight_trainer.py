@@ -84,7 +84,7 @@ def probe_of(model: Any, version: int) -> Probe:
 async def prove(session: aiohttp.ClientSession, url: str, probe: Probe) -> str | None:
     """Why a server may not serve what it took, or None: it does from now on."""
     try:
-        await probing.prove(session, probing.Server(url, dtype="float32"), probe, probe.version)
+        await probing.prove(session, probing.ProbedServer(url, dtype="float32"), probe, probe.version)
     except ReceiverError as error:
         return str(error)
     return None

@@ -15,7 +15,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.loop.server import make_app
-from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.manifest.types import Stage
 from dovetail.statusapi.app import create_app
@@ -34,7 +34,7 @@ class Run:
     trainers: Any = None
 
     def __init__(self, folder: Path) -> None:
-        self.history = History(folder)
+        self.history = MetricsHistory(folder)
         self.timeline = Timeline(folder)
         self.document: dict[str, Any] = {"state": "running", "stage": "ppo", "phase": "generation", "instances": {}}
 

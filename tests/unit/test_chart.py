@@ -9,12 +9,12 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.telemetry.telemetry import Metrics as CoordinatorMetrics
+from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
 from dovetail.operator import names
 from dovetail.operator.leader import LEASE
-from dovetail.operator.metrics import Metrics as OperatorMetrics
-from dovetail.operator.settings import Settings
-from dovetail.statusapi.metrics import Metrics as ApiMetrics
+from dovetail.operator.metrics import OperatorMetrics
+from dovetail.operator.settings import OperatorSettings
+from dovetail.statusapi.metrics import ApiMetrics
 from dovetail.statusapi.settings import ApiSettings
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 
@@ -79,7 +79,7 @@ def test_the_crd_is_the_generated_one():
 
 def test_every_variable_of_the_pods_is_a_setting(everything):
     for deployment, settings, prefix in (
-        ("dovetail-operator", Settings, "DOVETAIL_"),
+        ("dovetail-operator", OperatorSettings, "DOVETAIL_"),
         ("dovetail-api", ApiSettings, "DOVETAIL_API_"),
     ):
         (found,) = [d for d in of_kind(everything, "Deployment") if d["metadata"]["name"] == deployment]
@@ -90,7 +90,7 @@ def test_every_variable_of_the_pods_is_a_setting(everything):
         read = settings.read(given)
         assert read.namespaces == ("a", "b")
         port = container["ports"][0]["containerPort"]
-        assert port == (read.health_port if settings is Settings else read.port)
+        assert port == (read.health_port if settings is OperatorSettings else read.port)
 
 
 def test_names_that_chart_and_program_share(rendered, everything):

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dovetail.coordinator.generation.cut import Cut
-from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.generation.work import GenerationSettings
 
 STOP = "Human:"
 
@@ -86,10 +86,10 @@ def test_without_stop_strings_all_tokens_are_kept() -> None:
 
 @pytest.mark.parametrize(("samples", "interval"), [(1, 1), (64, 1), (65, 2), (512, 8), (10_000, 64)])
 def test_the_fewer_samples_the_fewer_tokens_a_death_costs(samples: int, interval: int) -> None:
-    assert Settings().interval(samples) == interval
-    assert Settings(stream_interval=3).interval(samples) == 3
+    assert GenerationSettings().interval(samples) == interval
+    assert GenerationSettings(stream_interval=3).interval(samples) == 3
 
 
 @pytest.mark.parametrize(("step", "interval"), [(None, 1), (0.2, 1), (0.03, 3), (0.01, 10), (1e-5, 64)])
 def test_tokens_that_come_fast_share_events(step: float | None, interval: int) -> None:
-    assert Settings().interval(8, step) == interval
+    assert GenerationSettings().interval(8, step) == interval

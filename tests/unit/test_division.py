@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
-from dovetail.coordinator.loop.schedule_words import Chosen, applies, scheduled
+from dovetail.coordinator.loop.schedule_words import StoredSchedule, applies, scheduled
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
@@ -146,7 +146,7 @@ class Records(dict[str, Any]):
 
 
 def begun(spec: RLHFJobSpec, plan: Plan, records: Records, folder: Path, result: CommandResult | None = None) -> Any:
-    async def go() -> tuple[Scheduling, Chosen | None]:
+    async def go() -> tuple[Scheduling, StoredSchedule | None]:
         scheduling = Scheduling(spec, plan, records, folder, lambda *_, **__: None)
         await scheduling.begin()
         if result is not None:

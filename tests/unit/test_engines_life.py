@@ -14,7 +14,7 @@ import pytest
 from dovetail.coordinator import main
 from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.failure import is_final
-from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.trainers.trainer_group import POLL_SECONDS
 from dovetail.planner.simple import make_plan
 from dovetail.protocol.env import ProcessEnv
@@ -26,7 +26,7 @@ from helpers.jobs import tiny_job
 
 def test_a_waiting_trainer_does_not_hold_up_the_end(tmp_path):
     spec = tiny_job().spec
-    settings = Settings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
+    settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
     rank = JoinRequest(
         name="trainer-0", rank=0, world_size=2, incarnation="a", host="127.0.0.1", port=1, nccl_version=None
     )
@@ -57,7 +57,7 @@ def test_a_port_that_is_taken_for_a_moment_is_waited_for(tmp_path):
 
     async def test():
         with socket.create_server(("127.0.0.1", 0)) as other:
-            settings = Settings(tmp_path, "secret", "127.0.0.1", other.getsockname()[1], tmp_path)
+            settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", other.getsockname()[1], tmp_path)
 
             def log(event, **_):
                 said.append(event)

@@ -20,7 +20,7 @@ from dovetail.coordinator.store.results import Results, leave
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.coordinator.telemetry.summary import write_json
-from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.local.aftermath import DiskWatch, full_disk, leave_behind, reserve, with_cause
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import Stage
@@ -76,7 +76,7 @@ def some_work(run_dir: Path) -> Store:
 def test_a_killed_coordinators_summary_is_made_of_its_store(tmp_path: Path) -> None:
     store = some_work(tmp_path)  # never closed: its last transactions are in the log only
     (tmp_path / "job.json").write_text(tiny_job().model_dump_json(by_alias=True))
-    history = History(tmp_path)
+    history = MetricsHistory(tmp_path)
     history.add(Stage.PPO, 2, {"reward": 0.5})
     history.close()
     leave_behind(tmp_path, Outcome(False, "gen-0 died <often>"))
@@ -143,7 +143,7 @@ def test_a_log_on_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> No
 
 def test_a_line_that_a_full_disk_cut_off_spoils_no_other(tmp_path: Path) -> None:
     for _ in range(2):
-        history = History(tmp_path)
+        history = MetricsHistory(tmp_path)
         history.add(Stage.PPO, 1, {"reward": 1.0})
         history.close()
         with (tmp_path / "history.jsonl").open("a") as file:

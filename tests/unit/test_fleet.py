@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.fleet.fleet import Fleet, Health, Timeouts
+from dovetail.coordinator.fleet.fleet import Fleet, InstanceHealth, Timeouts
 from dovetail.protocol.messages import Register
 
 T = Timeouts(suspect=10, dead=100, back_off=1, back_off_max=8, revive=30, max_failures=3)
@@ -27,7 +27,7 @@ class World:
         message = {"name": name, "kind": kind, "group": "g", "url": f"http://{name}/", "incarnation": incarnation}
         self.fleet.register(Register.model_validate({**message, "ready": ready, "weight_version": version}))
 
-    def health(self, name: str = "r0") -> Health:
+    def health(self, name: str = "r0") -> InstanceHealth:
         instance = self.fleet.get(name)
         assert instance is not None
         return instance.health
@@ -53,12 +53,12 @@ def healthy(world: World) -> World:
 
 def test_an_instance_works_only_once_it_is_ready_and_has_the_current_weights(world: World) -> None:
     world.report(ready=False)
-    assert (world.health(), world.eligible(), world.stale()) == (Health.RESTARTING, [], [])
+    assert (world.health(), world.eligible(), world.stale()) == (InstanceHealth.RESTARTING, [], [])
     world.report()
-    assert (world.health(), world.eligible(), world.stale()) == (Health.STALE, [], ["r0"])
+    assert (world.health(), world.eligible(), world.stale()) == (InstanceHealth.STALE, [], ["r0"])
     assert not world.fleet.has_current("rollout")
     world.fleet.weights_acked("r0", "a", 1)
-    assert (world.health(), world.eligible(), world.stale()) == (Health.HEALTHY, ["r0"], [])
+    assert (world.health(), world.eligible(), world.stale()) == (InstanceHealth.HEALTHY, ["r0"], [])
     assert world.fleet.may_work("r0")
     assert not world.fleet.may_work("r9")
 
@@ -73,7 +73,7 @@ def test_before_the_first_publication_nobody_works() -> None:
 
 def test_a_new_version_makes_everyone_stale_and_an_old_acknowledgement_helps_nobody(healthy: World) -> None:
     healthy.fleet.publish(2)
-    assert (healthy.health(), healthy.eligible(), healthy.stale(2)) == (Health.STALE, [], ["r0"])
+    assert (healthy.health(), healthy.eligible(), healthy.stale(2)) == (InstanceHealth.STALE, [], ["r0"])
     healthy.fleet.weights_acked("r0", "a", 1)
     assert healthy.eligible() == []
     healthy.fleet.weights_acked("r0", "b", 2)
@@ -92,9 +92,9 @@ def test_a_target_carries_what_its_probe_needs(world: World) -> None:
 
 def test_a_restarted_process_is_stale(healthy: World) -> None:
     healthy.report(incarnation="b", ready=False)
-    assert healthy.health() is Health.RESTARTING
+    assert healthy.health() is InstanceHealth.RESTARTING
     healthy.report(incarnation="b")
-    assert healthy.health() is Health.STALE
+    assert healthy.health() is InstanceHealth.STALE
     assert healthy.eligible() == []
 
 
@@ -107,14 +107,14 @@ def test_one_report_written_before_the_acknowledgement_is_not_believed_two_are(h
     healthy.report(version=None)
     assert healthy.eligible() == ["r0"]
     healthy.report(version=None)
-    assert healthy.health() is Health.STALE
+    assert healthy.health() is InstanceHealth.STALE
     healthy.report(version=1)
     assert healthy.eligible() == ["r0"]
 
 
 def test_a_failed_request_makes_it_suspect_until_the_back_off_ends(healthy: World) -> None:
     healthy.fleet.failed("r0", "connection refused")
-    assert (healthy.health(), healthy.eligible()) == (Health.SUSPECT, [])
+    assert (healthy.health(), healthy.eligible()) == (InstanceHealth.SUSPECT, [])
     assert "connection refused" in healthy.fleet.describe()
     for _ in range(20):  # all requests of a server fail together: that is one failure
         healthy.fleet.failed("r0", "connection refused")
@@ -141,31 +141,31 @@ def test_too_many_failures_are_death_and_the_way_back_leads_over_new_weights(hea
         healthy.fleet.failed("r0", "broken")
         healthy.now += 8
         healthy.report(version=1)
-    assert healthy.health() is Health.DEAD
+    assert healthy.health() is InstanceHealth.DEAD
     healthy.now += 29
     healthy.report(version=None)
-    assert (healthy.health(), healthy.stale()) == (Health.STALE, ["r0"])
+    assert (healthy.health(), healthy.stale()) == (InstanceHealth.STALE, ["r0"])
     healthy.fleet.weights_acked("r0", "a", 1)
     assert healthy.eligible() == ["r0"]
 
 
 def test_silence_is_suspect_then_dead(healthy: World) -> None:
     healthy.now += 11
-    assert (healthy.health(), healthy.eligible()) == (Health.SUSPECT, [])
+    assert (healthy.health(), healthy.eligible()) == (InstanceHealth.SUSPECT, [])
     healthy.report(version=1)
     assert healthy.eligible() == ["r0"]
     healthy.now += 101
-    assert healthy.health() is Health.DEAD
+    assert healthy.health() is InstanceHealth.DEAD
     assert "silent for 101 s" in healthy.fleet.describe()
     healthy.report()
-    assert healthy.health() is Health.STALE
+    assert healthy.health() is InstanceHealth.STALE
 
 
 def test_failed_transfers_are_tried_again_after_a_back_off(world: World) -> None:
     world.report()
     world.fleet.failed("r0", "checksum")
     assert world.stale() == []
-    assert world.health() is Health.STALE
+    assert world.health() is InstanceHealth.STALE
     assert "checksum" in world.fleet.describe()
     world.now += 1
     assert world.stale() == ["r0"]
@@ -179,7 +179,7 @@ def test_retired_and_draining_instances_get_no_work(healthy: World) -> None:
     healthy.fleet.retire("r0")
     healthy.report(version=1)
     healthy.fleet.weights_acked("r0", "a", 1)
-    assert (healthy.health(), healthy.eligible(), healthy.stale()) == (Health.RETIRED, [], [])
+    assert (healthy.health(), healthy.eligible(), healthy.stale()) == (InstanceHealth.RETIRED, [], [])
     healthy.report(incarnation="b", version=1)
     assert healthy.eligible() == ["r0"]
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dovetail.coordinator.fleet.fleet import Fleet, Health, Timeouts
+from dovetail.coordinator.fleet.fleet import Fleet, InstanceHealth, Timeouts
 from dovetail.protocol.messages import Register
 
 NAMES = ["r0", "r1", "s0"]
@@ -83,7 +83,7 @@ class FleetMachine(RuleBasedStateMachine):
         for kind in ("rollout", "scorer"):
             for i in self.fleet.eligible(kind):
                 p = self.processes[i.name]
-                assert i.health is Health.HEALTHY
+                assert i.health is InstanceHealth.HEALTHY
                 assert i.ready
                 assert i.weight_version == self.version
                 assert self.now - i.seen <= T.suspect

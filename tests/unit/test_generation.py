@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.coordinator.generation.in_flight import GenerationError
-from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.generation.work import GenerationSettings
 from dovetail.coordinator.store.samples import State
 from helpers.fake_vllm import FakeVllm
 from helpers.generation_job import MAX_TOKENS, Job, play, until
@@ -110,7 +110,7 @@ def test_a_sample_that_never_gets_a_token_fails_in_the_end(tmp_path: Path) -> No
         with pytest.raises(GenerationError, match=r"got no token in 3 attempts; the last, on r0: .*no weights yet"):
             await job.generate()
 
-    play(tmp_path, scenario, settings=Settings(flush=0.02, max_fruitless=3))
+    play(tmp_path, scenario, settings=GenerationSettings(flush=0.02, max_fruitless=3))
 
 
 def test_without_servers_it_waits_and_then_says_for_what(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_without_servers_it_waits_and_then_says_for_what(tmp_path: Path) -> None
         with pytest.raises(GenerationError, match=r"no rollout could take the 16 remaining samples of iteration 1"):
             await job.generate()
 
-    play(tmp_path, scenario, settings=Settings(flush=0.02, wait=0.2))
+    play(tmp_path, scenario, settings=GenerationSettings(flush=0.02, wait=0.2))
 
 
 def test_a_server_that_comes_late_gets_work(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_process_replaced_behind_open_connections_is_noticed(tmp_path: Path) -
         await task
         job.check()
 
-    play(tmp_path, scenario, settings=Settings(flush=0.02, stall=1000))
+    play(tmp_path, scenario, settings=GenerationSettings(flush=0.02, stall=1000))
 
 
 @pytest.mark.parametrize("deaf", [False, True])
@@ -308,4 +308,4 @@ def test_tokens_are_stored_in_batches(tmp_path: Path) -> None:
         job.check()
         assert transactions < result.tokens / 10
 
-    play(tmp_path, scenario, count=64, generation={"maxTokens": 128}, settings=Settings())
+    play(tmp_path, scenario, count=64, generation={"maxTokens": 128}, settings=GenerationSettings())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.health.health import REASONS, Rules, UnhealthyError, judge
-from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.ppo import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
@@ -153,7 +153,7 @@ class Run:
         self.engines = Engines(
             spec,
             make_plan(spec),
-            Settings(folder, "secret", "127.0.0.1", 1, folder),
+            CoordinatorSettings(folder, "secret", "127.0.0.1", 1, folder),
             lambda event, **told: self.logged.append((event, told)),
         )
         self.published: list[int] = []

@@ -19,7 +19,7 @@ from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.loop.batches import Batches
 from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.coordinator.loop.server import make_app
-from dovetail.coordinator.telemetry.telemetry import History
+from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.protocol import serving
@@ -43,7 +43,7 @@ class Host:
         return Batches(self.prepared, self.files, self.store).read(key)
 
     def __init__(self, folder: Path) -> None:
-        self.history, self.timeline, self.files = History(folder), Timeline(folder), ExperienceFiles(folder)
+        self.history, self.timeline, self.files = MetricsHistory(folder), Timeline(folder), ExperienceFiles(folder)
         self.fleet = Fleet(lambda: 0.0, lambda *_, **__: None)
         self.prepared: Any = type(
             "Prepared",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.protocol.pulse import PULSE, Progress, Pulse
+from dovetail.protocol.pulse import PULSE, Pulse, ThreadProgress
 from dovetail.rollout import routes
 from dovetail.rollout.scorer_app import ScorerService
 from dovetail.supervision.liveness import Limits, Liveness, Pulses
@@ -166,7 +166,7 @@ def test_a_blocked_thread_makes_no_progress_and_a_working_one_does():
 
     thread = threading.Thread(target=worker, daemon=True)
     thread.start()
-    progress = Progress(thread.ident)
+    progress = ThreadProgress(thread.ident)
     deadline = time.monotonic() + 30
     while progress.moved():  # it goes to sleep first
         assert time.monotonic() < deadline

@@ -15,7 +15,7 @@ from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.fleet.fleet import Health, Instance
+from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
 from dovetail.coordinator.generation.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
 from dovetail.planner.migration import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
@@ -90,7 +90,7 @@ def test_costs_follow_what_was_measured() -> None:
 
 
 def instance(name: str = "r0", kv: Any = KV, version: int | None = 3) -> Instance:
-    return Instance(name, "rollout", "g", "http://x", "1", Health.HEALTHY, True, version, {"kv": kv}, 0.0, "")
+    return Instance(name, "rollout", "g", "http://x", "1", InstanceHealth.HEALTHY, True, version, {"kv": kv}, 0.0, "")
 
 
 def told(

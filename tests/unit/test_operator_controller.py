@@ -10,12 +10,12 @@ import pytest
 from dovetail.operator import names
 from dovetail.operator.client import KubeError
 from dovetail.operator.controller import GATHER_SECONDS, Controller
-from dovetail.operator.history import History
-from dovetail.operator.metrics import Metrics
+from dovetail.operator.history import JobHistory
+from dovetail.operator.metrics import OperatorMetrics
 from dovetail.operator.pace import STATUS_SECONDS, Pace
 from dovetail.operator.planning import read_job
-from dovetail.operator.reconcile import Refused
-from dovetail.operator.settings import Settings
+from dovetail.operator.reconcile import PlanRefused
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from helpers.fake_cluster import START, manifest
 
@@ -36,7 +36,7 @@ class Planner:
 
 class Coordinators:
     def __init__(self):
-        self.told = History("secret")
+        self.told = JobHistory("secret")
 
     def report(self, key, children, token):
         return None
@@ -105,7 +105,7 @@ def a_controller(**spec):
     job = manifest(**spec)
     job["metadata"]["resourceVersion"] = "1"
     client = Client(job)
-    controller = Controller(client, Planner(), Coordinators(), Settings(), Metrics(), now=lambda: START)
+    controller = Controller(client, Planner(), Coordinators(), OperatorSettings(), OperatorMetrics(), now=lambda: START)
     controller.store.put(copy.deepcopy(job))
     return controller, client
 
@@ -239,7 +239,7 @@ def test_the_plan_for_other_nodes_is_waited_for_by_nobody():
     assert found["reason"] == "Replanned"
     assert found["message"].startswith("rollouts of group gen 1 -> 3: nodes with NVIDIA-A10 have more room; 1 trainer")
     assert client.job["status"]["plan"]["rollouts"] == 3
-    controller._planner.made = Refused("PlannerTimeout", "the planner found no plan within 60 s")
+    controller._planner.made = PlanRefused("PlannerTimeout", "the planner found no plan within 60 s")
     assert "no plan for the GPUs that there are now: the planner found no plan within 60 s" in see(4)["message"]
 
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from dovetail.operator import coordinators, names
 from dovetail.operator.children import Children
-from dovetail.operator.coordinators import Coordinators
+from dovetail.operator.coordinators import CoordinatorPoller
 
 KEY = ("default", "demo")
 
@@ -32,7 +32,7 @@ async def serving(monkeypatch, answer, seconds=0.01):
     await site.start()
     monkeypatch.setattr(coordinators, "COORDINATOR_PORT", runner.addresses[0][1])
     async with aiohttp.ClientSession() as session:
-        follower = Coordinators(session, seconds, changed.put)
+        follower = CoordinatorPoller(session, seconds, changed.put)
         try:
             yield follower, changed
         finally:

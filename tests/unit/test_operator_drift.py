@@ -9,7 +9,7 @@ from dovetail.operator.drift import Drift
 from dovetail.operator.planning import read_job
 from dovetail.operator.reconcile import Seen, reconcile
 from dovetail.operator.render import objects
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from helpers.fake_cluster import START, FakeCluster
 
@@ -25,7 +25,7 @@ class Watched:
             thing["metadata"] |= {"uid": f"{kind}-uid", "resourceVersion": "1", "generation": 1}
         job = read_job(self.document)
         self.planned = job, make_plan(job.spec)
-        self.settings, self.drift = Settings(), Drift()
+        self.settings, self.drift = OperatorSettings(), Drift()
 
     def look(self):
         children = Children(copy.deepcopy(self.objects))
@@ -110,7 +110,7 @@ def test_other_settings_or_another_plan_are_looked_at_afresh(rendered):
     job = Watched()
     rendered.clear()
     job.look()
-    job.settings = Settings()
+    job.settings = OperatorSettings()
     job.look()
     assert len(rendered) == 2
     job.planned = job.planned[0], job.planned[1].model_copy()

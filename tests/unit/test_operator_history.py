@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from dovetail.manifest.types import Stage
 from dovetail.operator import coordinators, names
 from dovetail.operator.children import Children
-from dovetail.operator.coordinators import Coordinators
-from dovetail.operator.history import MOST_METRICS, MOST_ROWS, History, last_row
+from dovetail.operator.coordinators import CoordinatorPoller
+from dovetail.operator.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
 
 KEY = ("default", "demo")
 
@@ -29,7 +29,7 @@ def steps(history):
 
 @given(st.lists(st.tuples(st.sampled_from([s.value for s in Stage]), st.integers(0, 10**6)), max_size=700))
 def test_rows_are_bounded_in_order_and_keep_the_ends(places):
-    history = History("secret")
+    history = JobHistory("secret")
     for stage, step in places:
         history.take([row(step, stage)])
     last = list(dict.fromkeys(reversed(places)))[::-1]  # of a replayed step the last counts
@@ -42,7 +42,7 @@ def test_rows_are_bounded_in_order_and_keep_the_ends(places):
 
 
 def test_a_long_job_fits_and_its_whole_length_is_there():
-    history = History("secret")
+    history = JobHistory("secret")
     for step in range(10_000):
         history.take([row(step, **{f"seconds_phase{i}": 1 / 3 for i in range(50)})])
     kept = [step for _, step in steps(history)]
@@ -60,14 +60,14 @@ def test_a_long_job_fits_and_its_whole_length_is_there():
     ],
 )
 def test_what_is_no_row_is_passed_over(item):
-    history = History("secret")
+    history = JobHistory("secret")
     history.take([item, row(7, other=1.0, kl=float("inf"), loss=0.123456789)])
     (kept,) = json.loads(history.text())
     assert (kept["step"], kept["metrics"]) == (7, {"reward": 0.5, "loss": 0.123457})
 
 
 def test_the_last_word_adds_a_step_and_replaces_none():
-    history = History("secret")
+    history = JobHistory("secret")
     history.take([row(1, seconds_training=2.0)])
     history.take([last_row({"stage": "ppo", "iteration": 1, "metrics": {"reward": 9.0}}, 5.0)], missing=True)
     history.take([last_row({"stage": "ppo", "iteration": 2, "metrics": {"reward": 9.0}}, 5.0)], missing=True)
@@ -105,7 +105,7 @@ def test_steps_are_taken_as_they_come_and_outlive_the_coordinators_pod(monkeypat
         monkeypatch.setattr(coordinators, "COORDINATOR_PORT", runner.addresses[0][1])
         async with aiohttp.ClientSession() as session:
             changed = asyncio.Queue()
-            made = Coordinators(session, 0.01, changed.put)
+            made = CoordinatorPoller(session, 0.01, changed.put)
             try:
                 yield made, changed
             finally:

@@ -9,7 +9,7 @@ from dovetail.operator import reasons
 from dovetail.operator.client import Client, KubeError
 from dovetail.operator.nodes import Nodes
 from dovetail.operator.planning import Planner, read_job
-from dovetail.operator.reconcile import Refused
+from dovetail.operator.reconcile import PlanRefused
 from dovetail.planner.simple import PlanError, make_plan
 from helpers.fake_cluster import manifest
 
@@ -139,7 +139,7 @@ def test_a_variant_is_made_once_for_all_that_wait(make):
     if make is make_plan:
         assert found == make_plan(spec)
     else:
-        assert found == Refused(reasons.INFEASIBLE, "the critic needs 41.2 GiB")
+        assert found == PlanRefused(reasons.INFEASIBLE, "the critic needs 41.2 GiB")
 
 
 def test_closing_ends_what_is_being_planned():

@@ -10,11 +10,11 @@ import pytest
 from dovetail.operator.children import Children, matches, sizes
 from dovetail.operator.conditions import Conditions
 from dovetail.operator.planning import Planner, read_job
-from dovetail.operator.reconcile import Refused
+from dovetail.operator.reconcile import PlanRefused
 from dovetail.operator.render.config_map import config_map
-from dovetail.operator.render.context import Context
-from dovetail.operator.settings import Settings
-from dovetail.operator.store import Store
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.store import ObjectCache
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
 from dovetail.planner.simple import PlanError, make_plan
 from dovetail.protocol.plan import Plan
@@ -128,7 +128,7 @@ def a_pod(version, uid="1", job="demo", **status):
 
 
 def test_an_older_version_never_replaces_a_newer_one():
-    store = Store()
+    store = ObjectCache()
     assert store.put(a_pod(9, phase="Running")) == ("ns", "demo")
     store.put(a_pod(8, phase="Pending"))
     (pod,) = store.children(("ns", "demo")).of("Pod")
@@ -138,7 +138,7 @@ def test_an_older_version_never_replaces_a_newer_one():
 
 
 def test_the_end_of_an_earlier_object_does_not_remove_the_next_of_its_name():
-    store = Store()
+    store = ObjectCache()
     store.put(a_pod(9, uid="2"))
     store.remove(a_pod(10, uid="1"))
     assert len(store.children(("ns", "demo")).of("Pod")) == 1
@@ -149,7 +149,7 @@ def test_the_end_of_an_earlier_object_does_not_remove_the_next_of_its_name():
 def test_of_a_jobset_the_store_keeps_what_is_looked_at_and_little_more():
     cluster = running()
     whole = cluster.objects["JobSet", "demo"]
-    store = Store()
+    store = ObjectCache()
     key = store.put(whole)
     kept = store.children(key).get("JobSet", "demo")
     assert sizes(kept) == sizes(whole) != {}
@@ -161,7 +161,7 @@ def test_of_a_jobset_the_store_keeps_what_is_looked_at_and_little_more():
 
 
 def test_a_reply_and_the_event_that_follows_it_are_one_version():
-    store = Store()
+    store = ObjectCache()
     pod = a_pod(5)
     assert not store.knows(pod)
     store.put(pod)
@@ -175,7 +175,7 @@ def test_a_reply_and_the_event_that_follows_it_are_one_version():
 
 
 def test_what_is_nobodys_is_not_kept():
-    store = Store()
+    store = ObjectCache()
     assert store.put(a_pod(1, job="")) is None
     assert store.uids("Pod", None) == {}
 
@@ -233,7 +233,7 @@ def test_plans_come_from_another_process_and_are_the_planners():
 )
 def test_what_can_go_wrong_with_planning_is_said(make, seconds, reason, words):
     refused = plan_with(make, seconds)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, PlanRefused)
     assert refused.reason == reason
     assert words in refused.message
 
@@ -243,11 +243,11 @@ def test_a_plan_in_the_config_map_is_kept():
     document = manifest()
     job = read_job(document)
     plan = make_plan(job.spec)
-    made = config_map(Context(job, document["metadata"]["uid"], plan, Settings()))
+    made = config_map(RenderContext(job, document["metadata"]["uid"], plan, OperatorSettings()))
     children = Children({("ConfigMap", "demo-plan"): made})
     assert plan_with(infeasible, children=children) == (job, plan)
     made["data"]["plan.json"] = "damaged"
-    assert isinstance(plan_with(infeasible, children=children), Refused)
+    assert isinstance(plan_with(infeasible, children=children), PlanRefused)
     assert isinstance(plan_with(make_plan, children=children)[1], Plan)
 
 
@@ -263,7 +263,7 @@ def test_a_broken_manifest_is_a_sentence():
 def test_settings_come_from_the_environment(tmp_path):
     template = tmp_path / "template.yaml"
     template.write_text("spec: {priorityClassName: high}")
-    found = Settings.read(
+    found = OperatorSettings.read(
         {
             "DOVETAIL_NAMESPACES": "a, b",
             "DOVETAIL_WORKERS": "3",
@@ -275,9 +275,9 @@ def test_settings_come_from_the_environment(tmp_path):
     )
     assert (found.namespaces, found.workers, found.planner_seconds) == (("a", "b"), 3, 1.5)
     assert found.pod_template == {"spec": {"priorityClassName": "high"}}
-    assert found.trainer_image == Settings().trainer_image
+    assert found.trainer_image == OperatorSettings().trainer_image
     with pytest.raises(ValueError, match="DOVETAIL_WORKERS is 'x', not a number"):
-        Settings.read({"DOVETAIL_WORKERS": "x"})
+        OperatorSettings.read({"DOVETAIL_WORKERS": "x"})
 
 
 def test_transition_times_change_with_the_status_alone():

@@ -15,9 +15,9 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.operator import names
 from dovetail.operator.merge import MergeError, merge
 from dovetail.operator.render.config_map import in_pods, spec_hash
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
@@ -30,7 +30,7 @@ def a_context(settings=None, labels=None, namespace="default", **changes):
         document["spec"][path] = value
     job = parse(document)
     job = job.model_copy(update={"spec": resolve(job.spec)})
-    return Context(job, make_objects.UID, make_plan(job.spec), settings or Settings())
+    return RenderContext(job, make_objects.UID, make_plan(job.spec), settings or OperatorSettings())
 
 
 def pods(context):
@@ -153,7 +153,7 @@ def test_nobody_scrapes_a_job_unless_named():
     ],
 )
 def test_who_is_named_scrapes_the_ports_that_pods_use_and_no_others(groups, ports):
-    context = a_context(Settings(metrics_from=[PROMETHEUS]), **({"groups": groups} if groups else {}))
+    context = a_context(OperatorSettings(metrics_from=[PROMETHEUS]), **({"groups": groups} if groups else {}))
     assert list(ingress_of(context))[2:] == [([PROMETHEUS], ports)]
     used = {p["containerPort"] for _, spec, _ in pods(context) for c in spec["containers"] for p in c["ports"]}
     assert used == ports
@@ -173,7 +173,7 @@ def test_surplus_rollouts_count_on_from_the_guaranteed_ones():
         {"name": "gen", "roles": ["rollout"], "minReplicas": 2, "maxReplicas": 4},
     ]
     context = a_context(
-        Settings(surplus_priority_class="low"),
+        OperatorSettings(surplus_priority_class="low"),
         {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent", "a": "b"},
         groups=groups,
     )

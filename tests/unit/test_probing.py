@@ -140,7 +140,7 @@ def test_without_a_probe_whole_weights_are_served() -> None:
     async def work(publisher: Publisher) -> None:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
             server.arrived = 7
-            await probing.prove(session, probing.Server(server.url), None, 7)
+            await probing.prove(session, probing.ProbedServer(server.url), None, 7)
 
     with_servers([server], work)
     assert server.weight_version == 7

@@ -20,9 +20,9 @@ import pytest
 
 from dovetail.coordinator import main as coordinator_main
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.loop.engines import Engines, Settings
-from dovetail.coordinator.rewards.calls import Answer, Call, Calls, Function, RewardError
-from dovetail.coordinator.rewards.live import Live
+from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
+from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError
+from dovetail.coordinator.rewards.live import LiveFunction
 from dovetail.coordinator.rewards.stage import Joined, Rewards
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.scoring.scoring import Finished, Scores
@@ -421,7 +421,7 @@ def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Pat
     spec = tiny(tmp_path, "unused").spec
 
     async def start() -> list[str]:
-        settings = Settings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path, mine)
+        settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path, mine)
         async with Engines(spec, make_plan(spec), settings, lambda *_, **__: None) as engines:
             await engines.check_rewards()
             return [record.text for record in engines.prepared.prompts(1)]
@@ -438,7 +438,7 @@ def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Pat
 
 def live(function: Callable[..., Any], call: Call, seconds: float = 60.0) -> Any:
     async def main() -> Any:
-        calls = Calls(Live(function, seconds), 0, lambda *_, **__: None)
+        calls = Calls(LiveFunction(function, seconds), 0, lambda *_, **__: None)
         await calls.open()
         return (await calls.rewards(0, call)).rewards
 
@@ -515,7 +515,7 @@ class Asked:
     async def call(self, function: int, call: Call) -> Any:
         self.calls.append((function, call))
         await self.go.wait()
-        return Answer([(function + 1) * float(r) for r in call.responses], 0.0, 1.0)
+        return RewardAnswer([(function + 1) * float(r) for r in call.responses], 0.0, 1.0)
 
     async def close(self) -> None: ...
 

@@ -9,7 +9,7 @@ import pytest
 from status_api_fixtures import JOBS, Api, child, condition, job, wait
 
 from dovetail.operator.client import KubeError
-from dovetail.operator.history import ITERATIONS_KEY, History
+from dovetail.operator.history import ITERATIONS_KEY, JobHistory
 from dovetail.protocol.messages import Span
 from dovetail.statusapi import coordinators
 from dovetail.statusapi.settings import ApiSettings
@@ -151,7 +151,7 @@ def test_what_is_known_outlives_the_coordinator(api):
 @pytest.mark.parametrize(("uid", "steps"), [("uid-1", [1, 2]), ("another", [])])
 def test_what_the_operator_kept_of_a_finished_job_is_shown_after_a_restart(tmp_path, monkeypatch, uid, steps):
     """To a replica that never saw it run; not what an earlier job of this name left."""
-    api, history = Api(tmp_path, monkeypatch, poll_seconds=0.0), History("secret")
+    api, history = Api(tmp_path, monkeypatch, poll_seconds=0.0), JobHistory("secret")
     history.take({"stage": "ppo", "step": step, "time": 1e9, "metrics": {"reward": 0.5}} for step in (1, 2))
     kept = child("job-history", uid, data={ITERATIONS_KEY: history.text()})
     api.kube.objects["/api/v1/namespaces/lab/configmaps/job-history"] = kept
@@ -187,7 +187,7 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(coordinators, "REMEMBERED_ROWS", 10)
 
     async def fill(rows):
-        found = coordinators.Coordinators(NoKube(), None, lambda *_: "", 0.0, lambda: 0.0)
+        found = coordinators.CoordinatorReader(NoKube(), None, lambda *_: "", 0.0, lambda: 0.0)
         for number in range(5):
             (await found.progress(job(uid=f"u{number}"))).rows += [None] * rows
         return list(found._jobs)

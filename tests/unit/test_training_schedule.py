@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
-from dovetail.coordinator.loop.schedule_words import Chosen, applies, scheduled, write_words
+from dovetail.coordinator.loop.schedule_words import StoredSchedule, applies, scheduled, write_words
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
@@ -87,8 +87,8 @@ def test_rank_lists_are_what_the_executor_accepts(
         assert len(lists) == world_size(placed["actor"])
         for mine in lists:
             check_actions(mine, {n: count * mini_batches for n, count in counts.items()}, True, mini_batches)
-        chosen = Chosen(found.family, mini_batches, write_words(lists))
-        again = Chosen(**json.loads(json.dumps(chosen.as_json())))
+        chosen = StoredSchedule(found.family, mini_batches, write_words(lists))
+        again = StoredSchedule(**json.loads(json.dumps(chosen.as_json())))
         assert again.actions() == lists
 
 
@@ -169,7 +169,7 @@ def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) 
     spec, plan = job()
     assert plan.schedule == "Auto"
 
-    async def go() -> tuple[Scheduling, Chosen]:
+    async def go() -> tuple[Scheduling, StoredSchedule]:
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         scheduling.learn(measured(0.01))
@@ -207,7 +207,7 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
     spec, plan = job()
     records = Records()
 
-    async def go() -> list[Chosen | None]:
+    async def go() -> list[StoredSchedule | None]:
         scheduling = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         seen = [await scheduling.current()]
@@ -232,7 +232,7 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
 def test_a_pin_is_obeyed(tmp_path: Path, pin: str, allowed: str | tuple[str, ...]) -> None:
     spec, plan = job(intraStageFusion=pin)
 
-    async def go() -> Chosen | None:
+    async def go() -> StoredSchedule | None:
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         scheduling.learn(measured(0.01, slow="critic"))
@@ -271,7 +271,7 @@ def test_an_iteration_waits_for_no_search(tmp_path: Path, monkeypatch: pytest.Mo
     spec, plan = job()
     searching = threading.Event()
 
-    async def go() -> tuple[Chosen | None, Chosen | None]:
+    async def go() -> tuple[StoredSchedule | None, StoredSchedule | None]:
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         before = await scheduling.current()

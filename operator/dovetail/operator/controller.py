@@ -16,21 +16,21 @@ from dovetail.operator import names, progress, reasons
 from dovetail.operator.children import Children, Object, label, parse_time, sizes
 from dovetail.operator.client import Client, KubeError
 from dovetail.operator.conditions import Conditions, JobEvent
-from dovetail.operator.coordinators import Coordinators
+from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.drift import Drift
-from dovetail.operator.history import History, history_config_map, last_row
+from dovetail.operator.history import JobHistory, history_config_map, last_row
 from dovetail.operator.log import log
-from dovetail.operator.metrics import Metrics
+from dovetail.operator.metrics import OperatorMetrics
 from dovetail.operator.mounts import Mounts
 from dovetail.operator.nodes import Nodes
 from dovetail.operator.pace import Pace
 from dovetail.operator.planning import Planner
-from dovetail.operator.reconcile import Refused, Result, Seen, is_over, old_status, reconcile
-from dovetail.operator.render.context import Context
+from dovetail.operator.reconcile import PlanRefused, Reconciled, Seen, is_over, old_status, reconcile
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.resources import CHILDREN, RLHFJOB, Resource
-from dovetail.operator.settings import Settings
-from dovetail.operator.store import Key, Store
+from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.store import Key, ObjectCache
 from dovetail.operator.tokens import Tokens
 from dovetail.operator.workqueue import WorkQueue
 from dovetail.protocol.plan import Plan
@@ -53,9 +53,9 @@ class Controller:
         self,
         client: Client,
         planner: Planner,
-        coordinators: Coordinators,
-        settings: Settings,
-        metrics: Metrics,
+        coordinators: CoordinatorPoller,
+        settings: OperatorSettings,
+        metrics: OperatorMetrics,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.nodes = Nodes(client, settings.nodes_seconds, self.look_at_all)
@@ -70,7 +70,7 @@ class Controller:
         self._drift = Drift()
         self._pace = Pace(time.monotonic)
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
-        self.store = Store()
+        self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
 
     async def observe(self, thing: Object, deleted: bool) -> None:
@@ -135,7 +135,7 @@ class Controller:
             return None
         uid, children = str(document["metadata"]["uid"]), self.store.children(key)
         token = self._tokens.known(uid)
-        planned: tuple[Any, Any] | Refused = Refused(reasons.NOT_PLANNED, "the job is over")
+        planned: tuple[Any, Any] | PlanRefused = PlanRefused(reasons.NOT_PLANNED, "the job is over")
         reported, mounts, outlook = None, dict[str, str](), Outlook()
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
@@ -146,8 +146,8 @@ class Controller:
             Seen(document, planned, children, reported, self._settings, mounts, self._drift, outlook), self._now()
         )
         if is_over(result.status):
-            if not isinstance(planned, Refused):  # it was not over before
-                await self._keep_history(key, Context(planned[0], uid, planned[1], self._settings), children)
+            if not isinstance(planned, PlanRefused):  # it was not over before
+                await self._keep_history(key, RenderContext(planned[0], uid, planned[1], self._settings), children)
             self._tokens.forget(uid)
             self._coordinators.forget(key)
             later = await self._report(document, result.status, result.events)
@@ -155,8 +155,8 @@ class Controller:
             await self._delete(document, result)
             return _sooner(later, result.requeue)
         try:
-            if result.token and not isinstance(planned, Refused):
-                context = Context(planned[0], uid, planned[1], self._settings)
+            if result.token and not isinstance(planned, PlanRefused):
+                context = RenderContext(planned[0], uid, planned[1], self._settings)
                 await self._tokens.ensure(context, new=children.get("JobSet", key[1]) is None)
             for turn in (0, 1, 2):
                 await self._apply([thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn])
@@ -173,14 +173,14 @@ class Controller:
             return 0.0  # the coordinator can be asked from now on
         return _sooner(later, result.requeue, GATHER_SECONDS if result.apply else None)
 
-    def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | Refused, children: Children) -> Outlook:
+    def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children) -> Outlook:
         """What the nodes have room for, and the plan for so much as soon as it is made."""
         pools, refused = self.nodes.pools, self.nodes.refused
-        if isinstance(planned, Refused) or not (pools is not None or refused):
+        if isinstance(planned, PlanRefused) or not (pools is not None or refused):
             return Outlook()
         (job, plan), jobset = planned, children.get("JobSet", key[1])
         mine = jobset if jobset is not None and label(jobset, names.UID_LABEL) == uid else None
-        wanted = needs(Context(job, uid, plan, self._settings, sizes(mine)))
+        wanted = needs(RenderContext(job, uid, plan, self._settings, sizes(mine)))
         if not wanted or pools is None:
             return Outlook(refused=refused and bool(wanted))
         there = room(wanted, pools)
@@ -188,7 +188,7 @@ class Controller:
         if spec is None:
             return Outlook(there, refused=refused)
         found = self._planner.variant(key, spec, self.queue.add)
-        if isinstance(found, Refused):
+        if isinstance(found, PlanRefused):
             return Outlook(there, problem=found.message, refused=refused)
         return Outlook(there, None if found is None else honoured(plan, found), found is None, refused=refused)
 
@@ -204,9 +204,9 @@ class Controller:
             if isinstance(reply, BaseException):
                 raise reply
 
-    async def _keep_history(self, key: Key, context: Context, children: Children) -> None:
+    async def _keep_history(self, key: Key, context: RenderContext, children: Children) -> None:
         """Of a job that ends, before its status says so; one that cannot be kept holds up nothing."""
-        found = self._coordinators.history(key) or History("")
+        found = self._coordinators.history(key) or JobHistory("")
         status, at = progress.last_status(children)
         found.take([last_row(status, (parse_time(at) or self._now()).timestamp())], missing=True)
         if text := found.text():
@@ -215,7 +215,7 @@ class Controller:
             except KubeError as error:
                 log("history.lost", job="/".join(key), error=str(error))
 
-    async def _delete(self, document: Object, result: Result) -> None:
+    async def _delete(self, document: Object, result: Reconciled) -> None:
         namespace = document["metadata"]["namespace"]
         children = self.store.children((namespace, document["metadata"]["name"])) if result.delete else Children()
         for kind, name in result.delete:
@@ -325,7 +325,9 @@ def _sooner(*seconds: float | None) -> float | None:
     return min((value for value in seconds if value is not None), default=None)
 
 
-def _rejected(document: Object, result: Result, problem: str, now: datetime) -> tuple[RLHFJobStatus, list[JobEvent]]:
+def _rejected(
+    document: Object, result: Reconciled, problem: str, now: datetime
+) -> tuple[RLHFJobStatus, list[JobEvent]]:
     """The status of a job one of whose objects the API server does not accept."""
     generation = int(document["metadata"].get("generation", 0))
     conditions = Conditions(old_status(document).conditions, generation, now)

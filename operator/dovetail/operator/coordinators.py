@@ -13,7 +13,7 @@ import aiohttp
 from dovetail.operator import asking, progress
 from dovetail.operator.asking import NoAnswer
 from dovetail.operator.children import Children, is_over
-from dovetail.operator.history import History
+from dovetail.operator.history import JobHistory
 from dovetail.operator.store import Key
 from dovetail.protocol.env import COORDINATOR_PORT
 
@@ -39,7 +39,7 @@ class _Followed:
     answer: dict[str, Any] | None = None
 
 
-class Coordinators:
+class CoordinatorPoller:
     """By pod address, so that no name service is needed. Each is asked every `seconds`, of many each less often;
     `changed` is called with the job whose status has something new to tell, once its finished steps have been asked
     for, too."""
@@ -51,7 +51,7 @@ class Coordinators:
         self._seconds = seconds
         self._changed = changed
         self._followed: dict[Key, _Followed] = {}
-        self._histories: dict[Key, History] = {}
+        self._histories: dict[Key, JobHistory] = {}
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     def report(self, key: Key, children: Children, token: str | None) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ class Coordinators:
         self._followed[key] = _Followed(address, asyncio.create_task(self._follow(key, address, token)))
         return None
 
-    def history(self, key: Key) -> History | None:
+    def history(self, key: Key) -> JobHistory | None:
         """The steps that this job's coordinators have told of, if any."""
         return self._histories.get(key)
 
@@ -109,7 +109,7 @@ class Coordinators:
         """Take the steps since the last time."""
         history = self._histories.get(key)
         if history is None or history.token != token:  # of an earlier job with this name
-            history = self._histories[key] = History(token)
+            history = self._histories[key] = JobHistory(token)
         with contextlib.suppress(NoAnswer, TimeoutError):  # the rest comes with the next news
             async with asyncio.timeout(CATCH_UP_SECONDS):
                 for _ in range(PAGES):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from dovetail.operator.children import Children
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 
 KINDS = frozenset(
     {
@@ -25,7 +25,7 @@ class Look:
     """What was compared. Job, plan and settings are the very objects: others may differ. `versions`: by kind, what is
     there."""
 
-    context: Context
+    context: RenderContext
     started: bool
     running: bool
     versions: Mapping[str, int]
@@ -78,7 +78,7 @@ class Drift:
         self._seen[look.context.uid] = look, frozenset(fine), all_fine
 
 
-def look_at(context: Context, children: Children, started: bool, running: bool) -> Look:
+def look_at(context: RenderContext, children: Children, started: bool, running: bool) -> Look:
     """`started`: the job has a JobSet; `running`: and a pod of it runs."""
     versions: dict[str, int] = {}
     for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):

@@ -9,7 +9,7 @@ from typing import Any
 
 from dovetail.manifest.types import Stage
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 # At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
 MOST_ROWS = 100
@@ -22,7 +22,7 @@ KEPT |= {"samples_per_second", "iteration_seconds"}
 _STAGES = {stage.value for stage in Stage}
 
 
-class History:
+class JobHistory:
     """Of one job, whose coordinator knows `token`. `offset`: where its rows go on."""
 
     def __init__(self, token: str) -> None:
@@ -76,7 +76,7 @@ def last_row(document: Mapping[str, Any], time: float) -> dict[str, Any]:
     return {"stage": document.get("stage"), "step": step, "time": time, "metrics": document.get("metrics")}
 
 
-def history_config_map(context: Context, text: str) -> Object:
+def history_config_map(context: RenderContext, text: str) -> Object:
     """Written once, when the job ends; the status API shows it."""
     return {
         "apiVersion": "v1",

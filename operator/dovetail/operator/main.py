@@ -10,7 +10,7 @@ import socket
 import sys
 from dataclasses import replace
 
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,11 +22,11 @@ def main(argv: list[str] | None = None) -> int:
 
     del argv
     try:
-        settings = Settings.read()
+        settings = OperatorSettings.read()
     except (OSError, ValueError) as error:
         print(f"dovetail operator: {error}", file=sys.stderr)
         return 2
-    if settings.identity == Settings.identity:
+    if settings.identity == OperatorSettings.identity:
         settings = replace(settings, identity=socket.gethostname())
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run(settings))

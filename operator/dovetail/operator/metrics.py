@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
-class Metrics:
+class OperatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(

@@ -15,7 +15,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator import names, reasons
 from dovetail.operator.children import Children, Object, label
-from dovetail.operator.reconcile import Refused
+from dovetail.operator.reconcile import PlanRefused
 from dovetail.operator.render.config_map import spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.operator.store import Key
@@ -26,7 +26,7 @@ IDLE_SECONDS = 60.0
 V = TypeVar("V")
 
 
-def read_job(document: Object) -> RLHFJob | Refused:
+def read_job(document: Object) -> RLHFJob | PlanRefused:
     """The manifest with its defaults, all rules checked."""
     metadata = document["metadata"]
     kept = {key: metadata[key] for key in ("name", "namespace", "labels", "annotations") if key in metadata}
@@ -34,9 +34,9 @@ def read_job(document: Object) -> RLHFJob | Refused:
     try:
         job = parse(manifest | {"spec": document.get("spec")})
     except ManifestError as error:
-        return Refused(reasons.INVALID_SPEC, str(error))
+        return PlanRefused(reasons.INVALID_SPEC, str(error))
     if errors := check(job.spec):
-        return Refused(reasons.INVALID_SPEC, " ".join(errors))
+        return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
     return job.model_copy(update={"spec": resolve(job.spec)})
 
 
@@ -104,18 +104,18 @@ class Planner:
         self._ending: asyncio.Task[None] | None = None
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._known: dict[str, Plan | Refused] = {}  # by the spec's hash
+        self._known: dict[str, Plan | PlanRefused] = {}  # by the spec's hash
         self._read: dict[str, _Read] = {}  # by the job's uid
         self._stored: dict[str, tuple[str, Plan]] = {}  # by their text in ConfigMaps
-        self._variants: dict[str, Plan | Refused] = {}  # by the spec's digest
+        self._variants: dict[str, Plan | PlanRefused] = {}  # by the spec's digest
         self._waiting: dict[str, set[Key]] = {}  # for variants
         self._varying: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
 
-    async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | Refused:
+    async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
         """The plan in the job's ConfigMap once it has started or while the spec is the same, else a new one."""
         read = self._job(document)
-        if isinstance(read, Refused):
+        if isinstance(read, PlanRefused):
             return read
         uid, job, wanted = str(document["metadata"]["uid"]), read.job, read.hash
         made = children.get("ConfigMap", names.plan_config_map(job.metadata.name))
@@ -131,11 +131,11 @@ class Planner:
                 found = self._known.get(wanted) or await self._ask(job.spec)
                 self._rest()
         # A planner that was too slow or broke may do better next time.
-        if not isinstance(found, Refused) or found.reason == reasons.INFEASIBLE:
+        if not isinstance(found, PlanRefused) or found.reason == reasons.INFEASIBLE:
             _remember(self._known, wanted, found)
-        return found if isinstance(found, Refused) else (job, found)
+        return found if isinstance(found, PlanRefused) else (job, found)
 
-    def variant(self, job: Key, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> Plan | Refused | None:
+    def variant(self, job: Key, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> Plan | PlanRefused | None:
         """The plan of a job's spec with other sizes, if it is known; else None, and `done` is called once it is."""
         wanted = digest(spec.model_dump(mode="json", by_alias=True))
         if (found := self._variants.get(wanted)) is not None:
@@ -159,7 +159,7 @@ class Planner:
         for job in waiting:
             await done(job)
 
-    def _job(self, document: Object) -> _Read | Refused:
+    def _job(self, document: Object) -> _Read | PlanRefused:
         """`read_job`, once for a manifest: it is looked at again with every event of the job."""
         metadata = document["metadata"]
         version = tuple(str(metadata.get(key)) for key in ("generation", "labels", "annotations"))
@@ -167,7 +167,7 @@ class Planner:
         if known is not None and known.version == version:
             return known
         job = read_job(document)
-        if isinstance(job, Refused):
+        if isinstance(job, PlanRefused):
             return job
         read = _Read(version, job, spec_hash(job))
         _remember(self._read, str(metadata["uid"]), read)
@@ -204,7 +204,7 @@ class Planner:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, ended)
 
-    async def _ask(self, spec: RLHFJobSpec) -> Plan | Refused:
+    async def _ask(self, spec: RLHFJobSpec) -> Plan | PlanRefused:
         if self._process is None or not self._process.is_alive():
             await self._end()
             context = multiprocessing.get_context("spawn")
@@ -218,12 +218,12 @@ class Planner:
             self._pipe.send_bytes(spec.model_dump_json().encode())
             if not await asyncio.to_thread(self._pipe.poll, self._seconds):
                 await self._end()
-                return Refused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
+                return PlanRefused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
             answer = self._pipe.recv_bytes().decode()
         except (EOFError, OSError) as error:
             await self._end()
-            return Refused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
+            return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
         kind, text = answer[0], answer[1:]
         if kind == "+":
             return Plan.model_validate_json(text)
-        return Refused(reasons.INFEASIBLE if kind == "-" else reasons.PLANNER_FAILED, text)
+        return PlanRefused(reasons.INFEASIBLE if kind == "-" else reasons.PLANNER_FAILED, text)

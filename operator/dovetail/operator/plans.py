@@ -10,7 +10,7 @@ from dovetail.manifest.status import PlanStatus, RLHFJobStatus
 from dovetail.manifest.types import Parallelism
 from dovetail.operator import progress, reasons
 from dovetail.operator.conditions import Conditions, JobEvent
-from dovetail.operator.render.context import Context, digest
+from dovetail.operator.render.context import RenderContext, digest
 from dovetail.operator.replan import Outlook, needs, news, remembered
 from dovetail.protocol.plan import Plan
 
@@ -28,7 +28,7 @@ def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
 
 
 def publish(
-    context: Context,
+    context: RenderContext,
     conditions: Conditions,
     old: RLHFJobStatus,
     reported: Mapping[str, Any] | None,
@@ -58,7 +58,7 @@ def publish(
     return shown
 
 
-def summary(context: Context, outlook: Outlook) -> str:
+def summary(context: RenderContext, outlook: Outlook) -> str:
     """The plan in short, and what a user may not expect of it."""
     plan = outlook.plan or context.plan
     parts = [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *_predicted(plan)]

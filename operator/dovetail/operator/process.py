@@ -15,13 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from dovetail.operator import asking
 from dovetail.operator.client import Client, connect
 from dovetail.operator.controller import Controller
-from dovetail.operator.coordinators import Coordinators
+from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.handlers import watch
 from dovetail.operator.leader import LEASE, Lock, lead
 from dovetail.operator.log import log
-from dovetail.operator.metrics import Metrics
+from dovetail.operator.metrics import OperatorMetrics
 from dovetail.operator.planning import Planner
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.protocol import serving
 
 # A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.
@@ -29,7 +29,7 @@ STUCK_SECONDS = 120.0
 
 
 @dataclass
-class Health:
+class ProbeHealth:
     """For the probes: a follower is alive while it can look at the lease, a leader while jobs get their turn, too."""
 
     lease_seen: float
@@ -42,12 +42,12 @@ class Health:
         return f"a job has waited for {lag:.0f} s" if lag > STUCK_SECONDS else None
 
 
-async def run(settings: Settings) -> int:
+async def run(settings: OperatorSettings) -> int:
     """Serve until SIGTERM or until the lease is lost."""
     # Imports stay, and what JSON is read into has no cycles.
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
-    metrics, health = Metrics(), Health(time.monotonic())
+    metrics, health = OperatorMetrics(), ProbeHealth(time.monotonic())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,11 +108,11 @@ async def _guard(lock: Lock, work: object) -> None:
         await asyncio.gather(leading, return_exceptions=True)
 
 
-async def _operate(settings: Settings, client: Client, metrics: Metrics, health: Health) -> None:
+async def _operate(settings: OperatorSettings, client: Client, metrics: OperatorMetrics, health: ProbeHealth) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner, stop = Planner(settings.planner_seconds), threading.Event()
     async with asking.session() as session:
-        coordinators = Coordinators(session, settings.progress_seconds, lambda key: controller.queue.add(key))
+        coordinators = CoordinatorPoller(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)
         health.controller = controller
         try:
@@ -128,7 +128,7 @@ async def _operate(settings: Settings, client: Client, metrics: Metrics, health:
             await planner.close()
 
 
-async def _serve(settings: Settings, metrics: Metrics, health: Health) -> web.AppRunner:
+async def _serve(settings: OperatorSettings, metrics: OperatorMetrics, health: ProbeHealth) -> web.AppRunner:
     """/healthz, /readyz and /metrics, on every replica."""
 
     async def healthz(_: web.Request) -> web.Response:

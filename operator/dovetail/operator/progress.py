@@ -112,7 +112,7 @@ def plan_problem(document: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Health:
+class RunHealth:
     """What the coordinator found of the last PPO iteration: `reason` for programs, a sentence for people."""
 
     healthy: bool
@@ -120,15 +120,15 @@ class Health:
     message: str
 
 
-def health(document: Mapping[str, Any]) -> Health | None:
+def health(document: Mapping[str, Any]) -> RunHealth | None:
     """None before the first iteration. Of documents that are `judged`."""
     told = document.get("health")
     if not told:
         return None
     if not told["verdicts"]:
-        return Health(True, reasons.HEALTHY, "")
+        return RunHealth(True, reasons.HEALTHY, "")
     sentences = "; ".join(verdict["message"] for verdict in told["verdicts"])
-    return Health(False, told["verdicts"][0]["reason"], f"iteration {told['iteration']}: {sentences}")
+    return RunHealth(False, told["verdicts"][0]["reason"], f"iteration {told['iteration']}: {sentences}")
 
 
 def coordinator_pod(children: Children) -> Object | None:

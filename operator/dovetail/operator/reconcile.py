@@ -30,10 +30,10 @@ from dovetail.operator.children import (
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.drift import Drift, look_at
 from dovetail.operator.plans import publish
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import WITH_PODS, furniture, jobset, name_problem, surplus_jobs
 from dovetail.operator.replan import Outlook
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
@@ -42,7 +42,7 @@ RESTART_WINDOW = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
-class Refused:
+class PlanRefused:
     """There is no plan: a reason of condition Planned and a sentence."""
 
     reason: str
@@ -56,17 +56,17 @@ class Seen:
     `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have room for."""
 
     document: Object
-    planned: tuple[RLHFJob, Plan] | Refused
+    planned: tuple[RLHFJob, Plan] | PlanRefused
     children: Children
     reported: Mapping[str, Any] | None = None
-    settings: Settings = field(default_factory=Settings)
+    settings: OperatorSettings = field(default_factory=OperatorSettings)
     mounts: Mapping[str, str] = field(default_factory=dict)
     drift: Drift = field(default_factory=Drift)
     outlook: Outlook = field(default_factory=Outlook)
 
 
 @dataclass(frozen=True)
-class Result:
+class Reconciled:
     """What to apply, then what to delete, then what to report (of a job that is over: report first, so that nobody can
     take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself. `token`: the
     token's Secret must be there before the pods."""
@@ -89,11 +89,11 @@ def is_over(status: RLHFJobStatus) -> bool:
     return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)
 
 
-def reconcile(seen: Seen, now: datetime) -> Result:
+def reconcile(seen: Seen, now: datetime) -> Reconciled:
     """See the module's docstring. `now` is aware of its time zone."""
     old = old_status(seen.document)
     if deleting(seen.document):
-        return Result(old)  # the garbage collector does the rest
+        return Reconciled(old)  # the garbage collector does the rest
     if is_over(old):
         return _after_the_end(seen, old, now)
     generation = int(seen.document["metadata"].get("generation", 0))
@@ -101,12 +101,12 @@ def reconcile(seen: Seen, now: datetime) -> Result:
     status = old.model_copy(update={"observed_generation": generation})
     planned = seen.planned
     uid = str(seen.document["metadata"]["uid"])
-    if not isinstance(planned, Refused):
+    if not isinstance(planned, PlanRefused):
         mine, room = _jobset(seen, uid), seen.outlook.room or {}
-        context = Context(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
+        context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
         if problem := name_problem(context):
-            planned = Refused(reasons.INVALID_SPEC, problem)
-    if isinstance(planned, Refused):
+            planned = PlanRefused(reasons.INVALID_SPEC, problem)
+    if isinstance(planned, PlanRefused):
         return _refused(planned, conditions, status)
     made = seen.children.get("ConfigMap", names.plan_config_map(context.name)) if mine is not None else None
     plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
@@ -118,7 +118,7 @@ class _Reconciler:
     """A job with a plan that is not over."""
 
     def __init__(
-        self, seen: Seen, context: Context, conditions: Conditions, status: RLHFJobStatus, now: datetime
+        self, seen: Seen, context: RenderContext, conditions: Conditions, status: RLHFJobStatus, now: datetime
     ) -> None:
         self._seen = seen
         self._context = context
@@ -130,7 +130,7 @@ class _Reconciler:
         self._pods = [p for p in seen.children.pods(surplus=False) if label(p, names.UID_LABEL) == context.uid]
         self._requeue: list[float] = []
 
-    def run(self) -> Result:
+    def run(self) -> Reconciled:
         if self._jobset is not None and is_true(self._jobset, "Completed"):
             return self._completed()
         self._progress()
@@ -158,7 +158,7 @@ class _Reconciler:
 
     # ------------------------------------------------------------ states
 
-    def _completed(self) -> Result:
+    def _completed(self) -> Reconciled:
         document = progress.last_status(self._children)[0]
         final = progress.fields(document)
         self._say_health(document or self._seen.reported or {})
@@ -171,7 +171,7 @@ class _Reconciler:
         self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
         return self._result(delete=self._surplus_gone())
 
-    def _failed(self, problem: Refused) -> Result:
+    def _failed(self, problem: PlanRefused) -> Reconciled:
         self._say_health(progress.last_health(self._children))
         self._conditions.set("Completed", False, reasons.FINISHED)
         self._end("Failed", problem.reason, problem.message)
@@ -184,14 +184,14 @@ class _Reconciler:
         ended = {"completion_time": self._now.replace(microsecond=0), "groups": none}
         self._status = self._status.model_copy(update=ended)
 
-    def _suspended(self) -> Result:
+    def _suspended(self) -> Reconciled:
         """Pods are deleted, everything else stays; the volume holds what the job resumes from."""
         self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
         self._say_stopped(reasons.STOPPED, "spec.suspend is true")
         gone = [] if self._jobset is None or deleting(self._jobset) else [("JobSet", self._context.name)]
         return self._result(apply=self._furniture(), delete=[*self._surplus_gone(), *gone])
 
-    def _queued(self, apply: list[Object]) -> Result:
+    def _queued(self, apply: list[Object]) -> Reconciled:
         assert self._jobset is not None
         if deleting(self._jobset):
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
@@ -247,14 +247,14 @@ class _Reconciler:
 
     # ------------------------------------------------------------ failures
 
-    def _failure(self, jobset: Object) -> Refused | None:
+    def _failure(self, jobset: Object) -> PlanRefused | None:
         cause = rootcause.worst(p for p in self._pods if p.get("status", {}).get("phase") == "Failed")
         if is_true(jobset, "Failed"):
             blamed = self._of_failed_jobs() or cause
             if blamed is not None:
-                return Refused(blamed.reason, blamed.sentence)
+                return PlanRefused(blamed.reason, blamed.sentence)
             told = next(c for c in jobset["status"]["conditions"] if c["type"] == "Failed")
-            return Refused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
+            return PlanRefused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
         if self._context.job.spec.suspend or jobset["spec"].get("suspend") or deleting(jobset):
             return None
         return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started()
@@ -269,26 +269,26 @@ class _Reconciler:
         pods = [p for p in self._pods if label(p, names.JOB_NAME_LABEL) == name]
         return rootcause.worst(p for p in pods if p.get("status", {}).get("phase") == "Failed")
 
-    def _too_many_restarts(self, cause: rootcause.Cause) -> Refused | None:
+    def _too_many_restarts(self, cause: rootcause.Cause) -> PlanRefused | None:
         most = self._context.job.spec.failure_policy.max_restarts
         since = self._now - RESTART_WINDOW
         failed = sum((at := rootcause.failed_at(pod)) is not None and at > since for pod in self._pods)
         if failed <= most:
             return None
         count = f"failures of pods within an hour: {failed}, failurePolicy.maxRestarts: {most}"
-        return Refused(cause.reason, f"{cause.sentence} ({count})")
+        return PlanRefused(cause.reason, f"{cause.sentence} ({count})")
 
-    def _too_long(self) -> Refused | None:
+    def _too_long(self) -> PlanRefused | None:
         limit, started = self._context.job.spec.active_deadline_seconds, self._status.start_time
         if limit is None or started is None:
             return None
         left = (started + timedelta(seconds=limit) - self._now).total_seconds()
         if left <= 0:
-            return Refused(reasons.DEADLINE_EXCEEDED, f"the job ran longer than activeDeadlineSeconds, {limit} s")
+            return PlanRefused(reasons.DEADLINE_EXCEEDED, f"the job ran longer than activeDeadlineSeconds, {limit} s")
         self._requeue.append(left)
         return None
 
-    def _never_started(self) -> Refused | None:
+    def _never_started(self) -> PlanRefused | None:
         limit = self._context.job.spec.failure_policy.start_timeout_seconds
         causes = [c for p in live(self._pods) if (c := rootcause.cause(p, self._seen.mounts)) is not None and c.waiting]
         if limit is None or not causes:
@@ -298,7 +298,7 @@ class _Reconciler:
         left = (since + timedelta(seconds=limit) - self._now).total_seconds()
         if left <= 0:
             text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
-            return Refused(cause.reason, text)
+            return PlanRefused(cause.reason, text)
         self._requeue.append(left)
         return None
 
@@ -371,31 +371,31 @@ class _Reconciler:
 
     def _result(
         self, apply: list[Object] | None = None, delete: list[Ref] | None = None, token: bool = False
-    ) -> Result:
+    ) -> Reconciled:
         status = self._status.model_copy(update={"conditions": self._conditions.result()})
         requeue = max(0.1, min(self._requeue)) if self._requeue else None
-        return Result(status, apply or [], delete or [], requeue, self._conditions.events(), token=token)
+        return Reconciled(status, apply or [], delete or [], requeue, self._conditions.events(), token=token)
 
 
-def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Result:
+def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
     """Nothing is created. A finished JobSet stays, for its logs, until the job goes; an unfinished one holds GPUs."""
     uid = str(seen.document["metadata"]["uid"])
     delete = [("Job", j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
     delete += _unfinished(_jobset(seen, uid))
     ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
     if ttl is None or status.completion_time is None:
-        return Result(status, delete=delete)
+        return Reconciled(status, delete=delete)
     left = (status.completion_time + timedelta(seconds=int(ttl)) - now).total_seconds()
-    return Result(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
+    return Reconciled(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
 
 
-def _refused(problem: Refused, conditions: Conditions, status: RLHFJobStatus) -> Result:
+def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus) -> Reconciled:
     conditions.set("Planned", False, problem.reason, problem.message)
     for kind in ("Scheduled", "Running"):
         conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]
     conditions.set("Completed", False, reasons.IN_PROGRESS)
     status = status.model_copy(update={"conditions": conditions.result()})
-    return Result(status, events=conditions.events())
+    return Reconciled(status, events=conditions.events())
 
 
 def _jobset(seen: Seen, uid: str) -> Object | None:

@@ -14,7 +14,7 @@ from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
 from dovetail.operator import names
 from dovetail.operator.children import Object
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.planner.nodes import Pools
 from dovetail.protocol.plan import Plan
 
@@ -50,7 +50,7 @@ class Outlook:
     refused: bool = False
 
 
-def needs(context: Context) -> list[Need]:
+def needs(context: RenderContext) -> list[Need]:
     """Of all groups with GPUs."""
     return [
         Need(

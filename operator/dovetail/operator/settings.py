@@ -14,7 +14,7 @@ _IMAGE = "dovetail/{}:0.1.0"
 
 
 @dataclass(frozen=True)
-class Settings:
+class OperatorSettings:
     """Images are those of groups that name none. `pod_template` is a strategic merge patch of every pod, applied
     before the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose
     manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them;
@@ -41,12 +41,12 @@ class Settings:
     metrics_from: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
-    def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    def read(environ: Mapping[str, str] = os.environ) -> OperatorSettings:
         """From the environment; what is not set keeps its default. Raises ValueError, or OSError for a pod template
         that cannot be read."""
         given = {key.removeprefix("DOVETAIL_").lower(): value for key, value in environ.items() if value}
         found: dict[str, Any] = {}
-        for name, default in Settings().__dict__.items():
+        for name, default in OperatorSettings().__dict__.items():
             if name not in given:
                 continue
             text = given[name]
@@ -61,7 +61,7 @@ class Settings:
                     found[name] = type(default)(text)
                 except ValueError as error:
                     raise ValueError(f"DOVETAIL_{name.upper()} is {text!r}, not a number") from error
-        return Settings(**found)
+        return OperatorSettings(**found)
 
 
 def _template(path: Path) -> dict[str, Any]:

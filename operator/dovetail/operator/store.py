@@ -30,7 +30,7 @@ class _Kept(NamedTuple):
     text: str
 
 
-class Store:
+class ObjectCache:
     """Filled by watch events and by replies to our own writes; an older version never replaces a newer one."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import secrets as random
 from dovetail.operator import names
 from dovetail.operator.children import label
 from dovetail.operator.client import Client, KubeError, Object
-from dovetail.operator.render.context import Context
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.secret import secret
 from dovetail.operator.resources import SECRET
 
@@ -36,7 +36,7 @@ class Tokens:
         else:
             self._there.discard(uid)
 
-    async def ensure(self, context: Context, *, new: bool = False) -> None:
+    async def ensure(self, context: RenderContext, *, new: bool = False) -> None:
         """The job's Secret is there afterwards: made anew with the same token, if running pods may hold that. `new`: it
         is most likely not there yet. Raises KubeError."""
         if context.uid in self._there:
@@ -62,7 +62,7 @@ class Tokens:
             raise KubeError(422, f"Secret {name} holds no {names.TOKEN_KEY}; delete it and the job's pods") from error
         self._there.add(context.uid)
 
-    async def _create(self, context: Context) -> Object | None:
+    async def _create(self, context: RenderContext) -> Object | None:
         """None if there is one of this name."""
         token = self._known.get(context.uid) or random.token_hex(32)
         try:

@@ -20,7 +20,7 @@ from dovetail.manifest.base import NAME_PATTERN
 from dovetail.operator.client import KubeError
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
 from dovetail.statusapi.coordinators import Unreachable
-from dovetail.statusapi.metrics import Metrics
+from dovetail.statusapi.metrics import ApiMetrics
 from dovetail.statusapi.models import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.service import NotFound, Service, TooMany
 
@@ -70,7 +70,7 @@ def create_app(service: Callable[[], AbstractAsyncContextManager[Service]]) -> F
     _routes(app)
     _open_routes(app, registry)
     _errors(app)
-    app.add_middleware(Metrics, registry=registry)
+    app.add_middleware(ApiMetrics, registry=registry)
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -33,7 +33,7 @@ ROW_METRICS, METRIC_CHARACTERS = 200, 100
 Unreachable = asking.NoAnswer
 
 
-class Progress:
+class JobProgress:
     """One job's: `rows` in the order in which they came, replayed steps again; `offset` is the coordinator's. `size`:
     bytes of the answers that it was read from."""
 
@@ -55,7 +55,7 @@ class Progress:
         return list(found.values())
 
 
-class Coordinators:
+class CoordinatorReader:
     """`seconds`: how old an answer may be; requests in between share it. `answer_seconds`: what an answer may take."""
 
     def __init__(
@@ -69,13 +69,13 @@ class Coordinators:
     ) -> None:
         self._kube, self._session, self._url = kube, session, url
         self._seconds, self._clock, self._answer_seconds = seconds, clock, answer_seconds
-        self._jobs: OrderedDict[str, Progress] = OrderedDict()
+        self._jobs: OrderedDict[str, JobProgress] = OrderedDict()
 
-    async def progress(self, job: Object, *, now: bool = False) -> Progress:
+    async def progress(self, job: Object, *, now: bool = False) -> JobProgress:
         """Of an RLHFJob; what was known before where the coordinator cannot be asked. `now`: ask whatever the age of
         the last answer."""
         uid = job["metadata"]["uid"]
-        found = self._jobs.setdefault(uid, Progress())
+        found = self._jobs.setdefault(uid, JobProgress())
         self._jobs.move_to_end(uid)
         async with found.lock:
             if now or self._clock() - found.asked >= self._seconds:
@@ -103,7 +103,7 @@ class Coordinators:
         """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
         return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", asking.TRACE_BYTES)
 
-    async def _ask(self, job: Object, found: Progress) -> None:
+    async def _ask(self, job: Object, found: JobProgress) -> None:
         token = await self._token(job)
         content = await self._fetch(job, token, "/v1/status", STATUS_BYTES)
         status = asking.document(content, STATUS_VALUES)
@@ -116,7 +116,7 @@ class Coordinators:
         except TimeoutError as error:
             raise Unreachable(f"the coordinator's history did not come within {self._answer_seconds:g} s") from error
 
-    async def _rows(self, job: Object, token: str, found: Progress) -> None:
+    async def _rows(self, job: Object, token: str, found: JobProgress) -> None:
         for _ in range(PAGES):
             content = await self._fetch(job, token, f"/v1/history?offset={found.offset}", asking.DOCUMENT_BYTES)
             page = asking.document(content)

@@ -15,7 +15,7 @@ from dovetail.operator import asking, names
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
-from dovetail.statusapi.coordinators import Coordinators
+from dovetail.statusapi.coordinators import CoordinatorReader
 from dovetail.statusapi.kube import KubeClient
 from dovetail.statusapi.service import Service
 from dovetail.statusapi.settings import ApiSettings
@@ -36,7 +36,7 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
         return names.coordinator_url(job, namespace)
 
     async with KubeClient(settings.request_seconds) as kube, asking.session() as session:
-        coordinators = Coordinators(
+        coordinators = CoordinatorReader(
             kube, session, url, settings.poll_seconds, time.monotonic, answer_seconds=settings.request_seconds
         )
         watching = None

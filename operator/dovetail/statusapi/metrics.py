@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Metrics:
+class ApiMetrics:
     """Labels are bounded: the route's template, never the path."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:

@@ -11,7 +11,7 @@ from dovetail.operator import names
 from dovetail.operator.client import KubeError
 from dovetail.statusapi import view
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
-from dovetail.statusapi.coordinators import Coordinators
+from dovetail.statusapi.coordinators import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path
 from dovetail.statusapi.models import IterationList, JobDetail, JobList, PodLog, PodLogList
 
@@ -34,7 +34,7 @@ class Service:
         self,
         kube: Kube,
         auth: Auth,
-        coordinators: Coordinators,
+        coordinators: CoordinatorReader,
         *,
         namespaces: tuple[str, ...],
         poll_seconds: float,

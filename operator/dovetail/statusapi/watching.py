@@ -7,7 +7,7 @@ import logging
 
 from dovetail.operator.client import KubeError
 from dovetail.statusapi import view
-from dovetail.statusapi.coordinators import Coordinators
+from dovetail.statusapi.coordinators import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, get, jobs_path
 
 PAGE = 200
@@ -17,7 +17,7 @@ _WORKING = ("Scheduled", "Running")
 log = logging.getLogger("uvicorn.error")
 
 
-async def watch(kube: Kube, coordinators: Coordinators, namespaces: tuple[str, ...], seconds: float) -> None:
+async def watch(kube: Kube, coordinators: CoordinatorReader, namespaces: tuple[str, ...], seconds: float) -> None:
     """Until cancelled: every `seconds`, ask the coordinator of each job that runs."""
     while True:
         try:
@@ -28,7 +28,7 @@ async def watch(kube: Kube, coordinators: Coordinators, namespaces: tuple[str, .
         await asyncio.sleep(seconds)
 
 
-async def _look(kube: Kube, coordinators: Coordinators, namespace: str | None) -> None:
+async def _look(kube: Kube, coordinators: CoordinatorReader, namespace: str | None) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(job: Object) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dovetail.protocol import serving
 from dovetail.protocol.messages import ModelRef, Receive
-from dovetail.protocol.pulse import Progress
+from dovetail.protocol.pulse import ThreadProgress
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 from dovetail.rollout.samples import Samples
 from dovetail.rollout.scoring import NotReady, Scorer
@@ -92,10 +92,10 @@ class ScorerService:
         self._transfer = ThreadPoolExecutor(1, thread_name_prefix="transfer")
 
         self._at_work = False
-        self._progress: Progress | None = None
+        self._progress: ThreadProgress | None = None
 
     def _begin(self) -> None:
-        self._progress = Progress(threading.get_ident())
+        self._progress = ThreadProgress(threading.get_ident())
 
     def alive(self) -> bool:
         """Whether the thread of forward passes does something, if it has something to do. For the event loop."""

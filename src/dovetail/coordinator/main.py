@@ -19,7 +19,7 @@ from typing import Any
 from dovetail.coordinator.health.failure import EXPLAINED, disk_full, is_final, sentence
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.loop.driver import run_job
-from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.store.results import leave
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
@@ -93,7 +93,7 @@ def _text(path: Path) -> str:
 async def _run(env: ProcessEnv, log: EventLog) -> int:
     job = RLHFJob.model_validate_json(_text(env.job_file))
     plan = Plan.model_validate_json(_text(env.plan_file))
-    settings = Settings(
+    settings = CoordinatorSettings(
         run_dir=env.run_dir,
         token=env.token,
         host=env.host,

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.health.failure import sentence
-from dovetail.coordinator.loop.engines import Engines, Settings
+from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
@@ -194,7 +194,7 @@ class Pipeline:
         self._log = EventLog(
             self.run_dir / "events.jsonl", COORDINATOR, stream=(self.run_dir / "logs/coordinator.log").open("a")
         )
-        settings = Settings(
+        settings = CoordinatorSettings(
             run_dir=self.run_dir,
             token=self._launcher.token,
             host=HOST,

@@ -45,7 +45,7 @@ class Pulse:
             await asyncio.sleep(BEAT_SECONDS)
 
 
-class Progress:
+class ThreadProgress:
     """Whether a thread does anything: a blocked one uses no CPU time at all.
 
     `ident`: of that thread. It may wait for helpers, so threads that use more than AT_WORK of a core together count as
@@ -65,11 +65,11 @@ class Progress:
         self._before: tuple[float, float, float] | None = None
 
     @staticmethod
-    def of_main_thread() -> Progress:
+    def of_main_thread() -> ThreadProgress:
         """Of the program's main thread."""
         ident = threading.main_thread().ident
         assert ident is not None
-        return Progress(ident)
+        return ThreadProgress(ident)
 
     def moved(self) -> bool:
         """Whether it has done something since this was last true, as it is at first. To be called from one thread."""

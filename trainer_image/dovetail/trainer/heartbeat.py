@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dovetail.protocol.exit_codes import SUPERSEDED
 from dovetail.protocol.messages import Heartbeat
-from dovetail.protocol.pulse import Progress, Pulse
+from dovetail.protocol.pulse import Pulse, ThreadProgress
 from dovetail.trainer.client import CoordinatorClient
 
 INTERVAL_SECONDS = 2.0
@@ -102,7 +102,7 @@ class HeartbeatThread:
             self._exit(SUPERSEDED)
 
     def _run(self) -> None:
-        pulse, main = Pulse.read(), Progress.of_main_thread()
+        pulse, main = Pulse.read(), ThreadProgress.of_main_thread()
         while not self._stop.is_set():
             if main.moved():
                 pulse.beat()

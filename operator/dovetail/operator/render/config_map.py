@@ -6,10 +6,10 @@ import json
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object, digest
+from dovetail.operator.render.context import Object, RenderContext, digest
 
 
-def config_map(context: Context) -> Object:
+def config_map(context: RenderContext) -> Object:
     """job.json and plan.json, which `spec_hash` of the manifest tells apart from those of another one."""
     metadata = context.metadata(names.plan_config_map(context.name), "plan")
     metadata["annotations"] = {names.SPEC_HASH: spec_hash(context.job)}

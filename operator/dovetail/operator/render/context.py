@@ -11,14 +11,14 @@ from typing import Any
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import KIND, Group, RLHFJob, Role
 from dovetail.operator import names
-from dovetail.operator.settings import Settings
+from dovetail.operator.settings import OperatorSettings
 from dovetail.protocol.plan import Plan
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Context:
+class RenderContext:
     """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`); `uid` is the RLHFJob's.
     `sizes`: pods of each group in the JobSet that runs already, which cannot change. `room`: pods of each GPU group
     that nodes have GPUs for now, as far as that is known."""
@@ -26,7 +26,7 @@ class Context:
     job: RLHFJob
     uid: str
     plan: Plan
-    settings: Settings
+    settings: OperatorSettings
     sizes: Mapping[str, int] = field(default_factory=dict)
     room: Mapping[str, int] = field(default_factory=dict)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 
-def disruption_budget(context: Context) -> Object:
+def disruption_budget(context: RenderContext) -> Object:
     """A number of pods that must stay, for Jobs have no scale that `maxUnavailable` could be counted from. Surplus
     rollouts may always go, and a pod that is not ready never holds up a drain."""
     pods = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)

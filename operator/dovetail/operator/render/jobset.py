@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
@@ -11,7 +11,7 @@ from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 
 
-def jobset(context: Context) -> Object:
+def jobset(context: RenderContext) -> Object:
     """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
     nothing here says in which order they start."""
     final = (BAD_CONFIGURATION, JOB_FAILED)

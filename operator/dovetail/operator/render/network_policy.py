@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dovetail.manifest.types import Role
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 from dovetail.protocol import env
 
 _COMPONENT = "app.kubernetes.io/component"
 
 
-def network_policy(context: Context) -> Object:
+def network_policy(context: RenderContext) -> Object:
     """The job's pods reach each other on all ports. The operator and the status API reach the coordinator. Those that
     `Settings.metrics_from` names reach the ports that serve metrics; if it names nobody, nobody else reaches the pods.
     Outgoing connections are not limited: models and data come from anywhere."""
@@ -33,7 +33,7 @@ def network_policy(context: Context) -> Object:
     }
 
 
-def metrics_ports(context: Context) -> list[Object]:
+def metrics_ports(context: RenderContext) -> list[Object]:
     """The ports on which this job's pods serve metrics, as NetworkPolicyPorts."""
     groups = context.job.spec.groups
     ports = [_tcp(env.COORDINATOR_PORT)]

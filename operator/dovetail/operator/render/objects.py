@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from dovetail.operator import names
 from dovetail.operator.render.config_map import config_map
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.disruption_budget import disruption_budget
 from dovetail.operator.render.jobset import jobset
 from dovetail.operator.render.network_policy import network_policy
@@ -23,10 +23,10 @@ __all__ = ["WITH_PODS", "furniture", "jobset", "name_problem", "surplus_jobs"]
 WITH_PODS = {"Service", "PodDisruptionBudget"}
 
 
-def furniture(context: Context, but: Collection[str] = ()) -> list[Object]:
+def furniture(context: RenderContext, but: Collection[str] = ()) -> list[Object]:
     """What pods need around them, one of a kind: cheap, kept while the job is suspended. `but`: kinds that are left
     out."""
-    makers: dict[str, Callable[[Context], Object | None]] = {
+    makers: dict[str, Callable[[RenderContext], Object | None]] = {
         "PersistentVolumeClaim": volume_claim,
         "ConfigMap": config_map,
         "ServiceAccount": service_account,
@@ -40,7 +40,7 @@ def furniture(context: Context, but: Collection[str] = ()) -> list[Object]:
     return [thing for thing in made if thing is not None]
 
 
-def name_problem(context: Context) -> str | None:
+def name_problem(context: RenderContext) -> str | None:
     """A sentence if a group takes the coordinator's name, or a pod's name would be longer than the 63 characters that
     its host name may have."""
     for index, group in enumerate(context.job.spec.groups):

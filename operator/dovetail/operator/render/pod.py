@@ -7,7 +7,7 @@ from typing import Any
 from dovetail.manifest.types import Group, RLHFJobSpec, Role
 from dovetail.operator import names
 from dovetail.operator.merge import merge
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.volume_claim import claim_name
 from dovetail.protocol import env
 
@@ -20,7 +20,7 @@ PRODUCT_LABEL = "nvidia.com/gpu.product"
 HOME = "/tmp"
 
 
-def coordinator_pod(context: Context) -> Object:
+def coordinator_pod(context: RenderContext) -> Object:
     """The pod template of the coordinator."""
     port = env.COORDINATOR_PORT
     container = _container(context, context.settings.coordinator_image, "dovetail.coordinator.main")
@@ -35,7 +35,7 @@ def coordinator_pod(context: Context) -> Object:
     return _template(context, names.COORDINATOR, container, patch={})
 
 
-def group_pod(context: Context, group: Group, index: int | None = None) -> Object:
+def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
     """The pod template of a group. `index`: the pod's number in its group; by default its completion index."""
     container = _container(context, image(context, group), "dovetail.pod.main")
     where: Object = {"fieldPath": f"metadata.annotations['{names.INDEX_ANNOTATION}']"}
@@ -79,7 +79,7 @@ def group_pod(context: Context, group: Group, index: int | None = None) -> Objec
     return template
 
 
-def image(context: Context, group: Group) -> str:
+def image(context: RenderContext, group: Group) -> str:
     """The group's image, else the operator's default; the rollout image can train, too."""
     default = context.settings.rollout_image if Role.ROLLOUT in group.roles else context.settings.trainer_image
     return group.image or default
@@ -91,7 +91,7 @@ def claims(spec: RLHFJobSpec) -> list[str]:
     return sorted({m.source.pvc.strip("/").partition("/")[0] for m in sources if m.source and m.source.pvc})
 
 
-def _container(context: Context, image: str, module: str) -> Object:
+def _container(context: RenderContext, image: str, module: str) -> Object:
     job = context.name
     secret = {"name": names.token_secret(job), "key": names.TOKEN_KEY}
     return {
@@ -130,7 +130,7 @@ def _container(context: Context, image: str, module: str) -> Object:
 
 
 def _template(
-    context: Context, component: str, container: Object, patch: dict[str, Any], extra: Object | None = None
+    context: RenderContext, component: str, container: Object, patch: dict[str, Any], extra: Object | None = None
 ) -> Object:
     more = dict(extra or {})
     volumes = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dovetail.manifest.describe.crd import GROUP, PLURAL
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 
-def role(context: Context) -> Object:
+def role(context: RenderContext) -> Object:
     """May read the job and its plan, for programs of the user's that ask the API server; nothing of ours does."""
     plan = names.plan_config_map(context.name)
     return {

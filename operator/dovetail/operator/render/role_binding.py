@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 
-def role_binding(context: Context) -> Object:
+def role_binding(context: RenderContext) -> Object:
     account = names.account(context.name)
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",

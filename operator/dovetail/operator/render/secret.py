@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 
-def secret(context: Context, token: str) -> Object:
+def secret(context: RenderContext, token: str) -> Object:
     """To be created once: running pods hold the token, so it never changes."""
     return {
         "apiVersion": "v1",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 from dovetail.protocol.env import COORDINATOR_PORT
 
 
-def service(context: Context) -> Object:
+def service(context: RenderContext) -> Object:
     """Resolves to the coordinator's pod, also before that is ready: the others wait for it themselves."""
     return {
         "apiVersion": "v1",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 
-def service_account(context: Context) -> Object:
+def service_account(context: RenderContext) -> Object:
     """No pod mounts its token unless the manifest's podTemplate says so."""
     return {
         "apiVersion": "v1",

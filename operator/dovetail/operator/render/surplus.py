@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dovetail.manifest.types import Role
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import group_pod
 
 
-def surplus_jobs(context: Context) -> list[Object]:
+def surplus_jobs(context: RenderContext) -> list[Object]:
     """All that are wanted now."""
     return [
         _job(context, group.name, index)
@@ -19,7 +19,7 @@ def surplus_jobs(context: Context) -> list[Object]:
     ]
 
 
-def _job(context: Context, name: str, index: int) -> Object:
+def _job(context: RenderContext, name: str, index: int) -> Object:
     group = next(g for g in context.job.spec.groups if g.name == name)
     template = group_pod(context, group, index)
     template["metadata"]["labels"][names.SURPLUS_LABEL] = "true"

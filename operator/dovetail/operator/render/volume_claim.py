@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dovetail.operator import names
-from dovetail.operator.render.context import Context, Object
+from dovetail.operator.render.context import Object, RenderContext
 
 
-def claim_name(context: Context) -> str:
+def claim_name(context: RenderContext) -> str:
     """The claim of the manifest, else the job's own."""
     return context.job.spec.checkpoint.volume or names.volume_claim(context.name)
 
 
-def volume_claim(context: Context) -> Object | None:
+def volume_claim(context: RenderContext) -> Object | None:
     """None where the manifest names a claim: that one is the user's, and outlives the job."""
     if context.job.spec.checkpoint.volume is not None:
         return None

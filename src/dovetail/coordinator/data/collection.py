@@ -20,7 +20,7 @@ HELD_OUT_LIMIT = 4096  # records of a stage that are evaluated at most: more tel
 
 
 @dataclass(frozen=True)
-class Part(Generic[R]):
+class SourcePart(Generic[R]):
     """One source's records of one list: those to train on and those held out, as positions in the source."""
 
     records: Records[R]
@@ -32,7 +32,7 @@ class Part(Generic[R]):
 class StageData(Generic[R]):
     """The blended records of one list."""
 
-    def __init__(self, parts: list[Part[R]], *key: int | str) -> None:
+    def __init__(self, parts: list[SourcePart[R]], *key: int | str) -> None:
         self.parts = parts
         self._blend = Blend([len(p.train) for p in parts], [p.weight for p in parts], *key)
 
@@ -124,7 +124,7 @@ def collect(
     def stage_data(kind: Kind) -> StageData[Any] | None:
         if kind not in kinds:
             return None
-        parts: list[Part[Any]] = []
+        parts: list[SourcePart[Any]] = []
         for i, source in enumerate(getattr(spec.data, kind)):
             name = f"spec.data.{kind}[{i}]"
             records = load(source, kind, field=name, base_dir=base_dir, cache_dir=cache_dir, seed=spec.seed, chat=chat)
@@ -147,7 +147,7 @@ def collect(
                     f"{name} leaves stage {STAGE_OF[kind].value} nothing to train on: of {len(records)} records "
                     f"its share is {len(mine)}, and {len(held)} are held out; add data or lower spec.data.heldOut"
                 )
-            parts.append(Part(records, train, held, source.weight))
+            parts.append(SourcePart(records, train, held, source.weight))
         return StageData(parts, spec.seed, kind)
 
     collected = Collection(stage_data("demonstrations"), stage_data("preferences"), stage_data("prompts"), prints)

@@ -26,7 +26,7 @@ def rollout_of(scorer: str) -> str:
     return scorer.removesuffix("-scorer")
 
 
-class Health(StrEnum):
+class InstanceHealth(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     DEAD = "dead"
@@ -58,7 +58,7 @@ class Instance:
     group: str
     url: str
     incarnation: str
-    health: Health
+    health: InstanceHealth
     ready: bool
     weight_version: int | None
     abilities: dict[str, Any]
@@ -101,7 +101,7 @@ class Fleet:
         """A report, on start and every 2 s."""
         now = self._clock()
         old = self._instances.get(message.name)
-        if old is not None and old.health is Health.RETIRED and old.incarnation == message.incarnation:
+        if old is not None and old.health is InstanceHealth.RETIRED and old.incarnation == message.incarnation:
             self._instances[message.name] = replace(old, seen=now)
             return
         if old is None or old.incarnation != message.incarnation:
@@ -112,7 +112,7 @@ class Fleet:
                 group=message.group,
                 url=message.url.rstrip("/"),
                 incarnation=message.incarnation,
-                health=Health.RESTARTING,
+                health=InstanceHealth.RESTARTING,
                 ready=message.ready,
                 weight_version=message.weight_version,
                 abilities=message.abilities,
@@ -140,11 +140,11 @@ class Fleet:
             if doubts >= 2:
                 version, doubts = message.weight_version, 0
         health, failures = old.health, old.failures
-        if health is Health.DEAD:
+        if health is InstanceHealth.DEAD:
             if now < old.until:
                 return replace(old, seen=now, ready=message.ready, doubts=doubts)
             # It was given up: it must get the weights anew, as its process may have been in any state.
-            health, failures, version = Health.STALE, 0, None
+            health, failures, version = InstanceHealth.STALE, 0, None
         return replace(
             old,
             seen=now,
@@ -172,36 +172,36 @@ class Fleet:
         if instance is None or instance.incarnation != incarnation:
             return
         updated = replace(instance, weight_version=version, doubts=0, failures=0, until=0.0)
-        if updated.health is Health.SUSPECT:
-            updated = replace(updated, health=Health.STALE)
+        if updated.health is InstanceHealth.SUSPECT:
+            updated = replace(updated, health=InstanceHealth.STALE)
         self._set(self._settled(updated, self._clock()))
 
     def failed(self, name: str, reason: str) -> None:
         """A request or transfer failed. Failures during the back-off of an earlier one count once."""
         instance = self._instances.get(name)
         now = self._clock()
-        if instance is None or instance.health in (Health.DEAD, Health.RETIRED) or now < instance.until:
+        if instance is None or instance.health in (InstanceHealth.DEAD, InstanceHealth.RETIRED) or now < instance.until:
             return
         t, failures = self._timeouts, instance.failures + 1
         if failures >= t.max_failures:
             self._set(
-                replace(instance, health=Health.DEAD, failures=failures, until=now + t.revive, reason=reason),
+                replace(instance, health=InstanceHealth.DEAD, failures=failures, until=now + t.revive, reason=reason),
             )
             return
         until = now + min(t.back_off_max, t.back_off * 2 ** (failures - 1))
-        health = Health.SUSPECT if instance.health is Health.HEALTHY else instance.health
+        health = InstanceHealth.SUSPECT if instance.health is InstanceHealth.HEALTHY else instance.health
         self._set(replace(instance, health=health, failures=failures, until=until, reason=reason))
 
     def succeeded(self, name: str) -> None:
         """A request did what it should: earlier failures are forgotten."""
         instance = self._instances.get(name)
-        if instance is not None and instance.failures and instance.health is not Health.DEAD:
+        if instance is not None and instance.failures and instance.health is not InstanceHealth.DEAD:
             self._instances[name] = replace(instance, failures=0)
 
     def retire(self, name: str) -> None:
         """Scaled down: never gets work again in this incarnation."""
         if name in self._instances:
-            self._set(replace(self._instances[name], health=Health.RETIRED, reason="retired"))
+            self._set(replace(self._instances[name], health=InstanceHealth.RETIRED, reason="retired"))
 
     def drain(self, name: str, draining: bool = True) -> None:
         """No new work while draining; health is not touched."""
@@ -233,7 +233,7 @@ class Fleet:
     def has_come(self, kind: str) -> bool:
         """Whether an instance of that kind is up, with whatever weights."""
         up = (i for i in self.instances(kind) if self._versioned(i) or kind not in self.versioned)
-        return any(i.ready and i.health not in (Health.DEAD, Health.RETIRED) for i in up)
+        return any(i.ready and i.health not in (InstanceHealth.DEAD, InstanceHealth.RETIRED) for i in up)
 
     def stale_targets(self, version: int) -> list[Target]:
         """Instances to send weights to, `version` being current from now on: up, not in a back-off, lacking it."""
@@ -255,7 +255,7 @@ class Fleet:
             if self._versioned(i)
             and i.ready
             and i.weight_version != version
-            and i.health in (Health.STALE, Health.SUSPECT)
+            and i.health in (InstanceHealth.STALE, InstanceHealth.SUSPECT)
             and now >= i.until
             and now - i.seen <= self._timeouts.suspect
         ]
@@ -268,7 +268,7 @@ class Fleet:
     def gone(self, name: str, incarnation: str) -> bool:
         """Whether this process will never answer: it is dead or silent for too long, or another has its place."""
         instance = self.get(name)
-        return instance is None or instance.incarnation != incarnation or instance.health is Health.DEAD
+        return instance is None or instance.incarnation != incarnation or instance.health is InstanceHealth.DEAD
 
     def get(self, name: str) -> Instance | None:
         self.tick()
@@ -295,7 +295,7 @@ class Fleet:
     # ------------------------------------------------------------ inner parts
 
     def _may_work(self, instance: Instance) -> bool:
-        return instance.health is Health.HEALTHY and instance.ready and not instance.draining
+        return instance.health is InstanceHealth.HEALTHY and instance.ready and not instance.draining
 
     def _versioned(self, instance: Instance) -> bool:
         return instance.kind in self.versioned and instance.name not in self.exempt
@@ -308,24 +308,24 @@ class Fleet:
     def _settled(self, i: Instance, now: float) -> Instance:
         """The health that follows from the facts of an instance at `now`."""
         t, silence = self._timeouts, now - i.seen
-        if i.health in (Health.DEAD, Health.RETIRED):
+        if i.health in (InstanceHealth.DEAD, InstanceHealth.RETIRED):
             return i
         if silence > t.dead:
-            return replace(i, health=Health.DEAD, until=0.0, reason=f"silent for {silence:.0f} s")
+            return replace(i, health=InstanceHealth.DEAD, until=0.0, reason=f"silent for {silence:.0f} s")
         if not i.ready:
-            return replace(i, health=Health.RESTARTING, reason="it has not reported ready yet")
+            return replace(i, health=InstanceHealth.RESTARTING, reason="it has not reported ready yet")
         if not self._current(i):
             held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
             reason = f"holds {held}" + (f", version {self._version} is current" if self._version is not None else "")
             # After a failed transfer its reason says more.
-            return replace(i, health=Health.STALE, reason=i.reason if i.failures else reason)
+            return replace(i, health=InstanceHealth.STALE, reason=i.reason if i.failures else reason)
         if silence > t.suspect:
-            return replace(i, health=Health.SUSPECT, reason=f"silent for {silence:.0f} s")
+            return replace(i, health=InstanceHealth.SUSPECT, reason=f"silent for {silence:.0f} s")
         if now < i.until:
-            return replace(i, health=Health.SUSPECT)
-        if i.health is Health.HEALTHY and not i.reason:
+            return replace(i, health=InstanceHealth.SUSPECT)
+        if i.health is InstanceHealth.HEALTHY and not i.reason:
             return i
-        return replace(i, health=Health.HEALTHY, reason="")
+        return replace(i, health=InstanceHealth.HEALTHY, reason="")
 
     def _set(self, instance: Instance) -> None:
         old = self._instances.get(instance.name)

@@ -20,7 +20,7 @@ from dovetail.coordinator.generation.migrations import Leave, Migration
 from dovetail.coordinator.generation.requests import Requests, body, cancel
 from dovetail.coordinator.generation.stream import RequestRefused, ServerFailure, stream
 from dovetail.coordinator.generation.watch import given_up, leaves
-from dovetail.coordinator.generation.work import Generated, Settings, Work, mean_step, request_id
+from dovetail.coordinator.generation.work import Generated, GenerationSettings, Work, mean_step, request_id
 from dovetail.coordinator.store.samples import Assignment, Key, Sample, State
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
@@ -51,7 +51,7 @@ class Generator:
         generation: Generation,
         token: str,
         log: Callable[..., None],
-        settings: Settings | None = None,
+        settings: GenerationSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Generator:
         self._fleet = fleet
         self._generation = generation
         self._log = log
-        self._settings = settings or Settings()
+        self._settings = settings or GenerationSettings()
         self._clock = clock
         self.kv = KVMigration(clock)
         self._requests = Requests(token, self._settings, log)

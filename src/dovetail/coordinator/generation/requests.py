@@ -10,7 +10,7 @@ import aiohttp
 
 from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.generation.stream import abort
-from dovetail.coordinator.generation.work import Settings, Work
+from dovetail.coordinator.generation.work import GenerationSettings, Work
 from dovetail.manifest.types import Generation
 from dovetail.protocol.sampling import sampling_params
 
@@ -34,7 +34,7 @@ def body(work: Work, generation: Generation, instance: Instance, left: int, inte
 class Requests:
     """The connections to all servers, opened on first use; close it in the end."""
 
-    def __init__(self, token: str, settings: Settings, log: Callable[..., None]) -> None:
+    def __init__(self, token: str, settings: GenerationSettings, log: Callable[..., None]) -> None:
         self._token = token
         self._settings = settings
         self._log = log

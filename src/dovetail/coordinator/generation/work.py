@@ -20,7 +20,7 @@ EVENT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """Seconds, but `stream_interval`: tokens per event (None: by the number of samples, see `interval`), and
     `max_fruitless`: attempts of one sample in a row without a token.
 

@@ -39,7 +39,7 @@ from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.server import make_app
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.rewards.calls import Calls
-from dovetail.coordinator.rewards.live import Live, RewardCallable
+from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.store.changes import Settled, adopt
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Settings:
+class CoordinatorSettings:
     """Where the coordinator serves and keeps its files. `reward_function` replaces the manifest's, if given, and is
     called in this process. `pods`: the other processes are pods, for whose start the operator looks after."""
 
@@ -82,7 +82,7 @@ class Settings:
 class Engines:
     """See the module's docstring. Not thread-safe: use from one event loop."""
 
-    def __init__(self, spec: RLHFJobSpec, plan: Plan, settings: Settings, log: Callable[..., None]) -> None:
+    def __init__(self, spec: RLHFJobSpec, plan: Plan, settings: CoordinatorSettings, log: Callable[..., None]) -> None:
         self.spec = spec
         self.plan = plan
         self.settings = settings
@@ -306,7 +306,9 @@ class Engines:
         reward, given = self.spec.models.reward, self.settings.reward_function
         if given is None and not reward.calls:
             return None
-        caller = Workers(reward, self.settings.base_dir) if given is None else Live(given, reward.timeout_seconds)
+        caller = (
+            Workers(reward, self.settings.base_dir) if given is None else LiveFunction(given, reward.timeout_seconds)
+        )
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
 
     async def check_rewards(self) -> None:

@@ -20,7 +20,7 @@ from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.fusion.stage import generate_and_score
 from dovetail.coordinator.generation.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Settings
+from dovetail.coordinator.generation.work import GenerationSettings
 from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.experience import Experience, experience_arrays
 from dovetail.coordinator.loop.record import record
@@ -84,7 +84,7 @@ class ExperienceMaker:
             spec.generation,
             token,
             records.log,
-            Settings(wait=start_seconds),
+            GenerationSettings(wait=start_seconds),
             decode=lambda tokens: str(prepared.tokenizer.decode(tokens, skip_special_tokens=False)),
         )
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.coordinator.store.results import Results
 from dovetail.coordinator.store.store import Store
-from dovetail.coordinator.telemetry.telemetry import History, Metrics, Status
+from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics, MetricsHistory, Status
 from dovetail.coordinator.telemetry.timeline import Timeline
 
 
@@ -22,10 +22,10 @@ class RunRecords:
 
     store: Store
     results: Results
-    history: History
+    history: MetricsHistory
     timeline: Timeline
     batches: ExperienceFiles
-    metrics: Metrics
+    metrics: CoordinatorMetrics
     progress: Status
     log: Callable[..., None]
 
@@ -35,10 +35,10 @@ class RunRecords:
         return RunRecords(
             store,
             Results(store, run_dir, seed),
-            History(run_dir),
+            MetricsHistory(run_dir),
             Timeline(run_dir),
             ExperienceFiles(run_dir),
-            Metrics(registry),
+            CoordinatorMetrics(registry),
             Status(),
             log,
         )

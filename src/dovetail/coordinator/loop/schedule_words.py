@@ -27,7 +27,7 @@ def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StoredSchedule:
     """A schedule as it is stored: one word a trainer rank, a letter an action: F, B, I, W of the actor, f, b, i, w of
     the critic, micro-batches of each in ascending order."""
 
@@ -63,7 +63,7 @@ def scheduled(step: Step, chosen: Mapping[str, Any] | None, world: int) -> Step:
     """The step with a stored schedule instead of the serial one; unchanged without."""
     if chosen is None:
         return step
-    schedule = Chosen(str(chosen["family"]), int(chosen["mini_batches"]), list(chosen["words"]))
+    schedule = StoredSchedule(str(chosen["family"]), int(chosen["mini_batches"]), list(chosen["words"]))
     if len(schedule.words) != world:
         raise ValueError(f"the stored schedule is for {len(schedule.words)} trainer ranks, there are {world}")
     return step.model_copy(update={"actions": schedule.actions(), "mini_batches": schedule.mini_batches})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dovetail.coordinator.loop.ppo import optimizer_steps
-from dovetail.coordinator.loop.schedule_words import Chosen, write_words
+from dovetail.coordinator.loop.schedule_words import StoredSchedule, write_words
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines.choose import Choice
@@ -49,14 +49,14 @@ SEARCH_SECONDS = 5.0
 SPLIT_AGAIN = "a split backward would make a layer's activations again for every weight (spec.plan.recompute)"
 
 
-class Records(Protocol):
+class ScheduleRecords(Protocol):
     """The parts of the store used here."""
 
     def get(self, key: str) -> Any: ...
     def put(self, key: str, value: object) -> None: ...
 
 
-def stored_placement(records: Records) -> tuple[bool, dict[str, Layout]] | None:
+def stored_placement(records: ScheduleRecords) -> tuple[bool, dict[str, Layout]] | None:
     """The placement that a run keeps to: whether the critic's stages run against the actor's, and the layouts of
     models that have ranks of their own. None before the first PPO iteration."""
     kept = records.get("ppo/placement")
@@ -66,7 +66,7 @@ def stored_placement(records: Records) -> tuple[bool, dict[str, Layout]] | None:
     return bool(kept["reverse"]), own
 
 
-def stored_layouts(records: Records, plan: Plan) -> dict[str, Layout]:
+def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
     """Where the stages of actor and critic are in a run; {} if they are where the plan puts them."""
     kept = stored_placement(records)
     if kept is None:
@@ -79,7 +79,7 @@ class Scheduling:
     """Chooses among the families that plan.intraStageFusion allows and that run where the critic's stages are."""
 
     def __init__(
-        self, spec: RLHFJobSpec, plan: Plan, records: Records, run_dir: Path, log: Callable[..., None]
+        self, spec: RLHFJobSpec, plan: Plan, records: ScheduleRecords, run_dir: Path, log: Callable[..., None]
     ) -> None:
         self._spec, self._plan, self._records, self._log = spec, plan, records, log
         self._path = run_dir / "schedule.json"
@@ -111,7 +111,7 @@ class Scheduling:
         apart = {name: layout.model_dump() for name, layout in self._layouts.items()} if self._apart else {}
         self._records.put("ppo/placement", {"reverse": bool(self._reverse), "apart": apart})
 
-    async def current(self) -> Chosen | None:
+    async def current(self) -> StoredSchedule | None:
         """The schedule of the next iteration. Nothing waits for a search under way: what it finds counts later."""
         if self._choosing is not None and self._choosing.done():
             await self.close()
@@ -119,7 +119,7 @@ class Scheduling:
         if current is None:
             return None
         lists = rank_actions(current, self._layouts)
-        return Chosen(current.family, current.instance.problem.mini_batches, write_words(lists))
+        return StoredSchedule(current.family, current.instance.problem.mini_batches, write_words(lists))
 
     def learn(self, result: CommandResult) -> None:
         """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule: after 1, 2,

@@ -11,7 +11,7 @@ from dovetail.coordinator.loop.commands import ModelSources, supervised_step
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.store.identity import check_model
-from dovetail.coordinator.trainers.trainer_session import Records, StagePlan, TrainerSession
+from dovetail.coordinator.trainers.trainer_session import StagePlan, StepRecords, TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 from dovetail.protocol.plan import Plan
@@ -47,7 +47,7 @@ class Hooks:
     wall_seconds: Callable[[], float]
 
 
-async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: Records, hooks: Hooks) -> None:
+async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: StepRecords, hooks: Hooks) -> None:
     """Run the stage from wherever its records say it is.
 
     Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""

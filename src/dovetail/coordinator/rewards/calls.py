@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RewardAnswer:
     """One reward for each response; `started` and `ended` in seconds since the epoch."""
 
     rewards: list[float]
@@ -63,7 +63,7 @@ class Caller(Protocol):
     """Where functions run. `open` (idempotent) finds them, and raises RewardError; `call` raises CallFailed."""
 
     async def open(self) -> list[Function]: ...
-    async def call(self, function: int, call: Call) -> Answer: ...
+    async def call(self, function: int, call: Call) -> RewardAnswer: ...
     async def close(self) -> None: ...
 
 
@@ -94,7 +94,7 @@ class Calls:
         """End the workers."""
         await self._caller.close()
 
-    async def rewards(self, function: int, call: Call, rehearsal: bool = False) -> Answer:
+    async def rewards(self, function: int, call: Call, rehearsal: bool = False) -> RewardAnswer:
         """Raises RewardError with one sentence. A rehearsal tries again only what failed outside of the code."""
         tries = 0
         while True:

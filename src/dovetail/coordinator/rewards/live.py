@@ -13,13 +13,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from dovetail.coordinator.rewards.calls import Answer, Call, CallFailed, Function, RewardError
+from dovetail.coordinator.rewards.calls import Call, CallFailed, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.values import FRAMES, WrongRewards, checked, describe, raised
 
 RewardCallable = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 
 
-class Live:
+class LiveFunction:
     """What passes its deadline of `seconds` is left to itself, for a thread cannot be ended."""
 
     def __init__(self, function: RewardCallable, seconds: float) -> None:
@@ -37,7 +37,7 @@ class Live:
         where = title if found["file"] is None else f"{found['file']}:{found['line']}"
         return [Function(title, 1.0, where, found["needs"] or "Group")]
 
-    async def call(self, function: int, call: Call) -> Answer:
+    async def call(self, function: int, call: Call) -> RewardAnswer:
         """Raises CallFailed."""
         work: Callable[[], Any] = functools.partial(self._function, call.prompts, call.responses, **call.fields)
         async with self._one:
@@ -64,7 +64,7 @@ class Live:
                     raise CallFailed(text, [] if thread is None else thread.frames()) from error
                 found = raised(error, {__file__})
                 raise CallFailed(f"raised {found['what']}", found["frames"], outside=found["outside"]) from error
-            return Answer(rewards, started, time.time())
+            return RewardAnswer(rewards, started, time.time())
 
     async def close(self) -> None:
         """Nothing to end."""

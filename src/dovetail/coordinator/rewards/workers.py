@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.coordinator.rewards import worker as worker_module
-from dovetail.coordinator.rewards.calls import Answer, Call, CallFailed, Function, RewardError
+from dovetail.coordinator.rewards.calls import Call, CallFailed, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.values import FRAMES
 from dovetail.manifest.types import RewardModel
 from dovetail.protocol.env import TOKEN
@@ -184,7 +184,7 @@ class Workers:
             found.append(Function(function.title, function.weight, where, needs))
         return found
 
-    async def call(self, function: int, call: Call) -> Answer:
+    async def call(self, function: int, call: Call) -> RewardAnswer:
         """Raises CallFailed; the worker of a failed call is ended."""
         async with self._free:
             worker = self._idle.pop() if self._idle else await self._again()
@@ -203,7 +203,7 @@ class Workers:
             self._idle.append(worker)
         if "wrong" in reply:
             raise CallFailed(reply["wrong"], again=False)
-        return Answer(reply["rewards"], started, time.time())
+        return RewardAnswer(reply["rewards"], started, time.time())
 
     async def _ask(self, worker: _Worker, request: dict[str, Any]) -> dict[str, Any]:
         limit = self._reward.timeout_seconds

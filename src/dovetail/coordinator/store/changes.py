@@ -20,7 +20,7 @@ class ChangeError(Exception):
     """A change that a run cannot take; the message is one sentence that names the field."""
 
 
-class Records(Protocol):
+class RunFacts(Protocol):
     """The parts of the store used here."""
 
     def get(self, key: str) -> Any: ...
@@ -28,25 +28,25 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
-class Position:
+class RunPosition:
     """The stage that the run is in, and the last step of it that is settled: its batch and facts are stored."""
 
     stage: Stage
     step: int
 
 
-def position(stages: list[Stage], records: Records) -> Position:
+def position(stages: list[Stage], records: RunFacts) -> RunPosition:
     """How far the run is."""
     for stage in stages:
         if stage is not Stage.PPO and not records.get(f"{stage.value}/done"):
-            return Position(stage, int(records.get(f"{stage.value}/step") or 0))
+            return RunPosition(stage, int(records.get(f"{stage.value}/step") or 0))
     if Stage.PPO not in stages:
-        return Position(stages[-1], int(records.get(f"{stages[-1].value}/step") or 0))
+        return RunPosition(stages[-1], int(records.get(f"{stages[-1].value}/step") or 0))
     step = int((records.get("ppo/progress") or {"step": 0})["step"])
-    return Position(Stage.PPO, step + 1 if records.get(f"ppo/{step + 1}/facts") is not None else step)
+    return RunPosition(Stage.PPO, step + 1 if records.get(f"ppo/{step + 1}/facts") is not None else step)
 
 
-def check(spec: RLHFJobSpec, records: Records, *, fitted: bool = False) -> None:
+def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None:
     """Raises ChangeError if the run that `records` are of cannot go on as `spec` says. `fitted`: groups and plan may
     differ."""
     found = _found(spec, records)
@@ -61,13 +61,13 @@ def check(spec: RLHFJobSpec, records: Records, *, fitted: bool = False) -> None:
         )
 
 
-def remember(spec: dict[str, Any], records: Records) -> None:
+def remember(spec: dict[str, Any], records: RunFacts) -> None:
     """Store the spec (a JSON document) that the run has had so far, if an earlier release began it and did not."""
     if records.get(SPEC) is None:
         records.put_all({SPEC: spec})
 
 
-def adopt(spec: RLHFJobSpec, records: Records, log: Callable[..., None], *, guarded: bool = False) -> None:
+def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, guarded: bool = False) -> None:
     """Take up the manifest: record what changed since the run last had one. Raises ChangeError; not where the manifest
     is `guarded`: on a cluster only a new release's defaults could differ, which are no reason to end a job."""
     if not guarded:
@@ -88,7 +88,7 @@ def adopt(spec: RLHFJobSpec, records: Records, log: Callable[..., None], *, guar
     records.put_all(values)
 
 
-def _found(spec: RLHFJobSpec, records: Records) -> list[Any]:
+def _found(spec: RLHFJobSpec, records: RunFacts) -> list[Any]:
     old = records.get(SPEC)
     return [] if old is None else changes(old, spec)
 
@@ -96,7 +96,7 @@ def _found(spec: RLHFJobSpec, records: Records) -> list[Any]:
 class Settled:
     """What each step is run with, the first time and when it is run again."""
 
-    def __init__(self, spec: RLHFJobSpec, records: Records) -> None:
+    def __init__(self, spec: RLHFJobSpec, records: RunFacts) -> None:
         self._spec = spec
         self._changes = list(records.get(CHANGES) or [])
 

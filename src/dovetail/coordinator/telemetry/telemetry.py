@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dovetail.manifest.types import Stage
 
 
-class Metrics:
+class CoordinatorMetrics:
     """Base units; labels bounded by the plan (stage, phase, instance names)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -101,7 +101,7 @@ def whole_lines(path: Path) -> None:
             file.write(b"\n")
 
 
-class History:
+class MetricsHistory:
     """history.jsonl and TensorBoard files: one entry a step. A replayed step is written again; the last wins."""
 
     def __init__(self, run_dir: Path) -> None:

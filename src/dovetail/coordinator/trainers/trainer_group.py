@@ -42,7 +42,7 @@ class CheckpointDamaged(TrainerError):
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainerPosition:
     """What the ranks hold: a stage and its last applied step; stage None: nothing is loaded."""
 
     stage: Stage | None
@@ -78,7 +78,7 @@ class TrainerGroup:
     _replies: dict[str, JoinReply] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
     _running: _Running | None = None
-    _position: Position | None = None
+    _position: TrainerPosition | None = None
     _last_result: CommandResult | None = None
     _cancelled: str | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -116,7 +116,7 @@ class TrainerGroup:
         """Long poll of rank 0. Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
             raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
-        self._position = Position(request.stage, request.step)
+        self._position = TrainerPosition(request.stage, request.step)
         if request.result is not None:
             self._take_result(request.result)
         if self._running is not None:
@@ -163,7 +163,7 @@ class TrainerGroup:
 
     # ------------------------------------------------------------ called by the driver
 
-    async def wait_position(self, timeout: float) -> Position:
+    async def wait_position(self, timeout: float) -> TrainerPosition:
         """What the ranks hold, once a generation is formed and rank 0 has asked for work. Raises TimeoutError."""
         deadline = self.clock() + timeout
         while self._position is None or not self.formed:

@@ -15,10 +15,10 @@ from typing import Protocol, TypeVar
 
 from dovetail.coordinator.trainers.trainer_group import (
     CheckpointDamaged,
-    Position,
     TrainerError,
     TrainerGroup,
     TrainerLost,
+    TrainerPosition,
 )
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
@@ -43,7 +43,7 @@ class StagePlan:
     can_replay: Callable[[int, int], bool] = lambda first, last: True
 
 
-class Records(Protocol):
+class StepRecords(Protocol):
     """The parts of the store used here."""
 
     def get(self, key: str) -> object: ...
@@ -57,7 +57,7 @@ class TrainerSession:
     def __init__(
         self,
         group: TrainerGroup,
-        records: Records,
+        records: StepRecords,
         run_dir: Path,
         keep: int,
         join_timeout: float,
@@ -180,7 +180,7 @@ class TrainerSession:
             while True:
                 try:
                     position = await self._group.wait_position(self._join_timeout)
-                    if position == Position(plan.stage, step):
+                    if position == TrainerPosition(plan.stage, step):
                         result = self.result_of(command.id)
                     else:
                         await self._bring(plan, self._step)
@@ -251,7 +251,7 @@ class TrainerSession:
         """Load and replay until the ranks hold (plan.stage, step). Raises TrainerLost."""
         while True:
             position = await self._group.wait_position(self._join_timeout)
-            if position == Position(plan.stage, step):
+            if position == TrainerPosition(plan.stage, step):
                 return
             saved, path = self.checkpoint(plan.stage)
             if position.stage != plan.stage or not saved <= position.step < step:

@@ -24,7 +24,7 @@ QUANTISED_TOLERANCE = 2.0
 
 
 @dataclass(frozen=True)
-class Server:
+class ProbedServer:
     """What a probe needs to know of one: its longest sequence in tokens, the dtype of its weights (`None`: they are
     quantised, or it does not say), and its data-parallel engines, each of which has weights of its own."""
 
@@ -54,7 +54,7 @@ def verdict(probe: Probe, answered: Sequence[float], server: str | None) -> str 
     )
 
 
-async def prove(session: aiohttp.ClientSession, server: Server, probe: Probe | None, version: int) -> None:
+async def prove(session: aiohttp.ClientSession, server: ProbedServer, probe: Probe | None, version: int) -> None:
     """Let a server that has taken `version` serve it, once it has passed the probe. Raises ReceiverError, with one
     sentence; the server then goes on refusing to generate."""
     base = server.url.rstrip("/")

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.weights.probing import Server, prove
+from dovetail.coordinator.weights.probing import ProbedServer, prove
 from dovetail.coordinator.weights.weights import ReceiverError, push_offer
 from dovetail.protocol.messages import CommandResult, Offer, Publish, Receiver
 
@@ -23,7 +23,7 @@ BLAME_SECONDS = 1.0
 @dataclass(frozen=True)
 class Target:
     """An instance that shall hold the new weights. `incarnation` tells a restarted process from the one before;
-    `max_model_len`, `dtype`, `engines`: see `dovetail.coordinator.weights.probing.Server`."""
+    `max_model_len`, `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`."""
 
     name: str
     kind: str
@@ -146,7 +146,7 @@ class Publisher:
 
         async def one(target: Target) -> str | None:
             try:
-                server = Server(target.url, target.max_model_len, target.dtype, target.engines)
+                server = ProbedServer(target.url, target.max_model_len, target.dtype, target.engines)
                 await prove(self._session, server, result.probe, version)
             except ReceiverError as error:
                 return str(error)

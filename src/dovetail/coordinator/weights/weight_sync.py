@@ -19,7 +19,7 @@ RETRY_SECONDS = 0.25
 PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
 
 
-class Fleet(Protocol):
+class Receivers(Protocol):
     """What the fleet knows of its instances."""
 
     def stale_targets(self, version: int) -> Sequence[Target]:
@@ -56,7 +56,7 @@ class WeightSync:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Receivers,
         publisher: Publisher,
         session: TrainerSession,
         prepare: Callable[[Target], Awaitable[None]],
