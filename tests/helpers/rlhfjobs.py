@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
+import kubernetes.client
+import kubernetes.config
 import yaml
 
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
@@ -42,6 +45,36 @@ def create(cluster: KubeCluster, manifest: dict[str, Any], *words: str) -> subpr
     """`kubectl create` with strict validation."""
     text = json.dumps(manifest)
     return cluster.try_kubectl("create", "--validate=strict", "-f", "-", *words, stdin=text)
+
+
+class DryRun:
+    """Has the API server judge manifests: strict as kubectl, at a fiftieth of its time, for the connection is kept.
+    Both methods return what it refuses the manifest for, a line for each cause; "" where it accepts."""
+
+    def __init__(self, cluster: KubeCluster) -> None:
+        api = kubernetes.config.new_client_from_config(str(cluster.kubeconfig))
+        self._objects = kubernetes.client.CustomObjectsApi(api)
+
+    def create(self, manifest: dict[str, Any], namespace: str = "default") -> str:
+        return self._refusal(self._objects.create_namespaced_custom_object, *_PATH, namespace, "rlhfjobs", manifest)
+
+    def apply(self, manifest: dict[str, Any], namespace: str) -> str:
+        """Server-side apply, over the job that is there."""
+        where = (*_PATH, namespace, "rlhfjobs", manifest["metadata"]["name"], manifest)
+        how = {"field_manager": "kubectl", "force": True, "_content_type": "application/apply-patch+yaml"}
+        return self._refusal(self._objects.patch_namespaced_custom_object, *where, **how)
+
+    def _refusal(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+        try:
+            call(*arguments, dry_run="All", field_validation="Strict", **options)
+        except kubernetes.client.ApiException as error:
+            status = json.loads(error.body)
+            causes = status.get("details", {}).get("causes", [])
+            return "\n".join(f"{c['field']}: {c['message']}" for c in causes) or str(status["message"])
+        return ""
+
+
+_PATH = ("dovetail.dev", "v1alpha1")
 
 
 def sentences(stderr: str) -> list[str]:
