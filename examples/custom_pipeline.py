@@ -9,8 +9,8 @@ import sys
 import numpy as np
 
 from dovetail.coordinator.data.synthetic import quality
-from dovetail.coordinator.loop.experience import Experience
 from dovetail.local.pipeline import Pipeline
+from dovetail.manifest.experience import Experience
 
 
 def reward(prompts: list[str], responses: list[str], **fields: object) -> list[float]:
@@ -18,11 +18,10 @@ def reward(prompts: list[str], responses: list[str], **fields: object) -> list[f
     return [quality(p, r) - 0.002 * len(r.split()) for p, r in zip(prompts, responses, strict=True)]
 
 
-def advantages(experience: Experience) -> tuple[np.ndarray, np.ndarray]:
+def advantages(experience: Experience) -> np.ndarray:
     """REINFORCE with the batch mean as baseline: the same advantage for every token of a response."""
-    centred = (experience.scores - experience.scores.mean()) / (experience.scores.std() + 1e-6)
-    per_token = np.repeat(centred[:, None], experience.arrays["rollout_logprobs"].shape[1], axis=1)
-    return per_token.astype(np.float32), per_token.astype(np.float32)
+    scores = experience.scores
+    return experience.per_token((scores - scores.mean()) / (scores.std() + 1e-6))
 
 
 def main(iterations: int) -> None:

@@ -13,10 +13,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dovetail.coordinator.data.synthetic import quality
-from dovetail.coordinator.loop.experience import Experience
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
+from dovetail.manifest.experience import Experience
 from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -151,10 +151,10 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         calls.append(len(responses))
         return [quality(p, r) for p, r in zip(prompts, responses, strict=True)]
 
-    def advantages(experience: Experience) -> tuple[np.ndarray, np.ndarray]:
-        centred = experience.scores - experience.scores.mean()
-        table = np.repeat(centred[:, None], experience.arrays["rollout_logprobs"].shape[1], axis=1)
-        return table.astype(np.float32), table.astype(np.float32)
+    def advantages(experience: Experience) -> np.ndarray:
+        assert experience.config == job.spec.ppo.model_copy(update={"reward_clip": None})
+        assert experience.kl_coef == job.spec.ppo.kl.coef
+        return experience.per_token(experience.scores - experience.scores.mean())
 
     job = tiny_job(sft={"steps": 4})
     with Pipeline(job, tmp_path, reward_function=reward, advantage_function=advantages) as pipeline:

@@ -233,34 +233,7 @@ def test_whitened_rewards_keep_their_mean() -> None:
     assert white.rewards[mask].mean().item() == pytest.approx(plain.rewards[mask].mean().item(), abs=1e-5)
 
 
-def centre(experience: adv.Experience) -> torch.Tensor:
-    """A user's advantage function, found by name."""
-    centred = experience.scores - experience.scores.mean()
-    return centred.unsqueeze(1).expand(experience.mask.shape)
-
-
-def wrong_shape(experience: adv.Experience) -> torch.Tensor:
-    return experience.scores
-
-
-def test_a_users_function_replaces_the_advantage() -> None:
-    batch = batch_of()
-    values = torch.ones(4, 4)
-    config = PPO(advantage_function=f"{__name__}:centre", reward_clip=None)
-    result = adv.compute_advantages(config, kl_coef=0.0, values=values, **batch)
-    centred = (batch["scores"] - batch["scores"].mean()).unsqueeze(1) * batch["mask"]
-    torch.testing.assert_close(result.advantages, centred)
-    assert result.returns is not None
-    torch.testing.assert_close(result.returns, centred + batch["mask"])
-    assert adv.compute_advantages(config, kl_coef=0.0, **batch).returns is None
-    passed = adv.compute_advantages(PPO(reward_clip=None), kl_coef=0.0, function=centre, **batch)
-    torch.testing.assert_close(passed.advantages, centred)
-
-
 def test_bad_input_is_refused() -> None:
     batch = batch_of()
     with pytest.raises(ValueError, match="values"):
         adv.compute_advantages(PPO(), kl_coef=0.0, **batch)
-    config = PPO(advantage_function=f"{__name__}:wrong_shape")
-    with pytest.raises(ValueError, match="shape"):
-        adv.compute_advantages(config, kl_coef=0.0, **batch)

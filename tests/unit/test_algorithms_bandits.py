@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms.kl import Estimator, kl_estimate, kl_loss
-from dovetail.trainer.algorithms.losses import policy_loss
+from helpers.losses import policy_loss
 
 REFERENCE = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 REWARDS = torch.tensor([0.0, 1.0, 0.3], dtype=torch.float64)

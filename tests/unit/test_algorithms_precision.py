@@ -16,6 +16,7 @@ from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_w
 from dovetail.trainer.algorithms.kl import kl_estimate, kl_loss
 from dovetail.trainer.steps.experience import Samples, targets
 from helpers.local_trainer import LocalTrainer
+from helpers.losses import policy_loss
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 N, T = 64, 512
@@ -33,7 +34,7 @@ def test_low_precision_is_summed_in_float32() -> None:
 
     def results(x: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            losses.policy_loss(x[0], x[1], x[2], mask, normaliser=norm)[0],
+            policy_loss(x[0], x[1], x[2], mask, normaliser=norm)[0],
             losses.value_loss(x[0], x[1], x[2], mask, normaliser=norm)[0],
             losses.sft_loss(x[0], mask, normaliser=norm)[0],
             losses.ptx_loss(x[0], mask, normaliser=norm, coef=1.0)[0],
@@ -68,7 +69,7 @@ def test_whitening_far_from_zero_keeps_its_digits() -> None:
 def test_a_soft_mask_is_refused_everywhere() -> None:
     x, soft = torch.ones(2, 3), torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]])
     for call in (
-        lambda: losses.policy_loss(x, x, x, soft, normaliser=1.0),
+        lambda: policy_loss(x, x, x, soft, normaliser=1.0),
         lambda: losses.value_loss(x, x, x, soft, normaliser=1.0),
         lambda: losses.sft_loss(x, soft, normaliser=1.0),
         lambda: losses.ptx_loss(x, soft, normaliser=1.0, coef=1.0),
@@ -131,7 +132,7 @@ def test_aggregations_are_their_formulas_however_the_mini_batch_is_cut(aggregati
             weights = None if share is None else share[:, None].expand(len(rows), 7)
             # A ratio of 1 makes the policy loss minus the advantage.
             zero = torch.zeros_like(values[rows])
-            total += losses.policy_loss(zero, zero, -values[rows], mask[rows], normaliser=tokens, weights=weights)[0]
+            total += policy_loss(zero, zero, -values[rows], mask[rows], normaliser=tokens, weights=weights)[0]
         assert float(total) == pytest.approx(by_hand(values, aggregation))
 
 

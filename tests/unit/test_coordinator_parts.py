@@ -16,12 +16,13 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.experience import Experience, ExperienceFiles, kl_per_sample
+from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores, Waiting
 from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.telemetry.summary import build, mean_ci95, write_json
 from dovetail.coordinator.weights.publishing import Target, receivers_of
+from dovetail.manifest.experience import Experience, kl_per_sample
 from dovetail.protocol.wire import pack, unpack
 
 

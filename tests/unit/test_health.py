@@ -15,11 +15,11 @@ import pytest
 
 from dovetail.coordinator.health.health import REASONS, Rules, UnhealthyError, judge
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.ppo import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.store.samples import NewSample
+from dovetail.manifest.experience import Experience
 from dovetail.planner.simple import make_plan
 from dovetail.protocol.messages import CommandResult
 from helpers.jobs import tiny_job

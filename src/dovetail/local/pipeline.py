@@ -21,12 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dovetail.coordinator.health.failure import sentence
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.local.aftermath import leave_behind, with_cause
@@ -34,6 +30,7 @@ from dovetail.local.launcher import Launcher
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
+from dovetail.manifest.experience import AdvantageFunction, Experience, advantages_of
 from dovetail.manifest.manifest import ManifestError
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.simple import make_plan
@@ -43,7 +40,6 @@ from dovetail.supervision.processes import COORDINATOR, HOST
 from dovetail.supervision.supervisor import Outcome
 
 T = TypeVar("T")
-AdvantageFunction = Callable[[Experience], tuple[NDArray[np.float32], NDArray[np.float32]]]
 START_SECONDS = 300.0
 
 
@@ -52,8 +48,9 @@ class Pipeline:
 
     `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model; it is
     called in this process, for each prompt's responses (or for each one: docs/custom.md), while others are generated.
-    `advantage_function(experience)` returns (advantages, returns), each (N,R) float32, and replaces the job's
-    estimator. Errors of the job are raised as `RunError` with one sentence."""
+    `advantage_function(experience)` returns advantages (N,R), or these and the returns that the critic learns, and
+    replaces the job's estimator; a manifest can name the same function (`ppo.advantageFunction`). Errors of the job
+    are raised as `RunError` with one sentence."""
 
     def __init__(
         self,
@@ -131,7 +128,7 @@ class Pipeline:
     def train(self, experience: Experience) -> dict[str, float]:
         """Train on one iteration's experience and send the new weights to the rollouts. Returns metrics."""
         if self._advantage_function is not None:
-            experience.set_advantages(*self._advantage_function(experience))
+            experience.set_advantages(*advantages_of(self._advantage_function, experience, "advantage_function"))
         return self._call(self.engines.train(experience))
 
     def finish(self) -> dict[str, Any]:

@@ -10,8 +10,13 @@ from pydantic.alias_generators import to_camel
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
+# The policy's losses that the trainer brings (`dovetail.trainer.algorithms.policy`).
+LOSSES = ("ppo",)
+LOSS_PATTERN = rf"^({'|'.join(LOSSES)}|{CALLABLE_PATTERN[1:-1]})$"
+
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 Callable_ = Annotated[str, Field(max_length=256, pattern=CALLABLE_PATTERN)]
+LossName = Annotated[str, Field(max_length=256, pattern=LOSS_PATTERN)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Path_ = Annotated[str, Field(min_length=1, max_length=4096)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -5,8 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
+
+
+class FunctionError(ValueError):
+    """A function that the manifest names failed. The message is one sentence: field, function, what it did."""
+
+    @classmethod
+    def raised(cls, field: str, name: str, error: Exception) -> Self:
+        """Of a function that raised: with the error's first line, and where in the user's code it happened."""
+        text = str(error).strip().splitlines()
+        what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        return cls(f"{field}: {name} raised {what}{at}")
 
 
 def load_callable(name: str, field: str, folder: str | None = None) -> Callable[..., Any]:

@@ -72,4 +72,6 @@ def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
     reward = spec["models"]["reward"]
     if reward["function"] or reward["functions"]:
         reward["importPath"] = str((base_dir / (reward["importPath"] or "")).resolve())
+    if job.spec.ppo.names_functions:
+        spec["ppo"]["importPath"] = str((base_dir / (spec["ppo"]["importPath"] or "")).resolve())
     return RLHFJob.model_validate(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.manifest.training import REWARD_CLIP
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import PPO, RLHFJobSpec, Stage
 
 
 def reward_clip(spec: RLHFJobSpec) -> float | None:
@@ -13,3 +13,8 @@ def reward_clip(spec: RLHFJobSpec) -> float | None:
         return spec.ppo.reward_clip
     trained = not spec.models.reward.calls and Stage.REWARD in spec.stages
     return REWARD_CLIP if trained else None
+
+
+def ppo_config(spec: RLHFJobSpec) -> PPO:
+    """`spec.ppo` with `rewardClip: Auto` decided."""
+    return spec.ppo.model_copy(update={"reward_clip": reward_clip(spec)})

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dovetail.manifest.base import Callable_, Fraction, Model, PositiveFloat, PositiveInt
+from dovetail.manifest.base import Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
 
 # As TRL and the shared-body setups after InstructGPT have it.
 SHARED_VALUE_COEF = 0.1
@@ -99,7 +99,18 @@ class PPO(Model):
         "from the samples of the same prompt, no critic.",
     )
     advantage_function: Callable_ | None = Field(
-        default=None, description="module:callable replacing `advantage`; see docs/custom.md."
+        default=None, description="module:callable replacing `advantage`; see docs/extending.md."
+    )
+    loss: LossName = Field(
+        default="ppo",
+        description="The policy's loss of a token. ppo: the clipped surrogate (Schulman et al. 2017). Or "
+        "module:callable; see docs/extending.md. lossAggregation, importanceSampling, kl and entropyCoef apply to "
+        "every loss.",
+    )
+    import_path: Path_ | None = Field(
+        default=None,
+        description="Folder that advantageFunction and loss are imported from; default: the manifest's, in pods the "
+        "working directory. PYTHONPATH comes after it.",
     )
     normalize_std: bool = Field(
         default=True,
@@ -156,6 +167,11 @@ class PPO(Model):
     critic_warmup_iterations: int = Field(default=0, ge=0, description="Iterations that train the critic alone first.")
     actor_optimizer: Optimizer = Field(default_factory=Optimizer, description="The actor's optimizer.")
     critic_optimizer: Optimizer = Field(default_factory=Optimizer, description="The critic's optimizer.")
+
+    @property
+    def names_functions(self) -> bool:
+        """Whether the manifest names functions of the user's, which `importPath` is for."""
+        return self.advantage_function is not None or ":" in self.loss
 
     @property
     def kl_in_loss(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dovetail.models.compat import local_box
 from dovetail.models.config import ModelError, is_tied, load_config
 from dovetail.models.source import Folder, Seed, Source
 from dovetail.models.stage import VALUE_HEAD, Stage
@@ -78,10 +79,9 @@ def _check_tied(source: Source, embedding: Tensor, shape: torch.Size, box: tuple
 def local_part(parameter: nn.Parameter | Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a parameter and what it covers of each dimension (all of it if neither sharded nor split)."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     tensor: Any = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, n) for n in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = local_box(tensor)
     return tensor.to_local(), tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from dovetail.models.compat import gloo_group, nccl_group
 from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box
@@ -82,14 +83,9 @@ class Channel:
         self._meet(deadline, cancelled)
         try:
             if backend == "gloo":
-                options = dist.ProcessGroupGloo._Options()
-                options._timeout = deadline.left()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(host))]
-                self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)
+                self._group: Any = gloo_group(store, rank, world, _local_address(host), deadline.left())
             else:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = deadline.left()
-                self._group = dist.ProcessGroupNCCL(store, rank, world, options)
+                self._group = nccl_group(store, rank, world, deadline.left())
         except RuntimeError as error:
             raise TransferError(f"the ranks met but could not connect: {_first_line(error)}") from error
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dovetail.models.compat import local_box
+
 
 class SplitEmbedding(nn.Embedding):
     """An embedding whose weight is a DTensor of rows: each rank looks up the tokens that it has, and the sum over ranks
@@ -42,9 +44,7 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def rows_of(weight: Any) -> tuple[int, int]:
     """First row of a DTensor's dimension 0 that this rank holds, and the first after them."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    shape, offset = local_box(weight)
     return offset[0], offset[0] + shape[0]
 
 

@@ -31,10 +31,12 @@ from dovetail.protocol.messages import (
     Step,
 )
 from dovetail.protocol.wire import Arrays, unpack
+from dovetail.trainer.algorithms.policy import load_loss
 from dovetail.trainer.checkpoint import CheckpointDamaged
 from dovetail.trainer.client import CoordinatorClient, Refused
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
+from dovetail.trainer.functions import load_advantages
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.probe import take_probe
 from dovetail.trainer.steps import ppo, reward, sft
@@ -68,7 +70,9 @@ class CommandRunner:
         self._spec = spec
         self.timeline = Timeline(process)
         self.engine = Engine(spec, groups, self.timeline.record)
-        self._context = Context(spec, groups, self.engine, self._fetch, self.timeline)
+        self._context = Context(
+            spec, groups, self.engine, self._fetch, self.timeline, load_loss(spec.ppo), load_advantages(spec.ppo)
+        )
         sender_groups: Any = groups
         self._running = ""
         self._damaged = False  # the checkpoint that the command names

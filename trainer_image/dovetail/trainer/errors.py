@@ -8,6 +8,7 @@ import re
 
 import torch.distributed as dist
 
+from dovetail.manifest.callables import FunctionError
 from dovetail.models import ModelError
 from dovetail.models.transfer import TransferError
 from dovetail.trainer.groups import PeerLost, RankFailed
@@ -28,7 +29,7 @@ def is_peer_loss(error: BaseException) -> bool:
     """Whether a collective or transfer between ranks broke; an error that all ranks agreed on is none."""
     if isinstance(error, PeerLost | dist.DistError):
         return True
-    if isinstance(error, RankFailed | TransferError):
+    if isinstance(error, FunctionError | RankFailed | TransferError):
         return False
     return isinstance(error, RuntimeError | OSError) and _TRANSPORT.search(str(error)) is not None
 
@@ -48,6 +49,6 @@ def sentence(error: BaseException, remedy: str = "") -> str:
     if is_out_of_memory(error):
         return f"out of memory{remedy}"
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    if isinstance(error, BadCommand | RankFailed | TransferError | ModelError):
+    if isinstance(error, BadCommand | FunctionError | RankFailed | TransferError | ModelError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import Parameter
 
 from dovetail.models import Stage
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.batches import Packed
+from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.measure import SavedBytes, Stopwatch
 
@@ -247,7 +247,7 @@ class Executor:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")
                 output, stats = batch.loss(output)
                 pipe.stats.append(stats)
-            if action.model in self._splits and output._is_view():
+            if action.model in self._splits and is_view(output):
                 output = output.clone()  # torch's split backward detaches it in place, which no view allows
         if not pipe.stage.is_last:
             self._send(("F", *key), output.detach().contiguous(), pipe.groups.forward_out, pipe.groups.next)

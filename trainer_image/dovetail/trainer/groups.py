@@ -20,6 +20,7 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.models.transfer import store_at
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds
+from dovetail.trainer import compat
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
@@ -276,14 +277,14 @@ class Groups:
         these groups fail, so that one rank's exit frees all. Never raises."""
         for model in self.model.values():
             # torch's caches keep meshes of tensor-parallel layers, whose groups would live on.
-            getattr(model.mesh, "_pg_registry", {}).clear()
+            compat.forget_groups(model.mesh)
         self.model.clear()
         self.elsewhere.clear()
         self.control = self._patient = None
         ways = [dist.destroy_process_group]
         if self.device.type == "cuda":
             # Destroying would wait for kernels that wait for the lost peer.
-            ways.insert(0, dist.distributed_c10d._abort_process_group)
+            ways.insert(0, compat.abort_all_groups)
         for drop in ways:
             if dist.is_initialized():
                 # A broken group may refuse; its sockets close with the last reference to it.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dovetail.manifest.types import Parallelism, RLHFJob
+from dovetail.manifest.reward import ppo_config
+from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
@@ -53,15 +54,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
-    """Run the rank until it is told to stop; 0."""
+    """Run the rank until it is told to stop; 0. Raises ValueError for a function of the user's that does not work."""
     client = CoordinatorClient(env.coordinator, env.token, patience)
     # Slow imports and settings of torch come after everything that can be wrong with the environment.
     import torch
 
+    from dovetail.trainer.algorithms.policy import rehearse_loss
+    from dovetail.trainer.functions import rehearse_advantages
     from dovetail.trainer.heartbeat import HeartbeatThread
     from dovetail.trainer.loop import Rank
     from dovetail.trainer.metrics import TrainerMetrics
 
+    if Stage.PPO in job.spec.stages:
+        rehearse_loss(job.spec.ppo)
+        rehearse_advantages(ppo_config(job.spec))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # Replays must end in the same bits. `warn_only`: a few CUDA kernels have no deterministic form.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.protocol.messages import Kind, StageTimes
+from dovetail.trainer.compat import viewed
 from dovetail.trainer.optim import local
 
 Key = tuple[str, Kind, int]
@@ -68,7 +69,7 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # A linear layer that is split over tp ranks saves its weight transposed.
-        if not isinstance(tensor._base if tensor._is_view() else tensor, torch.nn.Parameter):
+        if not isinstance(viewed(tensor), torch.nn.Parameter):
             storage = local(tensor).untyped_storage()
             place = storage.data_ptr()
             if place not in self._seen and place not in self._weights:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dovetail.manifest.types import Optimizer
+from dovetail.trainer import compat
 
 
 def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: int | None = None) -> float:
@@ -68,8 +69,7 @@ class AdamW:
         ]
         if not gradients:
             return 0.0
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double()
-        return float(norms.square().sum())
+        return float(compat.norms(gradients).double().square().sum())
 
     def step(self, scale: float) -> float:
         """Apply one step with gradients multiplied by `scale`, then drop them; returns the learning rate used."""
@@ -94,7 +94,7 @@ class AdamW:
         shards = [local(self.parameters[name]) for name in names]
         gradients = [local(grad) for name in names if (grad := self.parameters[name].grad) is not None]
         if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+            compat.multiply(gradients, scale)
         device = shards[0].device
         first = [self.moments[name][0].to(device, non_blocking=True) for name in names]
         second = [self.moments[name][1].to(device, non_blocking=True) for name in names]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dovetail.trainer.compat import copy_into
 from dovetail.trainer.engine_model import EngineModel
 from dovetail.trainer.groups import PeerLost, peer_errors
 from dovetail.trainer.optim import local
@@ -97,4 +98,4 @@ class Reduction:
         yield dist.all_reduce(flat, group=group, async_op=True)
         if gradients:
             parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+            copy_into(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

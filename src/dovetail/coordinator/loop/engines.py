@@ -32,7 +32,6 @@ from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.loop.batches import Batches, NotPrepared
 from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, Evaluation, measures
-from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.loop.run_records import RunRecords
@@ -50,6 +49,7 @@ from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Publisher
 from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.experience import Experience
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import serving
 from dovetail.protocol.messages import CommandResult, Offer, Register

@@ -1,10 +1,9 @@
-"""One iteration's finished and scored samples: what PPO trains on, kept on disk until a checkpoint covers it."""
+"""An iteration's finished and scored samples as a batch, kept on disk until a checkpoint covers it."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,49 +15,6 @@ from dovetail.coordinator.telemetry.summary import write_whole
 from dovetail.protocol.wire import Arrays, pack
 
 FloatArray = NDArray[np.float32]
-
-
-@dataclass
-class Experience:
-    """Samples of one iteration, in order of (prompt, sample).
-
-    `arrays` follow docs/architecture.md, "Batches", ppo: tokens (N,T), scores (N,), ... You may change `scores`, and
-    set `advantages` and `returns` (both (N,R) float32) to replace the job's own estimator."""
-
-    iteration: int
-    prompts: list[str]
-    responses: list[str]
-    arrays: Arrays
-    fields: list[dict[str, object]] = field(default_factory=list)
-
-    @property
-    def scores(self) -> FloatArray:
-        """Reward of each sample, (N,) float32."""
-        return self.arrays["scores"].astype(np.float32)
-
-    @scores.setter
-    def scores(self, value: Sequence[float] | FloatArray) -> None:
-        array = np.asarray(value, np.float32)
-        if array.shape != (len(self.responses),):
-            raise ValueError(f"scores must have shape ({len(self.responses)},), not {array.shape}")
-        self.arrays["scores"] = array
-
-    @property
-    def kl(self) -> FloatArray:
-        """KL of each sample against the reference, (N,) float32, nats: sum of log-probability differences (k1)."""
-        return kl_per_sample(self.arrays)
-
-    @property
-    def response_lengths(self) -> NDArray[np.int32]:
-        return self.arrays["response_lengths"].astype(np.int32)
-
-    def set_advantages(self, advantages: FloatArray, returns: FloatArray) -> None:
-        """Both (N,R) float32; entries after a response's end are ignored."""
-        shape = self.arrays["rollout_logprobs"].shape
-        for name, value in (("advantages", advantages), ("returns", returns)):
-            if value.shape != shape:
-                raise ValueError(f"{name} must have shape {shape}, not {value.shape}")
-            self.arrays[name] = np.asarray(value, np.float32)
 
 
 def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
@@ -83,17 +39,6 @@ def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
     arrays["groups"] = np.array([s.key.prompt for s in samples], np.int32)
     arrays["finished"] = np.array([s.finished for s in samples], np.uint8)
     return arrays
-
-
-def kl_per_sample(arrays: Arrays) -> FloatArray:
-    """Sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32; zeros without a reference."""
-    lengths = arrays["response_lengths"].astype(np.int32)
-    logprobs = arrays["rollout_logprobs"].astype(np.float32)
-    if "ref_logprobs" not in arrays:
-        return np.zeros(len(lengths), np.float32)
-    mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
-    difference = np.where(mask, logprobs - arrays["ref_logprobs"].astype(np.float32), 0.0)
-    return np.asarray(difference.sum(axis=1), np.float32)
 
 
 class ExperienceFiles:

@@ -22,7 +22,7 @@ from dovetail.coordinator.generation.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation.generation import Generator
 from dovetail.coordinator.generation.work import GenerationSettings
 from dovetail.coordinator.loop.commands import ModelSources
-from dovetail.coordinator.loop.experience import Experience, experience_arrays
+from dovetail.coordinator.loop.experience import experience_arrays
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import Calls
@@ -33,6 +33,7 @@ from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.experience import Experience
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.protocol.plan import Plan
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.coordinator.loop.experience import kl_per_sample
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.experience import kl_per_sample
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.pipelines import serial_1f1b
 from dovetail.protocol.messages import Action, Step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
 from dovetail.coordinator.loop.commands import ModelSources
-from dovetail.coordinator.loop.experience import Experience
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.kl import KLController
 from dovetail.coordinator.loop.ppo import (
@@ -30,6 +30,8 @@ from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
 from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.experience import Experience
+from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.deviation import Expected, PlanCheck
 from dovetail.protocol.messages import CommandResult, Span, Step
@@ -135,7 +137,8 @@ class PPOStage:
             records = prepared.prompts(iteration)
         else:
             records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
-        return await self._maker.make(iteration, records)
+        made = await self._maker.make(iteration, records)
+        return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
 
     async def train(self, experience: Experience) -> dict[str, float]:
         """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""

@@ -28,6 +28,7 @@ CHANGEABLE = (
     "models.reward.timeoutSeconds",
     "sft.optimizer.learningRate",
     "reward.optimizer.learningRate",
+    "ppo.importPath",
     "ppo.iterations",
     "ppo.actorOptimizer.learningRate",
     "ppo.criticOptimizer.learningRate",

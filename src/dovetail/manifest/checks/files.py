@@ -97,9 +97,12 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
         source: ModelSource | None = getattr(spec.models, name).source
         if source is not None and source.path is not None:
             yield from _model_folder(f"spec.models.{name}.source.path", base / source.path)
-    code = spec.models.reward.import_path
-    if code is not None and spec.models.reward.calls and not (base / code).is_dir():
-        yield f"spec.models.reward.importPath: {base / code} is no folder; name the one that holds the module."
+    for field, code, used in (
+        ("spec.models.reward.importPath", spec.models.reward.import_path, bool(spec.models.reward.calls)),
+        ("spec.ppo.importPath", spec.ppo.import_path, spec.ppo.names_functions),
+    ):
+        if code is not None and used and not (base / code).is_dir():
+            yield f"{field}: {base / code} is no folder; name the one that holds the module."
 
 
 def _model_folder(field: str, path: Path) -> Iterator[str]:

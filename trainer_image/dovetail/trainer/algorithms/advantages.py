@@ -1,4 +1,4 @@
-"""Rewards per token, and advantages: GAE, GRPO, RLOO, or a function of the user's.
+"""Rewards per token, and advantages: GAE, GRPO, RLOO. A function of the user's: `dovetail.trainer.functions`.
 
 Time counts response tokens only: tokens outside the mask are skipped, as if the row did not contain them, so
 holes and right padding follow one rule. Results are 0 outside the mask."""
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.manifest.callables import load_callable
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.algorithms.masks import inside, kept, wide
@@ -274,23 +273,6 @@ def token_rewards(
 
 
 @dataclass(frozen=True)
-class Experience:
-    """What an advantage function sees: the whole batch of an iteration.
-
-    rewards, mask, values (batch, time), values None without a critic; scores (after clip and penalty),
-    groups, finished (batch,); kl (batch, time) nats; config: the job's `spec.ppo`."""
-
-    rewards: Tensor
-    values: Tensor | None
-    mask: Tensor
-    scores: Tensor
-    groups: Tensor
-    finished: Tensor
-    kl: Tensor
-    config: PPO
-
-
-@dataclass(frozen=True)
 class Advantages:
     """advantages (batch, time); returns (batch, time), None when there is no critic to learn them;
     rewards and kl (batch, time): what they were made from, for metrics. 0 outside the mask, no gradient."""
@@ -299,21 +281,6 @@ class Advantages:
     returns: Tensor | None
     rewards: Tensor
     kl: Tensor
-
-
-AdvantageFunction = Callable[[Experience], Tensor | tuple[Tensor, Tensor | None]]
-
-
-def _custom(function: Callable[..., object], experience: Experience) -> tuple[Tensor, Tensor | None]:
-    result = function(experience)
-    advantages, returns = result if isinstance(result, tuple) else (result, None)
-    shape = tuple(experience.mask.shape)
-    for what, tensor in (("advantages", advantages), ("returns", returns)):
-        if tensor is not None and tuple(getattr(tensor, "shape", ())) != shape:
-            raise ValueError(f"advantageFunction returned {what} that are not a tensor of shape {shape}")
-    if returns is None and experience.values is not None:
-        returns = advantages + experience.values
-    return advantages, returns
 
 
 def compute_advantages(
@@ -327,7 +294,6 @@ def compute_advantages(
     finished: Tensor,
     kl_coef: float,
     values: Tensor | None = None,
-    function: AdvantageFunction | None = None,
 ) -> Advantages:
     """Advantages of a whole iteration's batch, as `spec.ppo` says; `rewardClip: Auto` clips nothing here
     (`dovetail.manifest.reward` decides it).
@@ -337,10 +303,9 @@ def compute_advantages(
        scales them, mean kept;
     2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`); rloo on each sample's summed token
        rewards, that is the score less the KL penalty, if that is there; grpo likewise, but the score alone is divided
-       by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened);
-    3. or `function` (or the one that `advantageFunction` names): called with an `Experience`, used as it
-       comes. Raises ValueError when gae lacks values, a function returns the wrong shape, or another estimator than k1
-       is to go into the reward."""
+       by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened).
+
+    Raises ValueError when gae lacks values, or another estimator than k1 is to go into the reward."""
     with torch.no_grad():
         keep = kept(mask)
         if not config.kl_in_loss and config.kl_estimator != "k1":
@@ -352,16 +317,8 @@ def compute_advantages(
         by_deviation = config.advantage == "grpo" and config.normalize_std
         if config.whiten_rewards and not by_deviation:
             rewards = whiten(rewards, keep, shift_mean=False)
-        chosen: Callable[..., object] | None = function
-        if chosen is None and config.advantage_function is not None:
-            chosen = load_callable(config.advantage_function, "spec.ppo.advantageFunction")
         returns: Tensor | None = None
-        if chosen is not None:
-            experience = Experience(rewards, values, keep, final, groups, finished, kl, config)
-            advantages, returns = _custom(chosen, experience)
-            advantages = torch.where(keep, advantages, 0.0)
-            returns = None if returns is None else torch.where(keep, returns, 0.0)
-        elif config.advantage == "gae":
+        if config.advantage == "gae":
             if values is None:
                 raise ValueError("advantage gae needs the critic's values")
             advantages, returns = gae(rewards, values, keep, config.gamma, config.lam)

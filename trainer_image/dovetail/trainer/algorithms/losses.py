@@ -1,4 +1,4 @@
-"""Losses of SFT, reward modelling and PPO.
+"""Losses of SFT, reward modelling and the critic, and what is added to the policy's (`policy.py`).
 
 Each takes `normaliser`, the token (or pair) count of the whole mini-batch over all micro-batches and ranks,
 and returns its share of the mini-batch's mean: shares add up to that mean exactly, however the mini-batch is
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from dovetail.trainer.algorithms.kl import log_ratio
 from dovetail.trainer.algorithms.masks import inside, kept
 
 Stats = dict[str, Tensor]
@@ -26,56 +25,6 @@ def _sum(x: Tensor, mask: Tensor) -> Tensor:
 
 def _stat(x: Tensor) -> Tensor:
     return x.detach().float()
-
-
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    normaliser: float | Tensor,
-    clip: float = 0.2,
-    dual_clip: float | None = None,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Stats]:
-    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated, token mean.
-
-    Per token with ratio r = exp(log p - log p_old), the exponent clamped to +-20:
-    max(-A r, -A clip(r, 1-clip, 1+clip)); with `dual_clip` c (Ye et al. 2020, eq. 5), where A < 0, at most -A
-    c. `weights` multiply the token losses (truncated importance sampling). All tensors (batch, time).
-
-    Stats: `tokens`; sums `policy_loss`, `ratio`, `clipped` (tokens whose clipped branch is strictly the
-    larger loss), `dual_clipped` (tokens bounded by c), `approx_kl` (k3 of KL(old || new), (r - 1) - log
-    r)."""
-    keep = kept(mask)
-    log_r = log_ratio(logprobs, old_logprobs.detach(), keep)
-    ratio = log_r.exp()
-    advantages = inside(advantages.detach(), keep)
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
-    losses = torch.maximum(plain, clipped)
-    was_clipped = keep & (clipped > plain)
-    was_dual = torch.zeros_like(was_clipped)
-    if dual_clip is not None:
-        if dual_clip <= 1.0:
-            raise ValueError(f"dualClip must be above 1, not {dual_clip}")
-        bound = -advantages * dual_clip
-        was_dual = keep & (advantages < 0) & (losses > bound)
-        losses = torch.where(was_dual, bound, losses)
-    if weights is not None:
-        losses = losses * inside(weights.detach(), keep)
-    total = _sum(losses, keep)
-    log_r, ratio = log_r.detach(), ratio.detach()
-    stats = {
-        "tokens": _stat(keep.sum()),
-        "policy_loss": _stat(total),
-        "ratio": _stat(_sum(ratio, keep)),
-        "clipped": _stat(was_clipped.sum()),
-        "dual_clipped": _stat(was_dual.sum()),
-        "approx_kl": _stat(_sum(torch.expm1(log_r) - log_r, keep)),
-    }
-    return total / normaliser, stats
 
 
 def value_loss(

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F
 
 from dovetail.models import Outputs, Stage, load_config
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.profile import ModelTimes, PassTimes
+from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 from dovetail.trainer.measure import SavedBytes
 
 # A model of three stages of one layer: the middle one is a layer alone, the others have one part more.
@@ -132,7 +132,7 @@ def _pass(
     with timed("forward"), meter:
         output = stage(inputs, lengths)
         output = _loss(output, words) if stage.is_last else output
-        output = output.clone() if output._is_view() else output
+        output = output.clone() if is_view(output) else output
     gradient = None if stage.is_last else torch.ones_like(output)
     if not split:
         with timed("backward"):

@@ -14,10 +14,12 @@ from torch import Tensor
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.messages import Action, ModelRef
 from dovetail.protocol.wire import Arrays
+from dovetail.trainer.algorithms.policy import PolicyLoss
 from dovetail.trainer.batches import Packed, Padded, Sequences, split_padded
 from dovetail.trainer.engine import Engine, EngineModel
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch, check_actions
+from dovetail.trainer.functions import UserAdvantages
 from dovetail.trainer.groups import Groups, peer_errors
 from dovetail.trainer.timeline import Timeline
 
@@ -28,13 +30,16 @@ Run = Callable[[], Metrics]
 
 @dataclass
 class Context:
-    """`fetch` gives a batch's arrays by key; raises BadCommand when there is none."""
+    """`fetch` gives a batch's arrays by key; raises BadCommand when there is none. `loss` is the policy's;
+    `advantages` what `ppo.advantageFunction` names."""
 
     spec: RLHFJobSpec
     groups: Groups
     engine: Engine
     fetch: Callable[[str], Arrays]
     timeline: Timeline
+    loss: PolicyLoss
+    advantages: UserAdvantages | None
 
     def model(self, name: str) -> EngineModel:
         """Of a model that this rank holds. Raises BadCommand when it is not loaded."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dovetail.manifest.experience import Experience
 from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.advantages import AdvantageFunction, compute_advantages
+from dovetail.trainer.algorithms.advantages import compute_advantages
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.batches import Sequences, read
 from dovetail.trainer.errors import BadCommand
+from dovetail.trainer.functions import UserAdvantages
 from dovetail.trainer.steps.context import Metrics, variance
 
 
@@ -89,6 +91,22 @@ class Samples:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def arrays(self, old_logprobs: Tensor) -> Arrays:
+        """As the batch has them, with the log-probabilities of the policy that sampled, (N, R)."""
+        tables = {
+            "tokens": self.sequences.tokens.int(),
+            "prompt_lengths": self.prompt_lengths.int(),
+            "response_lengths": self.response_lengths.int(),
+            "rollout_logprobs": self.rollout_logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "values": self.values,
+            "scores": self.scores,
+            "groups": self.groups.int(),
+            "finished": self.finished,
+            "old_logprobs": old_logprobs,
+        }
+        return {name: table.numpy() for name, table in tables.items() if table is not None}
+
 
 def _present(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
@@ -138,12 +156,14 @@ def targets(
     config: PPO,
     kl_coef: float,
     recomputed: Tensor | None,
-    function: AdvantageFunction | None = None,
+    function: UserAdvantages | None = None,
     compared: Tensor | None = None,
+    iteration: int = 0,
 ) -> Targets:
     """Advantages and the rest over the global batch. `recomputed` (N, R) are the trainer's own log-probabilities at
     the weights that sampled, None to use the rollout's; `compared` the same at temperature 1, of which the rollout's
-    always are, None where that is no other. Raises BadCommand when a setting and the batch do not fit."""
+    always are, None where that is no other. `function` is what `advantageFunction` names. Advantages that the batch
+    brings come first. Raises BadCommand when a setting and the batch do not fit, and where the function fails."""
     mask = samples.mask
     old = samples.rollout_logprobs if recomputed is None else recomputed
     weights = None
@@ -154,26 +174,7 @@ def targets(
         if config.importance_sampling.mode == "Truncated":
             weights = truncated_weights(same, samples.rollout_logprobs, mask, cap)
         metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
-    rewards = None
-    if samples.advantages is not None:
-        advantages, returns = samples.advantages, samples.returns
-    else:
-        try:
-            made = compute_advantages(
-                config,
-                scores=samples.scores,
-                logprobs=old,
-                ref_logprobs=samples.ref_logprobs,
-                mask=mask,
-                groups=samples.groups,
-                finished=samples.finished,
-                kl_coef=kl_coef,
-                values=samples.values,
-                function=function,
-            )
-        except ValueError as error:
-            raise BadCommand(str(error)) from error
-        advantages, returns, rewards = made.advantages, made.returns, made.rewards
+    advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
     kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
     clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip
     metrics |= {
@@ -196,6 +197,36 @@ def targets(
         left = variance((returns - samples.values)[mask])
         metrics["explained_variance"] = 1.0 - left / spread if spread > 0 else 0.0
     return Targets(old, advantages, returns, samples.values, weights, kl_coef, metrics)
+
+
+def _advantages(
+    samples: Samples, config: PPO, kl_coef: float, function: UserAdvantages | None, old: Tensor, iteration: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Advantages, returns and the rewards they were made from, each (N, R)."""
+    if samples.advantages is not None:
+        returns = samples.returns
+        if returns is None and samples.values is not None:
+            returns = torch.where(samples.mask, samples.advantages + samples.values, 0.0)
+        return samples.advantages, returns, None
+    try:
+        if function is not None:
+            seen = Experience(iteration, [], [], samples.arrays(old), config=config, kl_coef=kl_coef)
+            made = [None if table is None else torch.from_numpy(table) for table in function(seen)]
+            return _present(made[0]), made[1], torch.from_numpy(seen.rewards)
+        found = compute_advantages(
+            config,
+            scores=samples.scores,
+            logprobs=old,
+            ref_logprobs=samples.ref_logprobs,
+            mask=samples.mask,
+            groups=samples.groups,
+            finished=samples.finished,
+            kl_coef=kl_coef,
+            values=samples.values,
+        )
+    except ValueError as error:
+        raise BadCommand(str(error)) from error
+    return found.advantages, found.returns, found.rewards
 
 
 def mismatch(logprobs: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Metrics:

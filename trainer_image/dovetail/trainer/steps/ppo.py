@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.critic import value_coef
-from dovetail.manifest.reward import reward_clip
+from dovetail.manifest.reward import ppo_config
 from dovetail.models import Outputs
 from dovetail.protocol.messages import Action, Step
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
 from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
-from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, policy_loss, ptx_loss, value_loss
+from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, value_loss
+from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
 from dovetail.trainer.batches import Packed, Sequences, mini_batches, read, split, split_padded, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
@@ -63,7 +64,7 @@ class MiniBatch:
 
 def prepare_step(context: Context, step: Step) -> Run:
     """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
-    config = context.spec.ppo.model_copy(update={"reward_clip": reward_clip(context.spec)})
+    config = ppo_config(context.spec)
     models = ["actor"] if step.train_actor else []
     shared = context.require("actor").head == "lm+value"
     if shared and not step.train_actor:
@@ -92,7 +93,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     learns_values = shared or "critic" in models
     if not recompute and not shared:
         # Nothing collective is needed before the advantages, so a bad batch is refused while nothing has happened.
-        ready = targets(samples, config, step.kl_coef, None)
+        ready = targets(samples, config, step.kl_coef, None, context.advantages, iteration=step.step)
         _check_returns(learns_values, ready)
 
     def run() -> Metrics:
@@ -100,7 +101,9 @@ def prepare_step(context: Context, step: Step) -> Run:
             with context.timeline.phase("old log-probabilities"):
                 old, values, compared = _before_step(context, samples)
             with_values = replace(samples, values=values) if shared else samples
-            goals = targets(with_values, config, step.kl_coef, old if recompute else None, compared=compared)
+            recomputed = old if recompute else None
+            function, number = context.advantages, step.step
+            goals = targets(with_values, config, step.kl_coef, recomputed, function, compared, number)
             _check_returns(learns_values, goals)
         else:
             goals = ready
@@ -192,11 +195,10 @@ def _train(
         metrics |= {
             "policy_loss": mean(totals, "policy_loss", "tokens"),
             "ratio": mean(totals, "ratio", "tokens"),
-            "clipfrac": mean(totals, "clipped", "tokens"),
-            "dual_clipfrac": mean(totals, "dual_clipped", "tokens"),
             "approx_kl": mean(totals, "approx_kl", "tokens"),
             "entropy": mean(totals, "entropy", "tokens"),
         }
+        metrics |= {name: mean(totals, name, "tokens") for name in totals if context.loss.reports(name)}
         if "kl_loss" in totals:
             metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
         if totals.get("mismatch_tokens"):
@@ -233,8 +235,9 @@ def _responses(samples: Samples, rows: list[int]) -> tuple[Packed, Tensor]:
 def _actor_micro_batch(
     context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
-    """Clipped policy loss plus KL penalty (if it is in the loss) and entropy bonus over the response tokens of `rows`;
-    where the actor has a value head, plus `valueCoef` times the value loss: one backward pass for both."""
+    """The policy's loss (`ppo.loss`) plus KL penalty (if it is in the loss) and entropy bonus over the response tokens
+    of `rows`. Where the actor has a value head, `valueCoef` times the value loss is added: one backward pass for
+    both."""
     config = context.spec.ppo
     temperature = context.spec.generation.temperature
     packed, keep = _responses(samples, rows)
@@ -261,28 +264,33 @@ def _actor_micro_batch(
             logprobs = gather_logprobs(logits, wanted, temperature)
             with torch.no_grad():
                 spread = entropy(logits, temperature)
-        mask = torch.ones_like(wanted, dtype=torch.bool)
         aggregated = None if share is None else share.float().unsqueeze(1).expand(keep.shape)[keep].to(device)
         weights = aggregated
         if goals.weights is not None:
             weights = cut(goals.weights) if weights is None else weights * cut(goals.weights)
-        total, stats = policy_loss(
-            logprobs,
-            cut(goals.old_logprobs),
-            cut(goals.advantages),
-            mask,
-            normaliser=normaliser,
-            clip=config.clip,
-            dual_clip=config.dual_clip,
-            weights=weights,
+        inputs = LossInputs(
+            tokens=wanted,
+            sequence_ids=keep.nonzero()[:, 0].to(device),
+            mask=torch.ones_like(wanted, dtype=torch.bool),
+            logprobs=logprobs,
+            old_logprobs=cut(goals.old_logprobs),
+            rollout_logprobs=cut(samples.rollout_logprobs),
+            ref_logprobs=cut(samples.ref_logprobs),
+            advantages=cut(goals.advantages),
+            entropy=spread.detach(),
+            config=config,
+            kl_coef=goals.kl_coef,
         )
-        bonus, more = entropy_bonus(spread, mask, normaliser=normaliser, coef=config.entropy_coef, weights=aggregated)
+        total, stats = policy_loss(inputs, context.loss, normaliser=normaliser, weights=weights)
+        bonus, more = entropy_bonus(
+            spread, inputs.mask, normaliser=normaliser, coef=config.entropy_coef, weights=aggregated
+        )
         stats |= more
         if config.kl_in_loss:
             penalty, more = kl_loss(
                 logprobs,
-                cut(samples.ref_logprobs),
-                mask,
+                inputs.ref_logprobs,
+                inputs.mask,
                 normaliser=normaliser,
                 coef=goals.kl_coef,
                 estimator=config.kl_estimator,
@@ -291,8 +299,7 @@ def _actor_micro_batch(
             total, stats = total + penalty, stats | more
         if mini.first and goals.weights is None and "mismatch_abs" not in goals.metrics:
             # Before the first update these are the log-probabilities of the weights that sampled.
-            rollout = cut(samples.rollout_logprobs)
-            gap = mismatch_metrics(logprobs, rollout, mask, config.importance_sampling.cap)
+            gap = mismatch_metrics(logprobs, inputs.rollout_logprobs, inputs.mask, config.importance_sampling.cap)
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
         if config.entropy_coef > 0:
             total = total + bonus

@@ -152,6 +152,12 @@ PPO_RULES = (
         "at spec.generation.temperature, which is not 1; use Recompute or Auto.",
     ),
     ppo_rule(
+        lambda spec: spec.ppo.import_path is None or spec.ppo.names_functions,
+        "!has(self.ppo.importPath) || has(self.ppo.advantageFunction) || self.ppo.loss.contains(':')",
+        "spec.ppo.importPath has no effect without advantageFunction or a loss as module:callable; remove it, or name "
+        "the function.",
+    ),
+    ppo_rule(
         lambda spec: spec.ppo.kl.target is None or spec.ppo.kl.coef > 0,
         "!has(self.ppo.kl.target) || self.ppo.kl.coef > 0.0",
         "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target.",

@@ -1,0 +1,182 @@
+"""One iteration's samples as a user's code sees them: in a loop of your own, and in advantage functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dovetail.manifest.types import PPO
+from dovetail.protocol.wire import Arrays
+
+FloatArray = NDArray[np.float32]
+LOG_RATIO_LIMIT = 20.0
+WHITEN_EPS = 1e-8
+
+
+@dataclass
+class Experience:
+    """N samples of one iteration, in order of (prompt, sample), with at most R response tokens each.
+
+    `arrays` follow docs/architecture.md, "Batches", ppo. `config` is the job's `spec.ppo`, `kl_coef` the present
+    coefficient of the KL penalty. `prompts`, `responses` and `fields` (the prompt records' other fields) have one entry
+    a sample; in trainer ranks, which have tokens only, they are empty.
+
+    You may change `scores`, and `set_advantages` replaces the job's own estimator."""
+
+    iteration: int
+    prompts: list[str]
+    responses: list[str]
+    arrays: Arrays
+    fields: list[dict[str, object]] = field(default_factory=list)
+    config: PPO = field(default_factory=PPO)
+    kl_coef: float = 0.0
+
+    @property
+    def scores(self) -> FloatArray:
+        """Reward of each sample as the reward model or the functions gave it, (N,) float32."""
+        return self.arrays["scores"].astype(np.float32)
+
+    @scores.setter
+    def scores(self, value: Sequence[float] | FloatArray) -> None:
+        array, shape = np.asarray(value, np.float32), self.arrays["scores"].shape
+        if array.shape != shape:
+            raise ValueError(f"scores must have shape {shape}, not {array.shape}")
+        self.arrays["scores"] = array
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """Which entries of a table are response tokens, (N,R) bool."""
+        width = self.arrays["rollout_logprobs"].shape[1]
+        return np.arange(width)[None, :] < self.response_lengths[:, None]
+
+    @property
+    def response_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each response, (N,) int32."""
+        return self.arrays["response_lengths"].astype(np.int32)
+
+    @property
+    def groups(self) -> NDArray[np.int32]:
+        """A number for each sample, equal for samples of the same prompt, (N,) int32."""
+        return self.arrays["groups"].astype(np.int32)
+
+    @property
+    def finished(self) -> NDArray[np.bool_]:
+        """Which responses ended by themselves, (N,) bool."""
+        return self.arrays["finished"].astype(np.bool_)
+
+    @property
+    def values(self) -> FloatArray | None:
+        """The critic's value before each response token, (N,R) float32; None without a critic, and in a loop of your
+        own where the critic shares the actor's body: then the trainers make the values."""
+        return self.arrays["values"].astype(np.float32) if "values" in self.arrays else None
+
+    @property
+    def logprobs(self) -> FloatArray:
+        """Of the policy that sampled, (N,R) float32: the trainers' own where they recompute them (`oldLogProbs`), in a
+        loop of your own the rollouts'."""
+        name = "old_logprobs" if "old_logprobs" in self.arrays else "rollout_logprobs"
+        return self.arrays[name].astype(np.float32)
+
+    @property
+    def token_kl(self) -> FloatArray:
+        """KL against the reference at each token, (N,R) float32, nats: log-probability differences (k1) within +-20;
+        zeros without a reference."""
+        if "ref_logprobs" not in self.arrays:
+            return np.zeros(self.mask.shape, np.float32)
+        difference = self.logprobs - self.arrays["ref_logprobs"].astype(np.float32)
+        limited = np.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return np.where(self.mask, limited, np.float32(0)).astype(np.float32)
+
+    @property
+    def kl(self) -> FloatArray:
+        """KL of each sample against the reference, (N,) float32, nats: sum of log-probability differences (k1)."""
+        return kl_per_sample(self.arrays)
+
+    @property
+    def rewards(self) -> FloatArray:
+        """Reward of each token, (N,R) float32, as the built-in estimators use it: the KL penalty, if it is in the
+        reward, and at the last token the score after `rewardClip` and `missingEosPenalty`; then `whitenRewards`."""
+        config, mask, final = self.config, self.mask, self.scores
+        if isinstance(config.reward_clip, float):
+            final = np.clip(final, -config.reward_clip, config.reward_clip)
+        if config.missing_eos_penalty:
+            final = final - np.float32(config.missing_eos_penalty) * (~self.finished).astype(np.float32)
+        penalty = np.float32(0.0 if config.kl_in_loss else -self.kl_coef) * self.token_kl
+        last = np.arange(mask.shape[1])[None, :] == self.response_lengths[:, None] - 1
+        rewards: FloatArray = np.where(mask, penalty, np.float32(0)) + np.where(last, final[:, None], np.float32(0))
+        return _whitened(rewards, mask) if config.whiten_rewards else rewards
+
+    def per_token(self, x: ArrayLike) -> FloatArray:
+        """One number a sample, (N,), at each of its response tokens: (N,R) float32, 0 elsewhere."""
+        return np.where(self.mask, np.asarray(x, np.float32)[:, None], np.float32(0))
+
+    def set_advantages(self, advantages: ArrayLike, returns: ArrayLike | None = None) -> None:
+        """Replace the job's estimator. Both (N,R) float32; entries after a response's end are ignored. `returns` are
+        what the critic learns; without them these are advantages + values. Raises ValueError for another shape."""
+        shape = self.arrays["rollout_logprobs"].shape
+        for name, value in (("advantages", advantages), ("returns", returns)):
+            if value is None:
+                continue
+            array = np.asarray(value, np.float32)
+            if array.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, not {array.shape}")
+            self.arrays[name] = array
+
+
+# Advantages of an iteration's samples, (N,R), or these and the returns that the critic learns, (N,R).
+AdvantageFunction = Callable[[Experience], Any]
+
+
+def advantages_of(
+    function: AdvantageFunction, experience: Experience, who: str
+) -> tuple[FloatArray, FloatArray | None]:
+    """What the function returns, checked: (advantages, returns), (N,R) float32, 0 after a response's end.
+
+    Returns default to advantages + values; None without values. `who` begins the sentence of a ValueError, which is
+    raised for another shape and for a value that is not finite. What the function raises is raised."""
+    result = function(experience)
+    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    mask = experience.mask
+    tables: list[FloatArray | None] = []
+    for what, value in zip(("advantages", "returns"), pair, strict=True):
+        if value is None and what == "returns":
+            tables.append(None)
+            continue
+        try:
+            table = np.asarray(value, np.float32)
+        except (TypeError, ValueError):
+            raise ValueError(f"{who} returned {what} as {type(value).__name__}; return an array {mask.shape}") from None
+        if table.shape != mask.shape:
+            raise ValueError(f"{who} returned {what} of shape {table.shape}; return one number a token, {mask.shape}")
+        if not np.isfinite(table[mask]).all():
+            raise ValueError(f"{who} returned {what} that are not finite")
+        tables.append(np.where(mask, table, np.float32(0)))
+    advantages, returns = tables
+    assert advantages is not None
+    if returns is None and experience.values is not None:
+        returns = np.where(mask, advantages + experience.values, np.float32(0))
+    return advantages, returns
+
+
+def kl_per_sample(arrays: Arrays) -> FloatArray:
+    """Sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32; zeros without a reference."""
+    lengths = arrays["response_lengths"].astype(np.int32)
+    logprobs = arrays["rollout_logprobs"].astype(np.float32)
+    if "ref_logprobs" not in arrays:
+        return np.zeros(len(lengths), np.float32)
+    mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
+    difference = np.where(mask, logprobs - arrays["ref_logprobs"].astype(np.float32), 0.0)
+    return np.asarray(difference.sum(axis=1), np.float32)
+
+
+def _whitened(x: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
+    """Scaled to variance 1 over the tokens of `mask`, the mean kept."""
+    inside = x[mask].astype(np.float64)
+    mean = inside.mean() if inside.size else 0.0
+    variance = ((inside - mean) ** 2).sum() / max(1, inside.size - 1)
+    scaled = (x.astype(np.float64) - mean) / np.sqrt(variance + WHITEN_EPS) + mean
+    return np.where(mask, scaled, 0.0).astype(np.float32)

@@ -1,0 +1,95 @@
+"""Every example of docs/extending.md, run as it stands there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dovetail.coordinator.rewards.calls import Call
+from dovetail.coordinator.rewards.workers import Workers
+from dovetail.manifest.experience import Experience, advantages_of
+from dovetail.manifest.types import RewardModel, Stage
+from dovetail.protocol.wire import unpack
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import job, load_command, ppo_batch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+MOST_LINES = 30
+
+
+def section(title: str) -> dict[str, str]:
+    """The code blocks below a heading, by their language."""
+    text = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"```(python|yaml)\n(.*?)```", text, re.DOTALL))
+
+
+def module(title: str, folder: Path) -> str:
+    """Write the example's Python under the file name in its first line; returns the code."""
+    code = section(title)["python"]
+    name = re.match(r"# (\S+\.py)\n", code)
+    assert name is not None, f"the example {title} begins with its file's name"
+    (folder / name[1]).write_text(code)
+    return code
+
+
+@pytest.fixture(autouse=True)
+def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in re.findall(r"```python\n# (\w+)\.py\n", PAGE):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.parametrize("title", re.findall(r"\n## (.+)\n", PAGE))
+def test_an_example_is_short(title: str) -> None:
+    assert len(section(title)["python"].splitlines()) < MOST_LINES
+
+
+def trained(ppo: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Metrics of one PPO step of a tiny model."""
+    with LocalTrainer(job(ppo={**ppo, "importPath": str(folder)})) as trainer:
+        trainer.metrics(load_command(Stage.PPO))
+        return trainer.metrics(trainer.step(Stage.PPO, 1, ppo_batch(1), ["actor", "critic"], 4, kl_coef=0.05))
+
+
+def test_a_loss(tmp_path: Path) -> None:
+    module("A loss", tmp_path)
+    metrics = trained(yaml.safe_load(section("A loss")["yaml"])["ppo"], tmp_path)
+    assert metrics["loss/sequence_ratio"] == pytest.approx(1.0, abs=0.1)
+    assert metrics["actor_grad_norm"] > 0
+
+
+def test_an_advantage(tmp_path: Path) -> None:
+    code = module("An advantage", tmp_path)
+    ppo = yaml.safe_load(section("An advantage")["yaml"])["ppo"]
+    metrics = trained(ppo, tmp_path)
+    assert metrics["advantage_std"] == pytest.approx(1.0, abs=1e-3)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    batch = Experience(1, [], [], unpack(ppo_batch(1)), config=job().spec.ppo, kl_coef=0.05)
+    batch.set_advantages(*advantages_of(found["reinforce"], batch, "mine"))
+    assert float(batch.arrays["advantages"][batch.mask].std()) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_reward(tmp_path: Path) -> None:
+    module("A reward", tmp_path)
+    reward = RewardModel.model_validate(
+        {**yaml.safe_load(section("A reward")["yaml"])["models"]["reward"], "importPath": str(tmp_path)}
+    )
+
+    async def ask() -> list[float]:
+        workers = Workers(reward, tmp_path)
+        try:
+            (function,) = await workers.open()
+            assert function.needs == "Sample"
+            call = Call(1, 0, ["2 + 2 =", "3 + 3 ="], ["It is 4", "It is 5"], {"answer": [4, 6]})
+            return list((await workers.call(0, call)).rewards)
+        finally:
+            await workers.close()
+
+    assert asyncio.run(ask()) == [1.0, 0.0]

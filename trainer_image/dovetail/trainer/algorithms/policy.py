@@ -1,0 +1,204 @@
+"""The policy's loss: one signature for the built-in losses and for those that a manifest names (`spec.ppo.loss`).
+
+A loss maps a micro-batch to one number a token. The trainer multiplies these by the importance-sampling weights, adds
+them up as `lossAggregation` says, and adds the KL penalty and the entropy bonus. So the loss of a mini-batch is the
+same however it is cut into micro-batches and spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.manifest.callables import FunctionError, load_callable
+from dovetail.manifest.types import PPO
+from dovetail.trainer.algorithms.kl import log_ratio
+from dovetail.trainer.algorithms.masks import inside, kept
+from dovetail.trainer.errors import is_out_of_memory
+
+FIELD = "spec.ppo.loss"
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch: the n response tokens of its samples, sample after sample, without padding.
+
+    Tensors (n,): `tokens` and `sequence_ids` int64 (the sample's number in the micro-batch, ascending; a sample without
+    response tokens has none), `mask` bool (tokens that count; all of them today), the others float32. `logprobs` are
+    the trained policy's, and the only tensor with a gradient; `old_logprobs` the policy's at the iteration's start,
+    `rollout_logprobs` as vLLM reported them, `ref_logprobs` the reference's; `entropy` in nats. `config` is the job's
+    `spec.ppo`, `kl_coef` the present coefficient of the KL penalty."""
+
+    tokens: Tensor
+    sequence_ids: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor
+    advantages: Tensor
+    entropy: Tensor
+    config: PPO
+    kl_coef: float
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """For each token, the mean of x (n,) over its sample's tokens; (n,), differentiable."""
+        count = int(self.sequence_ids[-1]) + 1 if self.sequence_ids.numel() else 0
+        keep = kept(self.mask)
+        sums = x.new_zeros(count).index_add(0, self.sequence_ids, torch.where(keep, x, 0.0))
+        sizes = x.new_zeros(count).index_add(0, self.sequence_ids, keep.to(x.dtype))
+        return (sums / sizes.clamp(min=1))[self.sequence_ids]
+
+
+# The loss of each token, (n,), and if wanted metrics by name, (n,) each, which are reported as means over tokens.
+LossFunction = Callable[[LossInputs], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+
+
+def ppo(inputs: LossInputs) -> tuple[Tensor, Stats]:
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated.
+
+    Per token with ratio r = exp(log p - log p_old), the exponent clamped to +-20: max(-A r, -A clip(r, 1-clip,
+    1+clip)). With `dualClip` c (Ye et al. 2020, eq. 5), where A < 0, at most -A c. Metrics: `clipfrac`, tokens whose
+    clipped branch is strictly the larger loss; `dual_clipfrac`, tokens bounded by c."""
+    clip, dual_clip = inputs.config.clip, inputs.config.dual_clip
+    keep = kept(inputs.mask)
+    ratio = log_ratio(inputs.logprobs, inputs.old_logprobs.detach(), keep).exp()
+    advantages = inside(inputs.advantages.detach(), keep)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
+    losses = torch.maximum(plain, clipped)
+    was_clipped = keep & (clipped > plain)
+    was_dual = torch.zeros_like(was_clipped)
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        was_dual = keep & (advantages < 0) & (losses > bound)
+        losses = torch.where(was_dual, bound, losses)
+    return losses, {"clipfrac": was_clipped.float(), "dual_clipfrac": was_dual.float()}
+
+
+# By the names that `spec.ppo.loss` takes (`dovetail.manifest.training.LOSSES`).
+LOSSES: dict[str, LossFunction] = {"ppo": ppo}
+BUILT_IN_METRICS = frozenset({"clipfrac", "dual_clipfrac"})
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss that a job uses; `name` is what the manifest says.
+
+    Metrics of a user's loss are reported below `loss/`, so that they hide none of the trainer's own."""
+
+    name: str
+    function: LossFunction
+
+    @property
+    def built_in(self) -> bool:
+        return self.name in LOSSES
+
+    def title(self, metric: str) -> str:
+        """The name that a metric of this loss is reported by."""
+        return metric if self.built_in else f"loss/{metric}"
+
+    def reports(self, title: str) -> bool:
+        """Whether the sum `title` is a metric of this loss."""
+        return title in BUILT_IN_METRICS if self.built_in else title.startswith("loss/")
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Stats]:
+        """Token losses (n,) and metrics (n,). Raises FunctionError, one sentence, where a user's function raised or its
+        result has another shape, is not finite or has no gradient."""
+        if self.built_in:
+            return _pair(self.function(inputs))
+        if not inputs.logprobs.numel():
+            return inputs.logprobs, {}
+        try:
+            losses, metrics = _pair(self.function(inputs))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise FunctionError.raised(FIELD, self.name, error) from error
+        self._check("losses", losses, inputs)
+        for name, value in metrics.items():
+            self._check(f"the metric {name!r}", value, inputs)
+        if inputs.logprobs.requires_grad and not losses.requires_grad:
+            raise self._error("returned losses without a gradient; compute them from inputs.logprobs")
+        return losses, metrics
+
+    def _check(self, what: str, value: object, inputs: LossInputs) -> None:
+        shape = tuple(inputs.logprobs.shape)
+        if not isinstance(value, Tensor):
+            raise self._error(f"returned {what} as {type(value).__name__}; return a tensor of shape {shape}")
+        if tuple(value.shape) != shape:
+            raise self._error(f"returned {what} of shape {tuple(value.shape)}; return one number a token, {shape}")
+        if not bool(torch.isfinite(value[inputs.mask]).all()):
+            raise self._error(f"returned {what} that are not finite; check logarithms, divisions and exponents in it")
+
+    def _error(self, text: str) -> FunctionError:
+        return FunctionError(f"{FIELD}: {self.name} {text}")
+
+
+def _pair(result: Tensor | tuple[Tensor, Mapping[str, Tensor]]) -> tuple[Tensor, Stats]:
+    losses, metrics = result if isinstance(result, tuple) else (result, {})
+    return losses, dict(metrics)
+
+
+def load_loss(config: PPO) -> PolicyLoss:
+    """The loss of `spec.ppo`: built in, or a function found in `importPath` (default: the working directory) and then
+    on PYTHONPATH. Raises ValueError with one sentence where it cannot be imported."""
+    if config.loss in LOSSES:
+        return PolicyLoss(config.loss, LOSSES[config.loss])
+    return PolicyLoss(config.loss, load_callable(config.loss, FIELD, config.import_path))
+
+
+def rehearse_loss(config: PPO) -> None:
+    """Call a user's loss on three samples that are made up: what is wrong with it shows before anything is trained.
+
+    Raises ValueError with one sentence."""
+    loss = load_loss(config)
+    if loss.built_in:
+        return
+    ids = torch.tensor([0, 0, 0, 1, 2, 2])
+    base = -torch.arange(1.0, 7.0) / 4
+    inputs = LossInputs(
+        tokens=torch.arange(6),
+        sequence_ids=ids,
+        mask=torch.ones(6, dtype=torch.bool),
+        logprobs=base.clone().requires_grad_(),
+        old_logprobs=base - 0.1,
+        rollout_logprobs=base - 0.05,
+        ref_logprobs=base + 0.1,
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, 0.5, 0.5]),
+        entropy=torch.ones(6),
+        config=config,
+        kl_coef=config.kl.coef,
+    )
+    losses, _ = loss(inputs)
+    losses.sum().backward()
+    assert inputs.logprobs.grad is not None
+    if not bool(torch.isfinite(inputs.logprobs.grad).all()):
+        raise FunctionError(f"{FIELD}: {loss.name} has a gradient that is not finite; check it for divisions by 0")
+
+
+def policy_loss(
+    inputs: LossInputs, loss: PolicyLoss, *, normaliser: float | Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Stats]:
+    """The micro-batch's share of the policy's loss: token losses times `weights` (n,), added up, by `normaliser`.
+
+    Stats, sums over tokens: `tokens`, `policy_loss`, `ratio` (to the old policy), `approx_kl` (k3 of KL(old || new),
+    (r - 1) - log r), and the loss's own metrics by their titles. Raises FunctionError."""
+    keep = kept(inputs.mask)
+    losses, metrics = loss(inputs)
+    losses = inside(losses, keep)
+    if weights is not None:
+        losses = losses * inside(weights.detach(), keep)
+    total = losses.sum()
+    log_r = log_ratio(inputs.logprobs.detach(), inputs.old_logprobs.detach(), keep)
+    stats = {
+        "tokens": keep.sum().float(),
+        "policy_loss": total.detach().float(),
+        "ratio": inside(log_r.exp(), keep).sum().float(),
+        "approx_kl": inside(torch.expm1(log_r) - log_r, keep).sum().float(),
+    }
+    own = {loss.title(name): inside(value.detach(), keep).sum().float() for name, value in metrics.items()}
+    return total / normaliser, stats | own

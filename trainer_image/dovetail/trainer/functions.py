@@ -1,0 +1,71 @@
+"""The advantage function that a manifest names (`spec.ppo.advantageFunction`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dovetail.manifest.callables import FunctionError, load_callable
+from dovetail.manifest.experience import AdvantageFunction, Experience, FloatArray, advantages_of
+from dovetail.manifest.types import PPO
+from dovetail.protocol.wire import Arrays
+
+FIELD = "spec.ppo.advantageFunction"
+# Advantages and returns, each (N,R) float32. Raises FunctionError.
+UserAdvantages = Callable[[Experience], tuple[FloatArray, FloatArray | None]]
+
+
+def load_advantages(config: PPO) -> UserAdvantages | None:
+    """The function of `spec.ppo`, found in `importPath` (default: the working directory) and then on PYTHONPATH; None
+    where the job has none. Raises ValueError with one sentence where it cannot be imported."""
+    name = config.advantage_function
+    if name is None:
+        return None
+    function: AdvantageFunction = load_callable(name, FIELD, config.import_path)
+
+    def call(experience: Experience) -> tuple[FloatArray, FloatArray | None]:
+        raised: list[Exception] = []
+
+        def tried(experience: Experience) -> object:
+            try:
+                return function(experience)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        try:
+            return advantages_of(tried, experience, f"{FIELD}: {name}")
+        except MemoryError:
+            raise
+        except Exception as error:
+            if raised:
+                raise FunctionError.raised(FIELD, name, raised[0]) from error
+            raise FunctionError(str(error)) from error
+
+    return call
+
+
+def rehearse_advantages(config: PPO) -> None:
+    """Call the function on samples that are made up, of two prompts: what is wrong with it shows before anything is
+    trained. Raises ValueError with one sentence."""
+    function = load_advantages(config)
+    if function is None:
+        return
+    count, width = 2 * config.samples_per_prompt, 3
+    lengths = np.arange(count, dtype=np.int32) % width + 1
+    table = -0.1 - 0.01 * np.arange(count * width, dtype=np.float32).reshape(count, width)
+    arrays: Arrays = {
+        "tokens": np.ones((count, width + 1), np.int32),
+        "prompt_lengths": np.ones(count, np.int32),
+        "response_lengths": lengths,
+        "rollout_logprobs": table,
+        "old_logprobs": table,
+        "ref_logprobs": table - np.float32(0.01),
+        "scores": np.arange(count, dtype=np.float32),
+        "groups": np.repeat(np.arange(2, dtype=np.int32), config.samples_per_prompt),
+        "finished": np.ones(count, np.uint8),
+    }
+    if config.advantage == "gae":
+        arrays["values"] = np.zeros((count, width), np.float32)
+    function(Experience(1, [], [], arrays, config=config, kl_coef=config.kl.coef))
