@@ -10,7 +10,7 @@ import numpy as np
 
 from dovetail.coordinator.data.synthetic import quality
 from dovetail.local.pipeline import Pipeline
-from dovetail.manifest.experience import Experience
+from dovetail.protocol.experience import Experience
 
 
 def reward(prompts: list[str], responses: list[str], **fields: object) -> list[float]:

@@ -16,7 +16,7 @@ from dovetail.coordinator.data.synthetic import quality
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
-from dovetail.manifest.experience import Experience
+from dovetail.protocol.experience import Experience
 from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dovetail.manifest.callables import FunctionError
-from dovetail.manifest.experience import Experience, advantages_of
 from dovetail.manifest.types import PPO, Stage
+from dovetail.protocol.experience import Experience, advantages_of
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms.kl import kl_estimate

@@ -22,7 +22,7 @@ from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.telemetry.summary import build, mean_ci95, write_json
 from dovetail.coordinator.weights.publishing import Target, receivers_of
-from dovetail.manifest.experience import Experience, kl_per_sample
+from dovetail.protocol.experience import Experience, kl_per_sample
 from dovetail.protocol.wire import pack, unpack
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from dovetail.coordinator.rewards.calls import Call
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.manifest.experience import Experience, advantages_of
 from dovetail.manifest.types import RewardModel, Stage
+from dovetail.protocol.experience import Experience, advantages_of
 from dovetail.protocol.wire import unpack
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch

@@ -19,8 +19,8 @@ from dovetail.coordinator.loop.ppo import distinct_responses, equal_groups, iter
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.manifest.experience import Experience
 from dovetail.planner.simple import make_plan
+from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult
 from helpers.jobs import tiny_job
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from dovetail.manifest.callables import FunctionError, load_callable
-from dovetail.manifest.experience import AdvantageFunction, Experience, FloatArray, advantages_of
 from dovetail.manifest.types import PPO
+from dovetail.protocol.experience import AdvantageFunction, Experience, FloatArray, advantages_of
 from dovetail.protocol.wire import Arrays
 
 FIELD = "spec.ppo.advantageFunction"

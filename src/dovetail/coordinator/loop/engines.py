@@ -49,9 +49,9 @@ from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Publisher
 from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.experience import Experience
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import serving
+from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
 

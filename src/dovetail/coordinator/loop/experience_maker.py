@@ -33,8 +33,8 @@ from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.experience import Experience
 from dovetail.manifest.types import RLHFJobSpec, Role
+from dovetail.protocol.experience import Experience
 from dovetail.protocol.plan import Plan
 
 # Without a single scored sample.

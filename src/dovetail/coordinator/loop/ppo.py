@@ -10,9 +10,9 @@ import numpy as np
 
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.experience import kl_per_sample
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.pipelines import serial_1f1b
+from dovetail.protocol.experience import kl_per_sample
 from dovetail.protocol.messages import Action, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.wire import Arrays

@@ -30,10 +30,10 @@ from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
 from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.experience import Experience
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.deviation import Expected, PlanCheck
+from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Span, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.wire import Arrays, unpack

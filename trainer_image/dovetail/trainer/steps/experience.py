@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.manifest.experience import Experience
 from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
+from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.advantages import compute_advantages
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
