@@ -368,7 +368,7 @@ def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: P
         with pytest.raises(TrainerLost):
             driver.step(1)
         driver.load()
-        with pytest.raises(TrainerError, match=r"the disk with the table is gone at .*trouble.py:6 .*\(trainer rank 1\)"):
+        with pytest.raises(TrainerError, match=r"the table is gone at .*trouble.py:6 .*\(trainer rank 1\)"):
             driver.step(1)
         assert all(process.poll() is None for process in ranks.processes.values())
 
