@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dovetail.cli.main import cli
 from dovetail.coordinator.store.store import open_records
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
@@ -203,3 +205,16 @@ def test_a_run_is_extended_when_finished_when_failed_interrupted_moved_and_damag
     for model in ("actor", "critic"):
         file = Path("models") / model / "model.safetensors"
         assert (moved / file).read_bytes() == (peaceful / file).read_bytes(), model
+
+
+def test_an_iteration_is_replayed_to_the_same_bits(peaceful: Path) -> None:
+    """By its trainer ranks alone, from its stored batches. No checkpoint is kept: from the beginning to the exports."""
+    before = {path: path.stat().st_mtime_ns for path in (peaceful / "models").rglob("*")}
+    replayed = CliRunner().invoke(cli, ["debug", "replay", str(peaceful), "--iteration", "3"])
+    assert replayed.exit_code == 0, replayed.output
+    assert replayed.output.splitlines()[0] == (
+        "Replaying iterations 1 to 4 from the beginning of PPO on 2 trainer ranks."
+    )
+    assert "iteration 3: the metrics are those of the run" in replayed.output
+    assert "The weights after iteration 4 are those of models, bit for bit: " in replayed.output
+    assert {path: path.stat().st_mtime_ns for path in (peaceful / "models").rglob("*")} == before

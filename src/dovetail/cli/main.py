@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from dovetail.cli.debug import debug
 from dovetail.cli.extras import version as installed_version
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
@@ -72,7 +73,9 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     help="Print the version and exit.",
 )
 def cli() -> None:
-    """RLHF from one manifest: supervised fine-tuning, a reward model and PPO, on this machine.
+    """Train a model with human feedback, from one manifest.
+
+    A job has up to three stages: supervised fine-tuning, a reward model, and PPO.
 
     \b
     A first run:
@@ -87,7 +90,7 @@ def version() -> None:
     click.echo(f"dovetail {installed_version()}")
 
 
-COMMANDS = (run, chat, report, validate, plan, schedule, profile, explain, version)
+COMMANDS = (run, chat, report, validate, plan, schedule, profile, explain, debug, version)
 for command in COMMANDS:
     cli.add_command(command)
 

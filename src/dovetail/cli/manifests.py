@@ -16,8 +16,8 @@ from dovetail.supervision.errors import UsageError
 def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
     """Check a manifest without running it.
 
-    Every problem is one sentence that names the field and the fix; exit code 2 if there are any. Fields that are
-    accepted but not executed yet are warned of.
+    Each problem is one sentence that names the field and the fix. The exit code is then 2. A warning names each field
+    that is accepted but has no effect yet.
     """
     job, plan = load_job(manifest, overrides)
     rollouts = f", {len(plan.rollouts)} rollouts" if plan.rollouts else ""
@@ -29,7 +29,9 @@ def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
 @click.command()
 @click.argument("path", metavar="PATH", default="RLHFJob")
 def explain(path: str) -> None:
-    """Describe a field of the manifest: type, default, subfields.
+    """Describe a field of the manifest.
+
+    You see its type, its default and the fields below it.
 
     \b
       dovetail explain RLHFJob.spec.ppo

@@ -216,35 +216,40 @@ def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -
 @click.command()
 @manifest_argument
 @set_option
-@click.option("--json", "as_json", is_flag=True, help="Print plan.json.")
-@click.option("-o", "--output", type=new_file, help="Write plan.json here.")
-@click.option("--html", "html_path", type=new_file, help="Write a page with the predicted iteration's timeline by GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("-o", "--output", type=new_file, help="Write the plan as JSON to this file.")
+@click.option(
+    "--html",
+    "html_path",
+    type=new_file,
+    help="Write a web page with the timeline of a predicted iteration, GPU by GPU.",
+)
 @click.option(
     "--inventory",
     "inventory_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Also find the best placement on these GPUs: a YAML or JSON file, see docs/planner.md.",
+    help="Also find the best placement on these GPUs. The file is YAML or JSON; docs/planner.md describes it.",
 )
-@click.option("--cluster", is_flag=True, help="As --inventory, with the nodes that kubectl sees.")
+@click.option("--cluster", is_flag=True, help="Like --inventory, with the nodes that kubectl shows.")
 @click.option(
     "--strategy",
     type=click.Choice(["search", "prior", "grid", "similar"]),
     default="search",
     show_default=True,
-    help="How to choose on an inventory: ours; APP's rules, APP's grid or PUZZLE's descent, to compare with.",
+    help="How to choose a placement. To compare with: prior and grid are APP's ways, similar is PUZZLE's.",
 )
 @click.option(
     "--hardware",
     "hardware_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Measured figures of GPUs, which go before the data sheets'.",
+    help="Measured figures of GPUs, written by dovetail profile. They replace those of the data sheets.",
 )
 @click.option(
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="This machine's times from dovetail profile --iterations, for groups on CPUs.  [default: profile.json in "
-    "runs/<job name>, if there is one]",
+    help="This machine's times, written by dovetail profile --iterations, for groups on CPUs.  [default: profile.json "
+    "in runs/<job name>, if there is one]",
 )
 def plan(
     manifest: Path,
@@ -258,7 +263,9 @@ def plan(
     hardware_path: Path | None,
     profile_path: Path | None,
 ) -> None:
-    """Show what would run where: processes, parallelism and batches, with predicted times and memory.
+    """Show what would run where.
+
+    You see the processes, the parallelism and the batches of a job, with predicted times and memory. Nothing starts.
 
     \b
       dovetail plan job.yaml --inventory gpus.yaml --html plan.html

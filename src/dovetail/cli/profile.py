@@ -28,21 +28,23 @@ from dovetail.supervision.errors import RunError, UsageError
     "micro_batches",
     type=click.IntRange(1),
     multiple=True,
-    help="Sequences; may be given more than once.  [default: spec.ppo.microBatchSize and its half]",
+    help="Sequences of a micro-batch. May be given more than once.  [default: spec.ppo.microBatchSize and its half]",
 )
 @click.option("--tokens", type=click.IntRange(2), help="Length of a sequence.  [default: spec.data.maxTokens]")
-@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Passes to take the median of.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=7, show_default=True, help="Number of passes; the median counts."
+)
 @click.option("--no-link", is_flag=True, help="Do not measure messages between two processes.")
 @click.option(
     "--iterations",
     is_flag=True,
-    help="Also run four short jobs with these models, to learn what whole PPO iterations cost on this machine (CPUs).",
+    help="Also run four short jobs with these models on CPUs, to measure whole PPO iterations.",
 )
 @click.option(
     "--hardware",
     "hardware_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write this machine's FLOP/s and bandwidths here, for dovetail plan --hardware.",
+    help="Also write this machine's FLOP/s and bandwidths to this file, for dovetail plan --hardware.",
 )
 def profile(
     manifest: Path,
@@ -56,12 +58,14 @@ def profile(
 ) -> None:
     """Measure the passes of a job's actor and critic on this machine.
 
-    Times forward and backward passes and the backward's two halves, of embedding, one layer and head apart, the bytes
-    of activations, and latency and bandwidth of messages between two processes. Weights are random; only
-    configurations are read. `dovetail run --profile` and `dovetail schedule --profile` take the file.
+    It measures the embedding, one layer and the head separately: the forward pass, the backward pass, both halves of
+    the backward pass, and the memory of activations. It also measures messages between two processes. Weights are
+    random; only the models' configurations are read.
 
-    With --iterations (some minutes) `dovetail plan` predicts this job's iterations on this machine, and others with the
-    same models; it finds the file itself in the run directory:
+    `dovetail run --profile` and `dovetail schedule --profile` read the file.
+
+    With --iterations it takes some minutes more. Then `dovetail plan` can predict iterations on this machine, of this
+    job and of others with the same models. It finds the file in the run directory:
 
     \b
       dovetail profile job.yaml --iterations -o runs/job/profile.json

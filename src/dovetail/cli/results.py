@@ -20,20 +20,22 @@ from dovetail.cli.job import run_dir_argument
     type=click.Choice(["actor", "sft", "actor-ema"]),
     default="actor",
     show_default=True,
-    help="Which of the run's models to talk with.",
+    help="The model to talk with.",
 )
-@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Longest reply, tokens.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="The longest reply, in tokens."
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(0.0),
     default=0.7,
     show_default=True,
-    help="0: always the likeliest token.",
+    help="0 always takes the likeliest token.",
 )
 def chat(run_dir: Path, model: str, max_tokens: int, temperature: float) -> None:
     """Talk with a run's model.
 
-    /reset forgets the dialogue so far, /quit ends it. Lines may also be piped in:
+    /reset forgets the dialogue so far. /quit ends the chat. You can also pipe lines in:
 
     \b
       echo "hello there" | dovetail chat runs/quickstart
@@ -63,7 +65,7 @@ def chat(run_dir: Path, model: str, max_tokens: int, temperature: float) -> None
 @click.command()
 @run_dir_argument
 def report(run_dir: Path) -> None:
-    """Show a run's table again and write its report.html anew."""
+    """Show a run's table again, and write its report.html again."""
     from dovetail.local.report.report import write_report
     from dovetail.local.report.summary import read_summary, show
 

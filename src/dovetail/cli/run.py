@@ -118,7 +118,7 @@ def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue the run in the run directory from where it stopped; with --set spec.ppo.iterations=N, extend it.",
+    help="Continue the run in the run directory. With --set spec.ppo.iterations=N the run is extended.",
 )
 @click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory first.")
 @click.option(
@@ -128,12 +128,12 @@ def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Times from dovetail profile, for the plan and the first schedule of actor and critic.  [default: "
+    help="Measured times, written by dovetail profile. The plan and the first schedule use them.  [default: "
     "profile.json in the run directory, if there is one]",
 )
 @set_option
 @seed_option
-@click.option("--cpu", is_flag=True, help="Run on CPUs, also what the manifest's groups want GPUs for.")
+@click.option("--cpu", is_flag=True, help="Run everything on CPUs, even groups that ask for GPUs.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the coordinator's events as they happen.")
 def run(
     manifest: Path,
@@ -148,12 +148,12 @@ def run(
 ) -> None:
     """Run a job on this machine.
 
-    Starts a coordinator, the trainers, and a vLLM server and a scorer for every rollout, keeps them running (a process
-    that dies is started again), and ends with a table and report.html. Ctrl-C stops everything within seconds; --resume
-    continues.
+    The command starts a coordinator, the trainers, and a vLLM server and a scorer for each rollout. A process that dies
+    is started again. At the end you see a table, and the run directory has a report.html. Ctrl-C stops everything in
+    seconds. --resume continues.
 
-    The run directory gets the trained models (models/actor, models/reward, ...), summary.json, checkpoints, logs,
-    TensorBoard files and a Perfetto trace of every iteration.
+    The run directory holds the trained models (models/actor, models/reward, ...), summary.json, checkpoints, logs,
+    TensorBoard files, and a Perfetto trace of each iteration.
     """
     if resume and overwrite:
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")

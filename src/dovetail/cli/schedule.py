@@ -94,11 +94,11 @@ def schedule(
     memory: float | None,
     **numbers: Any,
 ) -> None:
-    """Search pipeline schedules that train an actor and a critic at once.
+    """Search pipeline schedules that train an actor and a critic together.
 
-    Shows every family's makespan, speed-up over serial 1F1B and peak activation memory, and the timeline of the fastest
-    that fits. Times may be in any unit. A model with half as many stages as the other has stages twice as long and
-    twice as large; its micro-batches follow from the actor's.
+    You see each family's makespan, its speed-up over serial 1F1B and its peak of activation memory, and the timeline of
+    the fastest family that fits. Times may be in any unit. If a model has half as many stages as the other, its stages
+    take twice as long and hold twice as much. The critic's micro-batches follow from the actor's.
 
     \b
       dovetail schedule --actor-stages 8 --critic-stages 4 --micro-batches 16 \\

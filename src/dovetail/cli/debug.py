@@ -1,0 +1,100 @@
+"""`dovetail debug`: commands for those who change the code."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dovetail.cli.extras import require
+from dovetail.cli.job import run_dir_argument
+from dovetail.supervision.errors import RunError
+
+if TYPE_CHECKING:
+    from dovetail.trainer.compare import Difference
+
+
+@click.group()
+def debug() -> None:
+    """Tools for developers of Dovetail.
+
+    CONTRIBUTING.md shows their use.
+    """
+
+
+@debug.command()
+@run_dir_argument
+@click.option("--iteration", type=click.IntRange(1), required=True, help="The PPO iteration to run again.")
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the replay's logs and weights in this folder.  [default: a temporary folder, kept on a difference]",
+)
+def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
+    """Run a stored iteration again, and compare the weights with those of the run.
+
+    The trainer ranks load the last checkpoint before the iteration. They train on the stored batches, up to the next
+    weights that the run kept: a checkpoint, or the exported models. No rollout and no scorer is started. The run
+    directory is not changed.
+
+    The exit code is 0 if the weights are the same bits, and 1 if they are not. Then the first metric and the first
+    tensor that differ are named.
+
+    \b
+      dovetail debug replay runs/quickstart --iteration 11
+    """
+    require("dovetail debug replay", ["coordinator", "trainer"])
+    from dovetail.local.replay import first_difference, read_replay, run_replay
+
+    found = read_replay(run_dir, iteration)
+    section, ranks = found.section, found.plan.world_size
+    start = f"checkpoint {section.first - 1}" if section.first > 1 else "the beginning of PPO"
+    span = (
+        f"iteration {section.first}"
+        if section.first == section.last
+        else f"iterations {section.first} to {section.last}"
+    )
+    click.echo(f"Replaying {span} from {start} on {ranks} trainer rank{'s' if ranks > 1 else ''}.")
+    folder = (keep or Path(tempfile.mkdtemp(prefix="dovetail-replay-"))).resolve()
+    outcome = run_replay(found, folder, click.echo)
+    changed = [i for i, metrics in outcome.metrics.items() if first_difference(found.metrics[i], metrics)]
+    if section.target is None:
+        problem = f"the metrics of iteration {changed[0]} are not those of the run" if changed else ""
+        result = "The metrics are those of the run. It kept no weights after this iteration to compare with."
+    else:
+        tensors, differences = compared(found.run_dir, outcome.folder, section.target, found.models)
+        problem = different(section.last, section.target, tensors, differences)
+        result = (
+            f"The weights after iteration {section.last} are those of {section.target}, bit for bit: {tensors} tensors."
+        )
+    if problem:
+        raise RunError(f"{problem} (logs and weights: {folder})")
+    click.echo(result)
+    if keep is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def compared(run_dir: Path, replayed: Path, target: str, models: list[str]) -> tuple[int, list[Difference]]:
+    """The number of tensors in both folders' `target`, and those that differ."""
+    from dovetail.trainer.compare import Comparison, compare_checkpoints, compare_models
+
+    if not models:
+        found = [compare_checkpoints(run_dir / target, replayed / target)]
+    else:
+        folders = sorted(path.name for path in (replayed / target).iterdir())
+        found = [
+            Comparison.of(name, compare_models(run_dir / target / name, replayed / target / name)) for name in folders
+        ]
+    return sum(part.tensors for part in found), [each for part in found for each in part.differences]
+
+
+def different(iteration: int, target: str, tensors: int, differences: Sequence[Difference]) -> str:
+    """A sentence about the tensors that differ; empty if none does."""
+    if not differences:
+        return ""
+    count, first = f"{len(differences)} of {tensors} tensors differ", differences[0].sentence()
+    return f"the weights after iteration {iteration} are not those of {target}: {count}. The first is {first}"
