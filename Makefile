@@ -1,4 +1,4 @@
-# make install | demo | drill | test | test-fast | lint | generate | requirements | bench-...
+# make install | demo | drill | test | test-fast | test-nightly | lint | generate | requirements | bench-...
 # Needs python3.11 and the package registry that pip is configured for; everything goes into .venv.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -10,15 +10,18 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Tests run in so many processes. They wait a good deal: two keep two cores busy.
+TEST_WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install demo drill test test-fast lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
-install: $(STAMP) ## Install into .venv; does nothing when that is current
+install: $(STAMP) tools ## Install into .venv, and build the tools of tests; does nothing when that is current
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
@@ -29,7 +32,11 @@ $(STAMP): requirements/cpu.txt pyproject.toml | $(BIN)/uv
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps --editable .
 	@touch $@
 
-demo: install ## SFT, reward model and PPO on a small model, in a few minutes
+# What the tests of the Helm chart run. All checkouts share them, in ~/.cache/dovetail.
+tools:
+	@$(DEVCLUSTER) tools
+
+demo: $(STAMP) ## SFT, reward model and PPO on a small model, in a few minutes
 	$(BIN)/dovetail run examples/quickstart.yaml --overwrite
 
 lint: install ## Ruff, mypy and stale generated files
@@ -40,10 +47,14 @@ lint: install ## Ruff, mypy and stale generated files
 
 test: lint ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: install ## Tests that start no vLLM servers or trainers
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
+
+test-nightly: lint ## The whole test suite, and the long drills in all their variants
+	@$(DEVCLUSTER) build --where-supported >/dev/null
+	$(PYTEST) $(PYTEST_ARGS)
 
 format: install ## Format the code
 	$(BIN)/ruff check --fix .

@@ -1,9 +1,11 @@
-"""Clusters for the tests in this folder, each brought up once a session, when a test first asks for it.
+"""Clusters for the tests in this folder, each brought up when a test first asks for it and taken down when the tests
+that follow don't need it.
 
 DOVETAIL_TEST_CLUSTER=keep leaves them for the next run; =external uses KUBECONFIG's cluster for both.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -19,30 +21,58 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
-    # Last, so that no cluster works beside the other tests.
-    items.sort(key=lambda item: str(item.path).startswith(FOLDER))
+    # Those of the API server alone one after the other, and the others.
+    items.sort(key=lambda item: str(item.path).startswith(FOLDER) and "cluster" in getattr(item, "fixturenames", ()))
 
 
-@pytest.fixture(scope="session")
-def api_server() -> Iterator[KubeCluster]:
+class Clusters:
+    """Those that run now, by the fixture that they belong to."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[KubeCluster, ExitStack]] = {}
+
+    def get(self, fixture: str, name: str, **options: bool) -> KubeCluster:
+        """Brought up if it does not run."""
+        theirs = external()
+        if theirs is not None:
+            return theirs
+        if fixture not in self._running:
+            stack = ExitStack()
+            self._running[fixture] = stack.enter_context(running(name, **options)), stack
+        return self._running[fixture][0]
+
+    def end(self, needed: set[str]) -> None:
+        """Take down those of other fixtures."""
+        for fixture in self._running.keys() - needed:
+            _, stack = self._running.pop(fixture)
+            stack.close()
+
+
+CLUSTERS = Clusters()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    CLUSTERS.end(set(getattr(nextitem, "fixturenames", ())))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """After an interrupt no test is torn down."""
+    CLUSTERS.end(set())
+
+
+@pytest.fixture(scope="module")
+def api_server() -> KubeCluster:
     """etcd, API server and controller manager, in seconds: for CRDs, CEL, RBAC and server-side apply. No pod starts."""
-    theirs = external()
-    if theirs is not None:
-        yield theirs
-        return
-    with running("dovetail-api", api_only=True) as cluster:
-        yield cluster
+    return CLUSTERS.get("api_server", "dovetail-api", api_only=True)
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[KubeCluster]:
+@pytest.fixture(scope="module")
+def cluster() -> KubeCluster:
     """Three nodes with GPUs, CoreDNS and JobSet."""
-    theirs = external()
-    if theirs is not None:
-        yield theirs
-        return
-    with running("dovetail-test") as cluster:
-        yield cluster
+    return CLUSTERS.get("cluster", "dovetail-test")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import queue
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.weights.weights import push_offer
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.messages import Offer, Publish, Receiver, Register
+from helpers.nursery import Adopted
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
 from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 
@@ -73,7 +73,7 @@ class Run:
         self.fleet.register(Register.model_validate_json(await request.read()))
         return web.json_response({})
 
-    def start(self, name: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str) -> Adopted:
         self.servers.append(Server.start(name, self.run_dir, self.url))
         return self.servers[-1].process
 

@@ -80,8 +80,10 @@ def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> No
     assert migrated, "a tail was on one server alone each time"
 
     facts = summary(tmp_path)["fusion"]
-    assert facts["samples_migrated"] == len(events(tmp_path, "sample.moved")) > 0
-    assert "tail" in {e["reason"] for e in events(tmp_path, "sample.moved")}
+    # The summary counts those of the iterations; the held-out prompts' samples, of iteration -1, may move as well.
+    moved = [e for e in events(tmp_path, "sample.moved") if e["sample"][0] >= 1]
+    assert facts["samples_migrated"] == len(moved) > 0
+    assert "tail" in {e["reason"] for e in moved}
     assert facts["seconds_hidden"] > 0
     assert facts["threshold"] == int(FRACTION * SAMPLES)
     assert summary(serial)["fusion"]["seconds_hidden"] == 0
@@ -104,10 +106,7 @@ def test_whoever_dies_as_the_tail_migrates_no_sample_is_lost_or_doubled(tmp_path
         return [names[role] for role in next(roles, ())]
 
     reaper = Reaper(tmp_path, victims)
-    try:
-        outcome, told = run_job(job(FRACTION), tmp_path, reaper)
-    finally:
-        reaper.close()
+    outcome, told = run_job(job(FRACTION), tmp_path, reaper)
     assert outcome.succeeded, (outcome.reason, told)
     assert len(reaper.killed) >= 3, "no tail was gathered"
     check_samples(tmp_path, serial)

@@ -27,9 +27,9 @@ def job(iterations: int = 4, **spec: Any) -> RLHFJob:
 
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job that nobody disturbs, which keeps all its samples."""
+    """A job that nobody disturbs, started as `dovetail run` does. It keeps all its samples."""
     run_dir = tmp_path_factory.mktemp("peaceful")
-    outcome, told = run_job(job(checkpoint={"everySteps": 100}), run_dir)
+    outcome, told = run_job(job(checkpoint={"everySteps": 100}), run_dir, own_imports=True)
     assert outcome.succeeded, outcome.reason
     assert told == []
     return run_dir
@@ -141,7 +141,7 @@ def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> No
         {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
     ]
     fragile = job(failurePolicy={"peerTimeoutSeconds": 6}, groups=groups, checkpoint={"everySteps": 100})
-    outcome, told = run_job(fragile, tmp_path, Injector(faults))
+    outcome, told = run_job(fragile, tmp_path, Injector(faults), own_imports=True)
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []
     for name in ("coordinator", "trainer-1", "rollouts-0", "rollouts-0-scorer"):

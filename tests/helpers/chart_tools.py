@@ -20,7 +20,7 @@ CHART = REPOSITORY / "helm" / "dovetail"
 
 
 def tool(program: str) -> str:
-    """The program of hack/devcluster's cache, or the PATH's, or built now (minutes); skips where there is no Go."""
+    """The program that `make install` has built, or the PATH's. Skips where there is no Go to build it with."""
     if binaries.folder(program).is_dir():  # a module of its own
         return str(binaries.path_of(program))
     found = shutil.which(program)
@@ -28,7 +28,7 @@ def tool(program: str) -> str:
         return found
     if shutil.which("go") is None:
         pytest.skip(f"{program} is not on the PATH, and there is no Go to build it")
-    return str(binaries.path_of(program))
+    pytest.fail(f"{program} is not built yet: run make install")
 
 
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -110,7 +110,7 @@ def drill(folder: Path, seconds: float, seed: int, tell: Callable[[str], None]) 
     """Runs the drill in `folder`; what it did. `different` names tensors that are not those of the undisturbed run."""
     job, rng = drill_job(), random.Random(seed)
     begun = time.monotonic()
-    outcome, _ = run_job(job, folder / "peace")
+    outcome, _ = run_job(job, folder / "peace", own_imports=True)
     assert outcome.succeeded, outcome.reason
     peace = time.monotonic() - begun
     tell(f"undisturbed: {peace:.0f} s")
@@ -121,7 +121,7 @@ def drill(folder: Path, seconds: float, seed: int, tell: Callable[[str], None]) 
     while time.monotonic() < begun + seconds:
         run, started = folder / f"round-{len(rounds) + 1}", time.monotonic()
         hand._again.clear(), hand._later.clear(), hand._gone.clear()
-        outcome, told = run_job(job, run, hand)
+        outcome, told = run_job(job, run, hand, own_imports=True)
         rounds.append(round(time.monotonic() - started, 1))
         for line in told:
             tell(f"          {line[:160]}")

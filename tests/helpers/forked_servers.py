@@ -13,7 +13,8 @@ from pathlib import Path
 
 from dovetail.protocol.env import ProcessEnv
 from dovetail.supervision.processes import ProcessSpec
-from dovetail.supervision.spawn import Exited, ForkSpawner
+from dovetail.supervision.spawn import Exited
+from helpers.nursery import NurserySpawner
 from helpers.vllm_servers import TOKEN, Server, free_port
 
 HEALTHY_SECONDS = 400.0
@@ -31,7 +32,7 @@ class Forks:
     """To be used from one thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._spawner = ForkSpawner({**os.environ, "OMP_NUM_THREADS": "1"}, folder / "zygote.log")
+        self._spawner = NurserySpawner({**os.environ, "OMP_NUM_THREADS": "1"}, folder / "zygote.log")
         self._spawner.start()
 
     def start(self, name: str, run_dir: Path, coordinator: str = "http://127.0.0.1:9") -> Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -20,10 +22,12 @@ from safetensors.numpy import load_file
 
 from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launcher import Launcher
+from dovetail.local.launcher import Launcher, spawn_kind
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.simple import make_plan
+from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.supervisor import Outcome
+from helpers.nursery import NURSERY, NurserySpawner
 
 MANIFEST = """
 apiVersion: dovetail.dev/v1alpha1
@@ -123,14 +127,42 @@ class Fault:
 
 
 @dataclass
-class Injector:
-    """Called by the launcher a few times a second; applies each fault once, in order of the list."""
+class _Watcher:
+    """Looks at a job in a thread of its own, every `period` seconds, from the launcher's first call on: a phase of a
+    tiny job is over before the launcher calls again. `run_job` closes it."""
+
+    period: ClassVar[float] = 0.02
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def __call__(self, launcher: Launcher) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, args=(launcher,), daemon=True)
+            self._thread.start()
+
+    def look(self, launcher: Launcher) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(10)
+
+    def _watch(self, launcher: Launcher) -> None:
+        while not self._stop.wait(self.period):
+            self.look(launcher)
+
+
+@dataclass
+class Injector(_Watcher):
+    """Applies each fault once. What one fault has hit is hit by the next only after it has been replaced."""
 
     faults: list[Fault]
     killed: list[str] = field(default_factory=list)
     interrupt_when: Callable[[dict[str, Any]], bool] | None = None
+    _hit: dict[str, int] = field(default_factory=dict, init=False)
 
-    def __call__(self, launcher: Launcher) -> None:
+    def look(self, launcher: Launcher) -> None:
         status = read_status(launcher)
         if status is None:
             return
@@ -139,16 +171,15 @@ class Injector:
             os.kill(os.getpid(), signal.SIGINT)
         for fault in self.faults:
             pid = {**launcher.pids, **launcher.spawner_pids}.get(fault.process)
-            if fault.done or pid is None or not fault.when(status):
+            if fault.done or pid is None or self._hit.get(fault.process) == pid or not fault.when(status):
                 continue
-            if fault.child:
-                children = children_of(pid)
-                if not children:
-                    continue
-                pid = children[0]
-            os.kill(pid, fault.signal)
-            fault.done = True
-            self.killed.append(fault.process)
+            victims = children_of(pid)[:1] if fault.child else [pid]
+            with contextlib.suppress(ProcessLookupError):
+                for victim in victims:
+                    os.kill(victim, fault.signal)
+                    self._hit[fault.process] = pid
+                    fault.done = True
+                    self.killed.append(fault.process)
 
 
 def children_of(pid: int) -> list[int]:
@@ -188,12 +219,27 @@ def read_status(launcher: Launcher) -> dict[str, Any] | None:
 
 
 def run_job(
-    job: RLHFJob, run_dir: Path, injector: Callable[[Launcher], None] | None = None, *, resume: bool = False
+    job: RLHFJob,
+    run_dir: Path,
+    injector: Callable[[Launcher], None] | None = None,
+    *,
+    resume: bool = False,
+    own_imports: bool = False,
 ) -> tuple[Outcome, list[str]]:
-    """Run to the end; the outcome and what the launcher told. Fails the test if a process outlives the launcher."""
+    """Run to the end; the outcome and what the launcher told. The launcher calls `injector` a few times a second.
+
+    The job's forkserver has the imports from one for all tests, unless it is to make its `own_imports`. Fails the test
+    if a process outlives the launcher."""
     told: list[str] = []
+    if not own_imports and spawn_kind(os.environ, cuda_devices(os.environ)) == "fork":
+        NURSERY.start()
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    with Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append) as launcher:
+    with contextlib.ExitStack() as stack:
+        if not own_imports:
+            stack.enter_context(mock.patch("dovetail.local.launcher.ForkSpawner", NurserySpawner))
+        launcher = stack.enter_context(Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append))
+        if isinstance(injector, _Watcher):
+            stack.callback(injector.close)
         outcome = launcher.run(lambda: injector(launcher) if injector is not None else None)
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], f"still running: {left}"
@@ -229,43 +275,32 @@ def stored_samples(run_dir: Path, iteration: int) -> list[Sample]:
 
 
 @dataclass
-class Reaper:
-    """SIGKILLs processes as soon as an event is logged: give it to `run_job` as the injector, and close it.
+class Reaper(_Watcher):
+    """SIGKILLs processes as soon as an event is logged.
 
     `victims(event)` names the processes to kill; it is asked of each line of events.jsonl once, a few milliseconds
-    after it is written, in a thread of its own."""
+    after it is written."""
 
     run_dir: Path
     victims: Callable[[dict[str, Any]], Sequence[str]]
     killed: list[str] = field(default_factory=list)
-    _thread: threading.Thread | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)
+    period: ClassVar[float] = 0.003
+    _offset: int = field(default=0, init=False)
 
-    def __call__(self, launcher: Launcher) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, args=(launcher,), daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(10)
-
-    def _watch(self, launcher: Launcher) -> None:
-        path, offset = self.run_dir / "events.jsonl", 0
-        while not self._stop.wait(0.003):
-            if not path.exists() or path.stat().st_size == offset:
-                continue
-            with path.open("rb") as file:
-                file.seek(offset)
-                text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            offset += len(whole)
-            for line in whole.splitlines():
-                for name in self.victims(json.loads(line)):
-                    if (pid := launcher.pids.get(name)) is not None:
-                        os.kill(pid, signal.SIGKILL)
-                        self.killed.append(name)
+    def look(self, launcher: Launcher) -> None:
+        path = self.run_dir / "events.jsonl"
+        if not path.exists() or path.stat().st_size == self._offset:
+            return
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            for name in self.victims(json.loads(line)):
+                if (pid := launcher.pids.get(name)) is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.append(name)
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:

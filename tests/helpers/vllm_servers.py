@@ -1,4 +1,4 @@
-"""Real vLLM servers of a tiny Llama, each in a process that shares nothing with the test's."""
+"""Real vLLM servers of a tiny Llama, each a process of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +17,7 @@ from typing import Any
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.env import ProcessEnv
+from helpers.nursery import NURSERY, Adopted
 
 TOKEN = "a-secret"
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "logprobs": 0, "ignore_eos": True, "detokenize": False}
@@ -88,7 +87,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 class Server:
     name: str
     url: str
-    process: subprocess.Popen[bytes]
+    process: Adopted
     log: Path
 
     @staticmethod
@@ -97,14 +96,8 @@ class Server:
         port = free_port()
         env = ProcessEnv("test", name, run_dir, coordinator, TOKEN, "127.0.0.1", port, 0, "rollout", 0, 1)
         log = run_dir / f"{name}.log"
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "dovetail.rollout.server", *arguments],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **env.write()},
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **env.write()}
+        process = NURSERY.fork(log, variables, "dovetail.rollout.server", *arguments)
         return Server(name, f"http://127.0.0.1:{port}", process, log)
 
     def close(self) -> None:

@@ -18,8 +18,6 @@ from dovetail.statusapi.metrics import ApiMetrics
 from dovetail.statusapi.settings import ApiSettings
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 
-# The first run on a machine may build helm.
-pytestmark = pytest.mark.timeout(1800)
 SCHEMAS = CHART.parents[1] / "docs" / "schema"
 EVERYTHING = [
     *("--set", "namespaces={a,b}", "--set", "api.tlsSecret=web", "--set", "images.pullSecrets={pull}"),

@@ -30,6 +30,7 @@ MODULES = {
 TAGS = {"promtool": "remove_all_sd"}
 CONTROL_PLANE = ("kubernetes",)
 CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
+CHART_TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool")
 FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath"}
 
 
@@ -126,7 +127,16 @@ def link_folder() -> Path:
     return links
 
 
+def fetch(module: str, path: str) -> None:
+    """Download the source of a Go module that one of ours requires, once a release."""
+    stamp = cache_root() / "fetched" / f"{path.replace('/', '_')}-{version(module, path)}"
+    if not stamp.exists():
+        _go(module, "mod", "download", path)
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+
+
 def module_folder(module: str, path: str) -> Path:
-    """The source of a Go module that one of ours requires, for the charts in it."""
+    """The source of a Go module that one of ours requires, for the charts and schemas in it."""
     _go(module, "mod", "download", path)
     return Path(_go(module, "list", "-m", "-f", "{{.Dir}}", path).strip())

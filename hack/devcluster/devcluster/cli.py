@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,16 @@ def _build(arguments: argparse.Namespace) -> int:
         raise ClusterError(f"no module {', '.join(sorted(unknown))}: there are {', '.join(binaries.MODULES)}")
     for module in arguments.module or binaries.MODULES:
         print(binaries.build(module))
+    return 0
+
+
+def _tools(_: argparse.Namespace) -> int:
+    if shutil.which("go") is None:
+        print("devcluster: without Go the tests of the Helm chart are skipped", file=sys.stderr)
+        return 0
+    for module in binaries.CHART_TOOLS:
+        binaries.build(module)
+    binaries.fetch("kubernetes", "k8s.io/kubernetes")
     return 0
 
 
@@ -134,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("build", _build, "build the programs, all of them unless told")
     command.add_argument("module", nargs="*")
     command.add_argument("--where-supported", action="store_true", help="do nothing where no cluster can run")
+    add("tools", _tools, "build what the tests of the Helm chart run, where there is Go")
     add("packages", _packages, "install the Debian packages that are missing")
     for name, help in (
         ("stop", "end a component until it is started again"),

@@ -85,18 +85,7 @@ class Spawner:
         self.killed_as = None
         self._log_start = logs.size(self._log)
         ours, theirs = socket.socketpair()
-        # -P: a module in the current folder must not stand for one of ours or of a library.
-        command = [sys.executable, "-P", "-m", "dovetail.supervision.zygote", str(theirs.fileno()), str(os.getpid())]
-        with self._log.open("ab") as log:
-            self._zygote = subprocess.Popen(
-                [*command, *([self.preload] if self.preload else [])],
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        self._zygote = self._launch(theirs)
         theirs.close()
         ours.setblocking(False)
         self._channel, self._buffer = ours, b""
@@ -172,6 +161,21 @@ class Spawner:
             self._bury()
         self._asked.clear()
         self._pids.clear()
+
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the zygote's process, whose end of the channel is `theirs`."""
+        # -P: a module in the current folder must not stand for one of ours or of a library.
+        command = [sys.executable, "-P", "-m", "dovetail.supervision.zygote", str(theirs.fileno()), str(os.getpid())]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [*command, *([self.preload] if self.preload else [])],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
 
     def _send(self, request: Mapping[str, object]) -> None:
         assert self._channel is not None

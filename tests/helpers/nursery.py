@@ -1,0 +1,186 @@
+"""A process that has imported torch and vLLM once, and from which all tests of a worker fork their jobs' forkservers
+and their vLLM servers: each would spend ten seconds or more of CPU on the same imports."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from dovetail.supervision import proctree, zygote
+from dovetail.supervision.spawn import PRELOAD, ForkSpawner
+
+TESTS = Path(__file__).parents[1]
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+READY_SECONDS = 300.0
+
+
+class Adopted:
+    """A process that became this one's child when its parent ended; the part of subprocess.Popen that spawners use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, seconds: float | None = None) -> int:
+        end = None if seconds is None else time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a forkserver", seconds or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """This process's end: started when first asked, ends with this process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def start(self) -> socket.socket:
+        """Once it has the imports."""
+        if self._channel is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "helpers.nursery", str(theirs.fileno()), str(os.getpid())],
+                env=os.environ | THREADS | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(TESTS)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+            theirs.close()
+            ours.settimeout(READY_SECONDS)
+            assert ours.recv(16) == b"ready", "the imports failed"
+            self._channel = ours
+            atexit.register(self._process.kill)
+        return self._channel
+
+    def fork(self, log: Path, env: Mapping[str, str], module: str, *arguments: str, keep: int = 0) -> Adopted:
+        """`python -m module arguments` with the imports made, as a child of this process in a session of its own.
+
+        Its last argument is the number that the descriptor `keep` has there, if one is given."""
+        mine = self.start()
+        proctree.adopt_orphans()
+        request = json.dumps({"env": dict(env), "module": module, "arguments": arguments, "keep": keep > 0})
+        with log.open("ab") as file:
+            socket.send_fds(mine, [request.encode()], [file.fileno(), keep or file.fileno()])
+        return Adopted(int(mine.recv(16)))
+
+
+NURSERY = Nursery()
+
+
+class NurserySpawner(ForkSpawner):
+    """ForkSpawner, whose forkserver does not make the imports again."""
+
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        adopted = NURSERY.fork(self._log, self._env, __name__, str(os.getpid()), keep=theirs.fileno())
+        return cast("subprocess.Popen[bytes]", adopted)
+
+
+def nothing() -> None:
+    """What is left to import."""
+
+
+def main(argv: list[str]) -> int:
+    """The forkserver of a NurserySpawner: `python -m dovetail.supervision.zygote`, with nothing left to import."""
+    parent, channel = argv
+    return zygote.main([channel, parent, f"{__name__}:nothing"])
+
+
+def _serve(channel: socket.socket, parent: int) -> None:
+    """Until the tests' process ends."""
+    while os.getppid() == parent:
+        text, descriptors, _, _ = socket.recv_fds(channel, 1 << 18, 2)
+        if not text:
+            return
+        reading, writing = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            # What its child's parent will be: the tests' process, once this one has ended.
+            pid = os.fork()
+            if pid == 0:
+                channel.close()
+                os.close(reading)
+                os.close(writing)
+                _become(json.loads(text), parent, *descriptors)
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        os.waitpid(middle, 0)
+        channel.send(os.read(reading, 16))
+        for descriptor in (*descriptors, reading, writing):
+            os.close(descriptor)
+
+
+def _become(request: dict[str, Any], parent: int, log: int, kept: int) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for standard in (1, 2):
+            os.dup2(log, standard)
+        os.close(log)
+        env, arguments = request["env"], list(request["arguments"])
+        if request["keep"]:
+            arguments.append(str(kept))
+        else:
+            os.close(kept)
+        os.environ.clear()
+        os.environ.update(env)
+        own = [path for path in env.get("PYTHONPATH", "").split(":") if path]
+        sys.path[:] = [*own, *(path for path in sys.path if path != str(TESTS)), str(TESTS)]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        while os.getppid() != parent:
+            time.sleep(0.001)
+        sys.argv = [request["module"], *arguments]
+        code = importlib.import_module(request["module"]).main(arguments) or 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    except BaseException:
+        traceback.print_exc()
+    zygote._finish(code)
+
+
+def serve(channel: socket.socket, parent: int) -> None:
+    """The process that has the imports, of a tests' process `parent`."""
+    proctree.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, _, function = PRELOAD.partition(":")
+    getattr(importlib.import_module(module), function)()
+    gc.collect()
+    gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
+    channel.send(b"ready")
+    _serve(channel, parent)
+
+
+if __name__ == "__main__":
+    # Not as __main__, which a forked process may import again.
+    importlib.import_module("helpers.nursery").serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
