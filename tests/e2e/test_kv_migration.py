@@ -55,6 +55,18 @@ class World:
         kv = source.call("/dovetail/info")[1]["kv"]
         return {PULL: {"key": key, "host": kv["host"], "ports": kv["ports"], "weights": self.version} | changes}
 
+    def stopped(
+        self, server: Server, prompt: list[int], after: int, pull: dict[str, Any] | None = None, **params: Any
+    ) -> tuple[str, list[int], list[float]]:
+        """The key of a request that was aborted at some tokens, and what it had made. It is sent anew where a busy
+        machine let the server end it before it heard of the abort."""
+        for _ in range(10):
+            key = next(IDS)
+            part, logprobs = server.stream(prompt, after, key, (pull or {}) | self.hold(key), **params)
+            if len(part) < params["max_tokens"]:
+                return key, part, logprobs
+        raise AssertionError("ten aborts in a row came too late")
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
@@ -105,8 +117,7 @@ def test_a_sample_goes_on_elsewhere_without_a_prefill_and_ends_the_same(
     seed = 1000 * length + after + len(kind)
     prompt = [(seed + 7 * i) % 500 + 3 for i in range(length)]
     whole, whole_logprobs, _ = one.generate(prompt, **params_of(kind, seed, 200))
-    key = next(IDS)
-    part, part_logprobs = one.stream(prompt, after, key, world.hold(key), **params_of(kind, seed, 200))
+    key, part, part_logprobs = world.stopped(one, prompt, after, **params_of(kind, seed, 200))
     assert part == whole[: len(part)]
     assert len(part) < len(whole)
     before = prompt_tokens(two)
@@ -124,21 +135,23 @@ def test_half_of_a_batch_moves_and_the_other_half_does_not_notice(world: World) 
     prompts = [[9, 8, 7, 100 + i] for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
         whole = list(pool.map(lambda i: one.generate(prompts[i], **params_of("sampled", i, 200)), range(8)))
-        keys = [next(IDS) for _ in prompts]
 
-        def begin(i: int) -> tuple[list[int], list[float]]:
-            stop = 30 + i if i < 4 else 10**6
-            return one.stream(prompts[i], stop, keys[i], world.hold(keys[i]), **params_of("sampled", i, 200))
+        def begin(i: int) -> tuple[str, list[int], list[float]]:
+            params = params_of("sampled", i, 200)
+            if i < 4:
+                return world.stopped(one, prompts[i], 30 + i, **params)
+            key = next(IDS)
+            return key, *one.stream(prompts[i], 10**6, key, world.hold(key), **params)
 
         def go_on(i: int) -> tuple[list[int], list[float]]:
-            part, logprobs = parts[i]
+            key, part, logprobs = parts[i]
             params = params_of("sampled", i, 200 - len(part), len(part))
-            rest = two.generate(prompts[i] + part, world.pull(keys[i], one), **params)
+            rest = two.generate(prompts[i] + part, world.pull(key, one), **params)
             return part + rest[0], logprobs + rest[1]
 
         parts = list(pool.map(begin, range(8)))
         before = prompt_tokens(two)
-        done = list(pool.map(go_on, range(4))) + parts[4:]
+        done = list(pool.map(go_on, range(4))) + [part[1:] for part in parts[4:]]
     assert gained(two, before)["local_compute"] == 4
     for (tokens, logprobs, _), (got, their) in zip(whole, done, strict=True):
         assert got == tokens
@@ -152,9 +165,9 @@ def test_a_sample_can_move_there_and_back(world: World) -> None:
     tokens: list[int] = []
     pull: dict[str, Any] = {}
     for here in (one, two, one):
-        key = next(IDS)
         params = params_of("sampled", 5, 200 - len(tokens), len(tokens))
-        tokens += here.stream(prompt + tokens, 40, key, pull | world.hold(key), **params)[0]
+        key, part, _ = world.stopped(here, prompt + tokens, 40, pull, **params)
+        tokens += part
         pull = world.pull(key, here)
         assert tokens == whole[: len(tokens)]
     params = params_of("sampled", 5, 200 - len(tokens), len(tokens))
@@ -170,8 +183,7 @@ def test_whatever_goes_wrong_ends_in_a_prefill(world: World, wrong: str) -> None
     seed = len(wrong)
     prompt = [seed, 60, 61, 62] + [seed] * 150
     whole, whole_logprobs, _ = one.generate(prompt, **params_of("sampled", seed, 200))
-    key = next(IDS)
-    part, part_logprobs = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", seed, 200))
+    key, part, part_logprobs = world.stopped(one, prompt, 20, **params_of("sampled", seed, 200))
     pull = {
         "key": world.pull("no such key", one),
         "port": world.pull(key, one, ports=[free_port()]),
@@ -190,8 +202,7 @@ def test_whatever_goes_wrong_ends_in_a_prefill(world: World, wrong: str) -> None
 def test_keys_and_values_of_older_weights_are_never_used(world: World) -> None:
     one, two = world.servers
     prompt = list(range(200, 350))
-    key = next(IDS)
-    part, _ = one.stream(prompt, 30, key, world.hold(key), **params_of("sampled", 8, 200))
+    key, part, _ = world.stopped(one, prompt, 30, **params_of("sampled", 8, 200))
     old = world.pull(key, one)
     world.publish(4)
     rest = params_of("sampled", 8, 200 - len(part), len(part))
@@ -286,8 +297,11 @@ def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World,
     before = prompt_tokens(world.servers[1])
     drained, events, generator = generated(world, tmp_path / "drained", drain=True)
     moved = [e for e in events if e["event"] == "sample.moved"]
-    assert {(e["mechanism"], e["source"], e["instance"]) for e in moved} == {("kv", "rollout-0", "rollout-1")}
-    assert generator.kv.moves == {Mechanism.KV: len(moved)}
+    assert {(e["source"], e["instance"]) for e in moved} == {("rollout-0", "rollout-1")}
+    # On a busy machine a sample may not have made a token yet: then there are no keys and values to move.
+    begun = [e for e in moved if e["tokens"] > 17 + e["sample"][1]]
+    assert {e["mechanism"] for e in begun} == {"kv"}
+    assert generator.kv.moves[Mechanism.KV] == len(begun)
     assert generator.kv.nbytes > 0
     assert gained(world.servers[1], before)["external_kv_transfer"] > 0
     for a, b in zip(undisturbed, drained, strict=True):
@@ -300,8 +314,7 @@ def test_a_source_that_was_killed_costs_a_prefill(world: World) -> None:
     one, two = world.servers
     prompt = [77] * 140
     whole, _, _ = two.generate(prompt, **params_of("sampled", 3, 200))
-    key = next(IDS)
-    part, _ = one.stream(prompt, 20, key, world.hold(key), **params_of("sampled", 3, 200))
+    key, part, _ = world.stopped(one, prompt, 20, **params_of("sampled", 3, 200))
     pull = world.pull(key, one)
     one.process.send_signal(signal.SIGKILL)
     one.process.wait(30)
