@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import os
 import threading
 from argparse import Namespace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.env import ProcessEnv
@@ -158,6 +160,20 @@ def test_environment_leaves_the_users_choices_alone() -> None:
     assert made["VLLM_PLUGINS"] == "dovetail,dovetail_info"
     assert made["TORCH_COMPILE_DISABLE"] == "1"
     assert "TORCH_COMPILE_DISABLE" not in server.environment(False, {})
+
+
+def test_vllms_processes_can_use_cuda_though_this_one_looked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM forks its engine by default. `torch.cuda.is_available()` makes a CUDA context unless it asks NVML."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    asked: list[str | None] = []
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: asked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")) or True
+    )
+    assert server.has_gpu()
+    assert asked == ["1"]
+    assert (
+        server.environment(False, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"})["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    )
 
 
 def test_a_config_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:

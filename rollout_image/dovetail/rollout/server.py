@@ -65,7 +65,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether a CUDA device is at hand; without one, GPU groups run on CPUs, as trainers and scorers do."""
+    """Whether a CUDA device is at hand; without one, GPU groups run on CPUs, as trainers and scorers do.
+
+    Asks the driver's management library, as vLLM does: the CUDA runtime would make a context in this process, and no
+    process that vLLM forks from it could use the GPU."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
     return bool(torch.cuda.is_available())
@@ -109,6 +113,9 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
         # The worker inside the engine core: one process and its imports fewer.
         must["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         may = dict(CPU_ENVIRONMENT)
+    else:
+        # A forked process cannot use CUDA if this one has, whichever library it was.
+        must["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     return must | {key: value for key, value in may.items() if key not in given}
 
 
