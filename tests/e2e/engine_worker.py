@@ -12,11 +12,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from parts_check import parts_agree
 from torch.nn import functional as F
 
@@ -319,6 +320,33 @@ def victim(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[st
     return {"end": shards(engine)}
 
 
+def lazy(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
+    """A pipeline whose edges are as NCCL makes them: the first message of a group waits until the other rank has called
+    as well, whichever way its message goes. Point-to-point messages and collectives have communicators of their own."""
+    made: set[int] = set()
+
+    def patient(call: Callable[..., Any]) -> Callable[..., Any]:
+        def meet_first(tensor: torch.Tensor, *places: Any, group: Any = None, **named: Any) -> Any:
+            if id(group) not in made:
+                made.add(id(group))
+                real["all_reduce"](torch.zeros(1), group=group)
+            return call(tensor, *places, group=group, **named)
+
+        return meet_first
+
+    names = ("send", "recv", "isend", "irecv")
+    real = {name: getattr(dist, name) for name in (*names, "all_reduce")}
+    for name in names:
+        setattr(dist, name, patient(real[name]))
+    groups = form(rank, world, next(ports), world, 1, timeout=20.0)
+    try:
+        engine = Engine(spec(), groups)
+        engine.load(load_command())
+        return {"log": train(engine, range(2))}
+    finally:
+        groups.close()
+
+
 def _layout(axis: str) -> tuple[int, int]:
     return (2, 1) if axis == "pp" else (1, 2)
 
@@ -327,7 +355,7 @@ def _checkpoint(folder: Path, axis: str) -> str:
     return str(folder / f"checkpoint-{'x'.join(map(str, _layout(axis)))}")
 
 
-SCENARIOS = {f.__name__: f for f in (training, survivor, victim)}
+SCENARIOS = {f.__name__: f for f in (training, survivor, victim, lazy)}
 
 
 def child(job: dict[str, Any], ports: list[int], folder: Path) -> None:

@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     phases = [[{"scenario": "training", "world": w, "rank": r} for r in range(w)] for w in (1, 2, 4)]
     victims = [{"scenario": "victim", "world": 2, "rank": 1, "case": case} for case in range(4)]
     phases.append([{"scenario": "survivor", "world": 2, "rank": 0}, *victims])
+    phases.append([{"scenario": "lazy", "world": 2, "rank": r} for r in range(2)])
     command = [sys.executable, str(WORKER), str(folder), json.dumps(phases)]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=1700)
     return folder
@@ -196,3 +197,13 @@ def test_lost_peers_surface_and_groups_form_again(results: Results, folder: Path
         assert waited < seconds
         assert "trainer rank 1" in message or case == "dp-kill", message
     assert all(torch.equal(out["pp-none"][name], tensor) for name, tensor in results[2][0]["2x1"]["shards"].items())
+
+
+def test_a_pipeline_starts_where_communicators_are_made_by_the_first_message(
+    results: Results, folder: Path, statuses: list[list[int]]
+) -> None:
+    """As NCCL's are: a rank that waits for its first gradient before it has sent its first activation hangs."""
+    assert statuses[4:] == [[0, 0]], [log.read_text()[-2000:] for log in folder.glob("lazy-*.log")]
+    for rank in range(2):
+        log = torch.load(folder / f"lazy-2-{rank}.pt")["log"]
+        assert log == results[2][rank]["2x1"]["log"][:2]

@@ -244,18 +244,26 @@ class Groups:
         )
 
     def _warm_up(self, models: Iterable[str]) -> None:
-        """One collective in every group, in the same order on all ranks: NCCL makes communicators lazily, and making
-        them in unlike orders during a step can deadlock."""
+        """Use every group once as it will be used, in the same order on all ranks.
+
+        NCCL makes communicators at their first use, which waits for the peers, and one for messages is another than one
+        for collectives. A rank that posts a receive ahead would wait in it, before it sends what its peer waits for."""
         dist.all_reduce(torch.zeros(1), group=self.control)
         for name in sorted(models):
             model = self.model[name]
             groups = [model.everyone, *(model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ())]
-            # Edge s before edge s + 1 on every rank.
-            groups += [model.forward_in, model.backward_out, model.forward_out, model.backward_in]
             groups += [model.tied, model.replicas]
             for group in groups:
                 if group is not None and dist.get_world_size(group) > 1:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            # Edge s before edge s + 1 on every rank, each forward and then backward.
+            message = torch.zeros(1, device=self.device)
+            if model.forward_in is not None:
+                dist.recv(message, src=model.previous, group=model.forward_in)
+                dist.send(message, dst=model.previous, group=model.backward_out)
+            if model.forward_out is not None:
+                dist.send(message, dst=model.next, group=model.forward_out)
+                dist.recv(message, src=model.next, group=model.backward_in)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
