@@ -19,7 +19,7 @@ from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.fusion.stage import generate_and_score
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dovetail.coordinator.loop.schedule_words import StoredSchedule, write_words
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.pipelines.instance import zero_bubble_limit
 from dovetail.pipelines.problem import Problem
@@ -193,7 +193,7 @@ def plan(bench: Bench, times: Times, c: float, reverse: bool) -> dict[str, Found
         effort = Effort(workers=1, scale=0.1)
         choice = choose_schedule(problem, halves, FAMILIES, effort, reverse)
         found = {
-            name: (s.makespan, s.peaks.tolist(), write_words(rank_actions(s, bench.layouts)))
+            name: (s.makespan, s.peaks.tolist(), encode(rank_actions(s, bench.layouts)))
             for name, s in choice.schedules.items()
         }
     return {name: Found(name, *values) for name, values in bench.groups.broadcast_json(found).items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dovetail.coordinator.loop.schedule_words import StoredSchedule, write_words
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines.problem import Model, Problem
 from dovetail.pipelines.search import Effort
@@ -68,7 +68,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
         lists = None
         if rank == 0:
             choice = choose_schedule(problem, problem, names, Effort(workers=1, scale=0.1, memory=False), reverse)
-            lists = {n: (s.makespan, write_words(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
+            lists = {n: (s.makespan, encode(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
         for name, (predicted, words) in groups.broadcast_json(lists).items():
             mine = StoredSchedule(name, settings["mini_batches"], words).actions()[rank]
             rows[name] = {"predicted": predicted, "actions": len(mine), "seconds": []}

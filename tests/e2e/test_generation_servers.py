@@ -19,7 +19,7 @@ from aiohttp import web
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Generated, GenerationSettings
+from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.weights.weights import push_offer

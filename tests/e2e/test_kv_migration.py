@@ -19,7 +19,7 @@ import pytest
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import GenerationSettings
+from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation

@@ -12,7 +12,7 @@ import numpy as np
 
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.generation.generation import Generator, Tail
-from dovetail.coordinator.generation.work import Generated, GenerationSettings
+from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation

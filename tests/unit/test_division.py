@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
-from dovetail.coordinator.loop.schedule_words import StoredSchedule, applies, scheduled
+from dovetail.coordinator.loop.commands import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, scheduled
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec

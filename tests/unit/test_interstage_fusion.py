@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
 from dovetail.coordinator.fusion.fusion import ASSUMED, Fusion, StageFusion
+from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings, leaves
 from dovetail.coordinator.generation.migrations import Migration
-from dovetail.coordinator.generation.watch import leaves
-from dovetail.coordinator.generation.work import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec

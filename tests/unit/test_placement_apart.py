@@ -10,8 +10,8 @@ from rich.console import Console
 from test_placement_job import A10, A100, SEPARATE, SMALL, group, spec
 
 from dovetail.cli.plan_tables import plan_tables
-from dovetail.coordinator.loop.schedule_words import applies
 from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.coordinator.loop.stored_schedule import applies
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size

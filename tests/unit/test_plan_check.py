@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.loop.ppo import PPOStage
 from dovetail.coordinator.telemetry.telemetry import Status
 from dovetail.operator import progress
 from dovetail.planner.simple import make_plan

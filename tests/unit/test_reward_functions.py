@@ -26,8 +26,7 @@ from dovetail.coordinator.rewards.live import LiveFunction
 from dovetail.coordinator.rewards.stage import Joined, Rewards
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.scoring.scoring import Finished, Scores
-from dovetail.coordinator.store.sample import Assignment, Delta
-from dovetail.coordinator.store.samples import Key, NewSample, State
+from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.simple import make_plan

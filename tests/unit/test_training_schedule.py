@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.ppo import StepFacts, ppo_step
-from dovetail.coordinator.loop.schedule_words import StoredSchedule, applies, scheduled, write_words
+from dovetail.coordinator.loop.commands import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, encode, scheduled
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
@@ -87,8 +87,8 @@ def test_rank_lists_are_what_the_executor_accepts(
         assert len(lists) == world_size(placed["actor"])
         for mine in lists:
             check_actions(mine, {n: count * mini_batches for n, count in counts.items()}, True, mini_batches)
-        chosen = StoredSchedule(found.family, mini_batches, write_words(lists))
-        again = StoredSchedule(**json.loads(json.dumps(chosen.as_json())))
+        chosen = StoredSchedule(found.family, mini_batches, encode(lists))
+        again = StoredSchedule.from_json(json.loads(json.dumps(chosen.as_json())))
         assert again.actions() == lists
 
 

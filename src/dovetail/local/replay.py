@@ -24,12 +24,11 @@ from pydantic import ValidationError
 
 from dovetail.coordinator.data.errors import DataError
 from dovetail.coordinator.data.prepare import model_sources, own_model
-from dovetail.coordinator.loop.commands import ModelSources
+from dovetail.coordinator.loop.commands import ModelSources, optimizer_steps
 from dovetail.coordinator.loop.experience import ExperienceFiles
-from dovetail.coordinator.loop.ppo import optimizer_steps
-from dovetail.coordinator.loop.ppo_stage import stored_step
-from dovetail.coordinator.loop.schedule_words import applies
+from dovetail.coordinator.loop.ppo import stored_step
 from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.loop.stored_schedule import applies
 from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.store.identity import KEY
 from dovetail.coordinator.store.store import KeyValues, StoreError, open_records

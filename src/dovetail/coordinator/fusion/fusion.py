@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.coordinator.fleet.fleet import Instance, rollout_of
+from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.generation.migrations import Migration
-from dovetail.coordinator.generation.work import Generated
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec

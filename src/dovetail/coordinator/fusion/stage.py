@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Finished
 from dovetail.coordinator.store.samples import Sample, SampleTable, State
 

@@ -12,15 +12,21 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from dovetail.coordinator.fleet.fleet import Fleet, Instance
-from dovetail.coordinator.generation.cut import Cut
 from dovetail.coordinator.generation.dispatch import excess, place
-from dovetail.coordinator.generation.in_flight import GenerationError, InFlight
+from dovetail.coordinator.generation.in_flight import (
+    Generated,
+    GenerationError,
+    GenerationSettings,
+    InFlight,
+    Work,
+    given_up,
+    leaves,
+    mean_step,
+    request_id,
+)
 from dovetail.coordinator.generation.kv_migration import KVMigration
-from dovetail.coordinator.generation.migrations import Leave, Migration
-from dovetail.coordinator.generation.requests import Requests, body, cancel
-from dovetail.coordinator.generation.stream import RequestRefused, ServerFailure, stream
-from dovetail.coordinator.generation.watch import given_up, leaves
-from dovetail.coordinator.generation.work import Generated, GenerationSettings, Work, mean_step, request_id
+from dovetail.coordinator.generation.migrations import Leave, Migration, StopStrings
+from dovetail.coordinator.generation.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
 from dovetail.coordinator.store.samples import Assignment, Key, Sample, State
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
@@ -70,7 +76,7 @@ class Generator:
         self._watched = 0.0
         self._known: set[tuple[str, str]] = set()
         self._destinations: frozenset[str] = frozenset()
-        self._cut = Cut(generation.stop, decode)
+        self._stop_strings = StopStrings(generation.stop, decode)
         self._step: float | None = None  # seconds of a decode step, in the call before
         self._leftovers: dict[tuple[str, str], list[str]] = {}
         for sample in store.take_interrupted():
@@ -244,7 +250,7 @@ class Generator:
         assignments = []
         for work, name in zip(works, chosen, strict=True):
             instance = by_name[name]
-            keep = self._cut.keep(work.prompt, work.tokens)
+            keep = self._stop_strings.kept(work.prompt, work.tokens)
             del work.tokens[keep:], work.logprobs[keep:]
             work.stored = work.before = len(work.tokens)
             work.instance, work.incarnation = name, instance.incarnation

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from pydantic import ValidationError
 
 from dovetail.coordinator.fleet.fleet import Instance
-from dovetail.coordinator.generation.stream import ROUTE
+from dovetail.coordinator.generation.migrations import Departure
+from dovetail.coordinator.generation.requests import ROUTE
 from dovetail.planner.migration import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 
@@ -23,16 +23,6 @@ BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
 # Servers keep blocks for 30 s (`dovetail.rollout.kv.config.HOLD_SECONDS`).
 FRESH_SECONDS = 20.0
 LEG_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Departure:
-    """Where a sample's blocks were left, under which key, by which weights, at which time (monotonic seconds)."""
-
-    source: Instance
-    key: str
-    weights: int
-    time: float
 
 
 def ability(instance: Instance) -> KVAbility | None:

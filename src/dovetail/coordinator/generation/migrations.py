@@ -1,11 +1,40 @@
-"""Samples that leave a server and go on elsewhere, as records."""
+"""Samples that leave a server and continue on another one: what is kept of them, and records of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.store.samples import Key
+
+# Tokens that are looked at to tell whether the last character is whole: it has four bytes at most.
+WINDOW = 8
+INCOMPLETE = "\ufffd"
+
+
+class StopStrings:
+    """`stop`: the job's stop strings. `decode`: text of tokens.
+
+    A server looks for stop strings only in the text that it generates itself. It would miss one that began on the
+    server before. So as many tokens as the longest stop string has bytes, less one, are generated again; they come out
+    the same. A server that begins within a character takes all text up to the end of that character for its own, the
+    prompt's too, and would end the response at a stop string of the prompt. So a response is only cut where a character
+    ends."""
+
+    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        self._rewind = max((len(s.encode()) - 1 for s in stop), default=0)
+        self._decode = decode if stop else None
+
+    def kept(self, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of the response's tokens are kept: in a job without stop strings, all."""
+        keep = max(0, len(tokens) - self._rewind)
+        if self._decode is not None:
+            before = list(prompt[-WINDOW:])
+            while keep and self._decode([*before, *tokens[:keep]][-WINDOW:]).endswith(INCOMPLETE):
+                keep -= 1
+        return keep
 
 
 @dataclass(frozen=True)
@@ -44,3 +73,13 @@ class Migration:
             "reason": self.reason,
             "seconds": round(self.seconds, 4),
         }
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where a sample's blocks were left, under which key, by which weights, at which time (monotonic seconds)."""
+
+    source: Instance
+    key: str
+    weights: int
+    time: float

@@ -1,15 +1,71 @@
-"""Commands of the supervised stages, and where each model of a job comes from."""
+"""The commands that trainers get for a step of each stage, and where each model of a job comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dovetail.coordinator.loop.ppo import schedule
-from dovetail.manifest.critic import shares_body
-from dovetail.manifest.types import RLHFJobSpec, Stage
-from dovetail.protocol.messages import ModelRef, Step
+from dovetail.manifest.critic import has_critic, shares_body
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
+from dovetail.pipelines import serial_1f1b
+from dovetail.protocol.messages import Action, ModelRef, Step
 from dovetail.protocol.plan import Plan
+
+
+def optimizer_steps(spec: RLHFJobSpec) -> int:
+    """Optimizer steps of the whole PPO stage."""
+    ppo = spec.ppo
+    return ppo.iterations * ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
+
+
+def schedule(
+    plan: Plan,
+    models: Sequence[str],
+    sequences: int,
+    micro_batch_size: int,
+    placed: Mapping[str, Parallelism] | None = None,
+) -> list[list[Action]]:
+    """Serial 1F1B of `models`, one after another, over a mini-batch of `sequences` sequences. `placed`: layouts that
+    replace the plan's."""
+    layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
+    counts = {name: sequences // (layout.dp * micro_batch_size) for name, layout in layouts.items()}
+    return serial_1f1b(layouts, counts, list(models), plan.world_size)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What a PPO step needs to be replayed exactly. `schedule`: a stored `scheduling.Chosen`; None: serial."""
+
+    kl_coef: float
+    train_actor: bool
+    schedule: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {"kl_coef": self.kl_coef, "train_actor": self.train_actor, "schedule": self.schedule}
+
+
+def ppo_step(
+    spec: RLHFJobSpec,
+    plan: Plan,
+    iteration: int,
+    facts: StepFacts,
+    placed: Mapping[str, Parallelism] | None = None,
+) -> Step:
+    """The command of one iteration's training, serial."""
+    models = ["actor"] if facts.train_actor else []
+    if has_critic(spec):
+        models.append("critic")
+    return Step(
+        id=f"ppo/{iteration}/step",
+        stage=Stage.PPO,
+        step=iteration,
+        batch=f"ppo/{iteration}",
+        actions=schedule(plan, models, spec.ppo.mini_batch_size, spec.ppo.micro_batch_size, placed),
+        kl_coef=facts.kl_coef,
+        train_actor=facts.train_actor,
+    )
 
 
 def supervised_step(spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int) -> Step:

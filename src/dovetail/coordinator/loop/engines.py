@@ -33,7 +33,7 @@ from dovetail.coordinator.loop.batches import Batches, NotPrepared
 from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, Evaluation, measures
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
-from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.loop.ppo import PPOStage
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.server import make_app
 from dovetail.coordinator.loop.supervised import SupervisedStages

@@ -20,7 +20,7 @@ from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.fusion.stage import generate_and_score
 from dovetail.coordinator.generation.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation.generation import Generator
-from dovetail.coordinator.generation.work import GenerationSettings
+from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.experience import experience_arrays
 from dovetail.coordinator.loop.record import record

@@ -7,7 +7,7 @@ import time
 from dovetail.coordinator.fleet.fleet import rollout_of
 from dovetail.coordinator.fusion.account import StageAccount, account, totals
 from dovetail.coordinator.fusion.fusion import StageFusion
-from dovetail.coordinator.generation.work import Generated
+from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.protocol.messages import Span
 

@@ -1,7 +1,7 @@
 """The schedule of actor and critic training during a job: chosen before the first iteration, refined by what the
 trainers measure, kept with each step so that a replay runs the same.
 
-Made only where there is something to choose (`schedule_words.applies`): the search loads numba."""
+Made only where there is something to choose (`stored_schedule.applies`): the search loads numba."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.coordinator.loop.ppo import optimizer_steps
-from dovetail.coordinator.loop.schedule_words import StoredSchedule, write_words
+from dovetail.coordinator.loop.commands import optimizer_steps
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines.choose import Choice
@@ -119,7 +119,7 @@ class Scheduling:
         if current is None:
             return None
         lists = rank_actions(current, self._layouts)
-        return StoredSchedule(current.family, current.instance.problem.mini_batches, write_words(lists))
+        return StoredSchedule(current.family, current.instance.problem.mini_batches, encode(lists))
 
     def learn(self, result: CommandResult) -> None:
         """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule: after 1, 2,

@@ -1,7 +1,10 @@
-"""The table of samples of PPO iterations: each prompt answered exactly once, whatever dies.
+"""The samples of PPO iterations and their table: each prompt is answered exactly once, whatever dies.
 
-Tokens are kept as they stream in. Every assignment to a server has a number (`attempt`); what an old assignment still
-sends is refused, so no token can be stored twice."""
+    pending -> generating -> generated -> scored -> in_batch -> trained
+                  |  ^ migrating: its request is being ended, and it will continue on another server
+
+Tokens are stored as they stream in. Every assignment of a sample to a server has a number (`attempt`). What an older
+assignment still sends is refused, so no token is stored twice."""
 
 from __future__ import annotations
 
@@ -9,44 +12,129 @@ import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database, StoreError
-from dovetail.coordinator.store.sample import (
-    ORDER,
-    TRANSITIONS,
-    Assignment,
-    Delta,
-    Floats,
-    IllegalTransition,
-    Key,
-    NewSample,
-    Sample,
-    ScoreRow,
-    State,
-    Tokens,
-)
-
-__all__ = [
-    "ORDER",
-    "TRANSITIONS",
-    "Assignment",
-    "Delta",
-    "Floats",
-    "IllegalTransition",
-    "Key",
-    "NewSample",
-    "Sample",
-    "SampleTable",
-    "ScoreRow",
-    "State",
-    "Tokens",
-]
 
 _TABLES = ("chunks", "samples", "rewards")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
+
+Tokens = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+class State(StrEnum):
+    PENDING = "pending"
+    GENERATING = "generating"
+    MIGRATING = "migrating"
+    GENERATED = "generated"
+    SCORED = "scored"
+    IN_BATCH = "in_batch"
+    TRAINED = "trained"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.PENDING: frozenset({State.GENERATING}),
+    State.GENERATING: frozenset({State.PENDING, State.MIGRATING, State.GENERATED}),
+    State.MIGRATING: frozenset({State.PENDING, State.GENERATING, State.GENERATED}),
+    State.GENERATED: frozenset({State.SCORED}),
+    State.SCORED: frozenset({State.IN_BATCH}),
+    State.IN_BATCH: frozenset({State.TRAINED}),
+    State.TRAINED: frozenset(),
+}
+ORDER = (State.GENERATED, State.SCORED, State.IN_BATCH, State.TRAINED)
+
+
+class IllegalTransition(StoreError):
+    """A sample was asked to go where it cannot go from its state."""
+
+
+class Key(NamedTuple):
+    iteration: int
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class NewSample:
+    """`prompt_tokens` (P,) token ids. `seed`: 0 <= seed < 2**63. `fields`: the prompt record's other fields, JSON."""
+
+    prompt: int
+    sample: int
+    prompt_tokens: Sequence[int] | Tokens
+    seed: int
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`tokens` (R,) int32 and `logprobs` (R,) float32: the response so far, or whole from `generated` on.
+
+    `instance`, `incarnation`, `attempt`: latest assignment. `first_version` and `weight_version`: weights of the first
+    kept token and of the latest assignment (equal unless weights changed in between)."""
+
+    key: Key
+    state: State
+    prompt_tokens: Tokens
+    seed: int
+    fields: dict[str, Any]
+    tokens: Tokens
+    logprobs: Floats
+    attempt: int = 0
+    instance: str | None = None
+    incarnation: str | None = None
+    first_version: int | None = None
+    weight_version: int | None = None
+    finish_reason: str | None = None
+    ref_logprobs: Floats | None = None
+    values: Floats | None = None
+    reward: float | None = None
+    critic_version: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Ended by an end token or stop string, not by its length."""
+        return self.finish_reason == "stop"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Give a sample to an instance, keeping its first `keep` response tokens (fewer than stored: the rest is
+    generated again, as stop strings across the cut need)."""
+
+    key: Key
+    instance: str
+    incarnation: str
+    weight_version: int | None
+    keep: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Response tokens from position `start` on, streamed for assignment `attempt`; `finish_reason` with the last."""
+
+    key: Key
+    attempt: int
+    start: int
+    tokens: Sequence[int] | Tokens
+    logprobs: Sequence[float] | Floats
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """`ref_logprobs` and `values` (R,) float32, each None where not wanted; `reward` in the units of the scorer."""
+
+    key: Key
+    ref_logprobs: Floats | None
+    values: Floats | None
+    reward: float | None
+    critic_version: int | None = None
 
 
 def _int32(values: Sequence[int] | Tokens) -> bytes:

@@ -15,8 +15,8 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dovetail.coordinator.generation.cut import Cut
-from dovetail.coordinator.generation.work import GenerationSettings
+from dovetail.coordinator.generation.in_flight import GenerationSettings
+from dovetail.coordinator.generation.migrations import StopStrings
 
 STOP = "Human:"
 
@@ -64,7 +64,7 @@ def test_a_moved_response_ends_where_it_would_have(begin: str, end: str, stops: 
     response = tokens_of(begin + (STOP if stops else "") + end)
     undisturbed = ends_at(prompt, response)
     had = min(cut, len(response) - 1, len(response) if undisturbed is None else undisturbed - 1)
-    keep = Cut([STOP], decode).keep(prompt, response[:had])
+    keep = StopStrings([STOP], decode).kept(prompt, response[:had])
     assert had - keep <= len(STOP) - 1 + 3, "no more is made again than the stop string and a character need"
     continued = ends_at(prompt + response[:keep], response[keep:])
     assert (None if continued is None else keep + continued) == undisturbed
@@ -74,14 +74,14 @@ def test_a_server_that_begins_within_a_character_would_see_the_prompts_stop_stri
     prompt, response = tokens_of("Human: hi. Assistant: "), tokens_of("€ is a euro sign")
     assert ends_at(prompt, response) is None
     assert ends_at(prompt + response[:1], response[1:]) == 2
-    assert Cut(["!"], decode).keep(prompt, response[:1]) == 0
-    assert Cut(["!"], decode).keep(prompt, response[:3]) == 3
+    assert StopStrings(["!"], decode).kept(prompt, response[:1]) == 0
+    assert StopStrings(["!"], decode).kept(prompt, response[:3]) == 3
 
 
 def test_without_stop_strings_all_tokens_are_kept() -> None:
-    assert Cut([], decode).keep([1], tokens_of("€")[:2]) == 2
-    assert Cut(["abc"]).keep([1], [5, 6, 7, 8]) == 2
-    assert Cut(["abc"]).keep([1], [5]) == 0
+    assert StopStrings([], decode).kept([1], tokens_of("€")[:2]) == 2
+    assert StopStrings(["abc"]).kept([1], [5, 6, 7, 8]) == 2
+    assert StopStrings(["abc"]).kept([1], [5]) == 0
 
 
 @pytest.mark.parametrize(("samples", "interval"), [(1, 1), (64, 1), (65, 2), (512, 8), (10_000, 64)])

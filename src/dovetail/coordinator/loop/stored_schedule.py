@@ -1,4 +1,4 @@
-"""A chosen schedule as it is stored and sent."""
+"""A schedule of training as it is stored with a step: a string of letters for each trainer rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 
 
 def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
-    """Whether there is a schedule to choose: two models, at least one of them in a pipeline or to have ranks of its
+    """Whether there is a schedule to choose: there are two models, and at least one has pipeline stages or ranks of its
     own."""
     if Stage.PPO not in spec.stages or not has_critic(spec):
         return False
@@ -28,42 +28,48 @@ def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class StoredSchedule:
-    """A schedule as it is stored: one word a trainer rank, a letter an action: F, B, I, W of the actor, f, b, i, w of
-    the critic, micro-batches of each in ascending order."""
+    """`encoded`: one string for each trainer rank, one letter for each action. F, B, I and W are the actor's kinds of
+    action (`Kind`), f, b, i and w the critic's. The micro-batches of each letter ascend."""
 
     family: str
     mini_batches: int
-    words: list[str]
+    encoded: list[str]
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any]) -> StoredSchedule:
+        """What `as_json` gave."""
+        return StoredSchedule(str(stored["family"]), int(stored["mini_batches"]), list(stored["words"]))
 
     def as_json(self) -> dict[str, object]:
-        return {"family": self.family, "mini_batches": self.mini_batches, "words": self.words}
+        return {"family": self.family, "mini_batches": self.mini_batches, "words": self.encoded}
 
     def actions(self) -> list[list[Action]]:
-        """Every rank's list."""
-        return [_read(word) for word in self.words]
+        """The list of each rank."""
+        return [_decode(letters) for letters in self.encoded]
 
 
-def _read(word: str) -> list[Action]:
+def _decode(letters: str) -> list[Action]:
     count = dict.fromkeys(LETTERS, 0)
     actions = []
-    for letter in word:
+    for letter in letters:
         model, kind = LETTERS[letter]
         actions.append(Action(model=model, micro_batch=count[letter], kind=kind))
         count[letter] += 1
     return actions
 
 
-def write_words(lists: Sequence[Sequence[Action]]) -> list[str]:
-    """The words of lists whose micro-batches ascend."""
+def encode(lists: Sequence[Sequence[Action]]) -> list[str]:
+    """One string for each rank's list. The micro-batches of each kind of action must ascend."""
     code = {key: letter for letter, key in LETTERS.items()}
     return ["".join(code[action.model, action.kind] for action in mine) for mine in lists]
 
 
 def scheduled(step: Step, chosen: Mapping[str, Any] | None, world: int) -> Step:
-    """The step with a stored schedule instead of the serial one; unchanged without."""
+    """The step with the stored schedule `chosen`; the step as it is (serial) if that is None. Raises ValueError if the
+    schedule is for another number of trainer ranks than `world`."""
     if chosen is None:
         return step
-    schedule = StoredSchedule(str(chosen["family"]), int(chosen["mini_batches"]), list(chosen["words"]))
-    if len(schedule.words) != world:
-        raise ValueError(f"the stored schedule is for {len(schedule.words)} trainer ranks, there are {world}")
+    schedule = StoredSchedule.from_json(chosen)
+    if len(schedule.encoded) != world:
+        raise ValueError(f"the stored schedule is for {len(schedule.encoded)} trainer ranks, there are {world}")
     return step.model_copy(update={"actions": schedule.actions(), "mini_batches": schedule.mini_batches})

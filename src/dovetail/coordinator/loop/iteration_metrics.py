@@ -1,0 +1,74 @@
+"""The metrics of one PPO iteration: statistics of its rewards, KL and responses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dovetail.coordinator.telemetry.summary import mean_ci95
+from dovetail.protocol.experience import kl_per_sample
+from dovetail.protocol.wire import Arrays
+
+
+def iteration_metrics(
+    arrays: Arrays,
+    trained: Mapping[str, float],
+    phases: Mapping[str, float],
+    wall_seconds: float | None,
+    temperature: float = 1.0,
+) -> dict[str, float]:
+    """One row of history.jsonl: rewards, KL, lengths, the trainers' own metrics, and (with `wall_seconds`) where the
+    time went."""
+    scores = arrays["scores"].tolist()
+    reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature)
+    lengths = arrays["response_lengths"].astype(np.float64)
+    metrics = {
+        **trained,
+        "samples": float(len(scores)),
+        "reward": reward["mean"],
+        "reward_ci95": reward["ci95"],
+        "reward_min": min(scores),
+        "reward_max": max(scores),
+        "equal_reward_groups": equal_groups(arrays),
+        "distinct_responses": float(distinct_responses(arrays)),
+        "kl": kl["mean"],
+        "kl_ci95": kl["ci95"],
+        "response_length": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "finished_fraction": float(arrays["finished"].astype(np.float64).mean()),
+    }
+    if wall_seconds is not None:
+        metrics |= {"samples_per_second": len(scores) / wall_seconds, "iteration_seconds": wall_seconds}
+        metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
+    return metrics
+
+
+def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float) -> dict[str, float]:
+    """Mean KL per sample to the reference, nats, and its interval. Rollouts report log-probabilities at temperature 1,
+    so at another the trainers' own count."""
+    if temperature != 1.0 and "kl" in trained:
+        return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
+    return mean_ci95(kl_per_sample(arrays).tolist())
+
+
+def distinct_responses(arrays: Arrays) -> int:
+    """How many different responses there are, by their tokens."""
+    begin, length = arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
+    rows = zip(arrays["tokens"], begin, length, strict=True)
+    return len({np.ascontiguousarray(row[first : first + count]).tobytes() for row, first, count in rows})
+
+
+def equal_groups(arrays: Arrays) -> float:
+    """Share of the prompts with several samples whose samples all have the same score; 0 where there is none."""
+    _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
+    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    np.minimum.at(low, group, arrays["scores"])
+    np.maximum.at(high, group, arrays["scores"])
+    several = sizes > 1
+    return float((low == high)[several].mean()) if several.any() else 0.0
+
+
+def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
+    """Time of an iteration that is none of its named phases."""
+    return max(0.0, wall - sum(phases.values()))
