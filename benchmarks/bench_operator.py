@@ -37,14 +37,15 @@ import psutil
 import yaml
 from operator_scale.stage import claim, cpu, manifest, pod_template, stage
 
+from dovetail.kube.connection import KubeError, connect
+from dovetail.kube.resources import BY_KIND
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import KIND
-from dovetail.operator.client import Client, KubeError, connect
+from dovetail.operator.client import Client
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import furniture, jobset
+from dovetail.operator.render.objects import jobset, supporting_objects
 from dovetail.operator.render.secret import secret
-from dovetail.operator.resources import BY_KIND
 from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from helpers.cluster import KubeCluster, wait_for
@@ -197,7 +198,7 @@ async def unoperated(jobs: int, namespace: str) -> dict[str, float]:
         things = [jobset(context)]
         if namespace == BY_HAND:
             told = manifest(f"job-{number}", namespace)
-            things = [told, *furniture(context), secret(context, "by hand"), *things]
+            things = [told, *supporting_objects(context), secret(context, "by hand"), *things]
         else:
             for replicated in things[0]["spec"]["replicatedJobs"]:
                 replicated["template"]["spec"]["template"]["spec"]["serviceAccountName"] = "default"

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.loop.server import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
+from dovetail.kube import names
 from dovetail.manifest.types import Stage
-from dovetail.operator import names
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.fake_kube import ServerThread

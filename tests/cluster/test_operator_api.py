@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.operator import names
+from dovetail.kube import names
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
 

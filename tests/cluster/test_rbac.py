@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dovetail.kube.resources import CHILDREN
 from dovetail.operator.leader import LEASE
-from dovetail.operator.resources import CHILDREN
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.rlhfjobs import install_crd

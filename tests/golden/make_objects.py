@@ -13,7 +13,7 @@ from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import furniture, jobset, surplus_jobs
+from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.operator.render.secret import secret
 from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
@@ -71,7 +71,7 @@ def rendered(job: RLHFJob, settings: OperatorSettings) -> str:
     # Figures of a model of time are no part of what is rendered.
     plan = make_plan(job.spec).model_copy(update={"prediction": None})
     context = RenderContext(job, UID, plan, settings)
-    objects = [secret(context, "0" * 64), *furniture(context), jobset(context), *surplus_jobs(context)]
+    objects = [secret(context, "0" * 64), *supporting_objects(context), jobset(context), *surplus_jobs(context)]
     return yaml.dump_all(objects, Dumper=_NoAliases, sort_keys=False, width=110)
 
 

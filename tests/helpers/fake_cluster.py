@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from golden import make_objects
 
+from dovetail.kube import names
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
-from dovetail.operator import names
 from dovetail.operator.children import Children, deleting, is_true, sizes
 from dovetail.operator.planning import read_job
 from dovetail.operator.reconcile import PlanRefused, Reconciled, Seen, reconcile

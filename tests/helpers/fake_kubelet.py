@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from dovetail.operator import names
+from dovetail.kube import names
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import jobset

@@ -16,7 +16,8 @@ import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dovetail.operator import asking, coordinators, names
+from dovetail.kube import coordinator_http, names
+from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.statusapi.coordinators import CoordinatorPoller as CoordinatorReader
@@ -124,7 +125,7 @@ async def ask(way: str) -> dict[str, Any]:
     pod = {"metadata": {"name": "c", "labels": labels}, "status": {"phase": "Running", "podIP": "127.0.0.1"}}
     job = {"metadata": {"name": "demo", "namespace": "lab", "uid": "u"}}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    async with asking.session() as session:
+    async with coordinator_http.session() as session:
         changed: asyncio.Queue[Any] = asyncio.Queue()
         operator = CoordinatorPoller(session, 0.05, changed.put)
         key = ("lab", "demo")

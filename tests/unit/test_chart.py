@@ -10,7 +10,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
-from dovetail.operator import names
+from dovetail.kube import names
 from dovetail.operator.leader import LEASE
 from dovetail.operator.metrics import OperatorMetrics
 from dovetail.operator.settings import OperatorSettings

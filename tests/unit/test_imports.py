@@ -14,6 +14,7 @@ NO_TORCH = (
     "pipelines",
     "planner",
     "coordinator",
+    "kube",
     "operator",
     "statusapi",
     "supervision",

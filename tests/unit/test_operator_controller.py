@@ -7,15 +7,15 @@ import json
 
 import pytest
 
-from dovetail.operator import names
-from dovetail.operator.client import KubeError
+from dovetail.kube import names
+from dovetail.kube.connection import KubeError
 from dovetail.operator.controller import GATHER_SECONDS, Controller
 from dovetail.operator.history import JobHistory
 from dovetail.operator.metrics import OperatorMetrics
-from dovetail.operator.pace import STATUS_SECONDS, Pace
 from dovetail.operator.planning import read_job
 from dovetail.operator.reconcile import PlanRefused
 from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.simple import make_plan
 from helpers.fake_cluster import START, manifest
 
@@ -117,7 +117,7 @@ def condition(client, kind):
 def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     controller, client = a_controller()
     clock = [100.0]
-    controller._pace = Pace(lambda: clock[0])
+    controller._status_rate = StatusRate(lambda: clock[0])
     assert asyncio.run(controller.process(KEY)) == GATHER_SECONDS, "to see what became of it all"
     assert "status" not in client.job, "it starts well: its pods may be there in a moment"
     clock[0] += STATUS_SECONDS
@@ -160,7 +160,7 @@ def test_an_api_server_that_is_away_is_no_news():
 
 def test_a_job_that_changed_meanwhile_is_looked_at_again():
     controller, client = a_controller()
-    controller._pace._wrote[KEY] = float("-inf")  # its first status is due
+    controller._status_rate._wrote[KEY] = float("-inf")  # its first status is due
     client.job["metadata"]["resourceVersion"] = "7"
     client.job["spec"]["suspend"] = True
     with pytest.raises(KubeError) as error:
@@ -217,13 +217,13 @@ def test_the_plan_for_other_nodes_is_waited_for_by_nobody():
     train = {"name": "train", "roles": ["trainer"], "replicas": 1, "gpu": gpu}
     gen = {"name": "gen", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 4, "gpu": gpu}
     controller, client = a_controller(groups=[train, gen])
-    controller._pace._wrote[KEY] = float("-inf")
+    controller._status_rate._wrote[KEY] = float("-inf")
 
     def see(nodes):
         client.nodes = nodes
         for _ in range(2):
             asyncio.run(controller.nodes.look())
-        controller._pace._wrote[KEY] = float("-inf")
+        controller._status_rate._wrote[KEY] = float("-inf")
         asyncio.run(controller.process(KEY))
         return condition(client, "Planned")
 

@@ -7,7 +7,8 @@ import itertools
 import aiohttp
 from aiohttp import web
 
-from dovetail.operator import coordinators, names
+from dovetail.kube import names
+from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
 

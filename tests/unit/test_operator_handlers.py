@@ -9,7 +9,7 @@ from kopf._cogs.clients import watching
 from kopf._core.reactor import queueing
 
 from dovetail.operator.handlers import _Feed, make_settings
-from dovetail.operator.straight import straight
+from dovetail.operator.kopf_watches import direct_watches
 
 
 class Controller:
@@ -51,7 +51,7 @@ def test_watches_bring_objects_to_the_controller_and_end_with_what_they_raise(mo
 
     monkeypatch.setattr(watching, "infinite_watch", infinite_watch)
     heard, kopfs = [], queueing.watcher
-    with straight(lambda kind, thing, deleted: heard.append((kind, thing["metadata"]["name"], deleted))):
+    with direct_watches(lambda kind, thing, deleted: heard.append((kind, thing["metadata"]["name"], deleted))):
         watcher = queueing.watcher(
             settings=make_settings(), resource=SimpleNamespace(kind="Pod"), namespace="a", processor=None
         )

@@ -10,8 +10,9 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.kube import names
 from dovetail.manifest.types import Stage
-from dovetail.operator import coordinators, names
+from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row

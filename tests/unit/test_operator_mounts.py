@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from dovetail.kube.connection import KubeError
 from dovetail.operator.children import Children
-from dovetail.operator.client import KubeError
 from dovetail.operator.mounts import Mounts
 from helpers.fake_cluster import FakeCluster
 

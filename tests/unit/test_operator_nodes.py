@@ -5,8 +5,9 @@ import copy
 
 import pytest
 
+from dovetail.kube.connection import KubeError
 from dovetail.operator import reasons
-from dovetail.operator.client import Client, KubeError
+from dovetail.operator.client import Client
 from dovetail.operator.nodes import Nodes
 from dovetail.operator.planning import Planner, read_job
 from dovetail.operator.reconcile import PlanRefused

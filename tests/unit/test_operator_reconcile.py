@@ -2,7 +2,8 @@
 
 import pytest
 
-from dovetail.operator import names, progress
+from dovetail.kube import names
+from dovetail.operator import progress
 from helpers.fake_cluster import a_cluster, restarting, running
 
 

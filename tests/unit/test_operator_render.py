@@ -9,14 +9,14 @@ from golden import make_objects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dovetail.kube import names
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
-from dovetail.operator import names
 from dovetail.operator.merge import MergeError, merge
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import furniture, jobset, name_problem, surplus_jobs
+from dovetail.operator.render.objects import jobset, name_problem, supporting_objects, surplus_jobs
 from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.simple import make_plan
 from dovetail.protocol.env import ProcessEnv
@@ -51,7 +51,7 @@ def test_golden(name):
 
 def test_every_child_is_owned_and_labelled():
     context = a_context()
-    for child in [*furniture(context), jobset(context), *surplus_jobs(context)]:
+    for child in [*supporting_objects(context), jobset(context), *surplus_jobs(context)]:
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("RLHFJob", make_objects.UID, True)
         assert child["metadata"]["labels"][names.JOB_LABEL] == "quickstart"
@@ -114,7 +114,7 @@ def test_processes_read_their_environment_from_what_pods_set():
 
 def test_the_service_selects_the_coordinator_alone():
     context = a_context()
-    (service,) = [o for o in furniture(context) if o["kind"] == "Service"]
+    (service,) = [o for o in supporting_objects(context) if o["kind"] == "Service"]
     selector = service["spec"]["selector"].items()
     assert [name for name, _, labels in pods(context) if selector <= labels.items()] == ["coordinator"]
 
@@ -127,7 +127,7 @@ BOTH = {"name": "b", "roles": ["trainer", "rollout"], "gpu": {"product": "NVIDIA
 
 def ingress_of(context):
     """(who, ports) of each rule of the job's NetworkPolicy; None stands for everybody, and for all ports."""
-    (policy,) = (child for child in furniture(context) if child["kind"] == "NetworkPolicy")
+    (policy,) = (child for child in supporting_objects(context) if child["kind"] == "NetworkPolicy")
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     for rule in policy["spec"]["ingress"]:
         ports = rule.get("ports")
@@ -161,7 +161,7 @@ def test_who_is_named_scrapes_the_ports_that_pods_use_and_no_others(groups, port
 
 def test_the_disruption_budget_lets_one_guaranteed_pod_go():
     context = a_context()
-    (budget,) = [o for o in furniture(context) if o["kind"] == "PodDisruptionBudget"]
+    (budget,) = [o for o in supporting_objects(context) if o["kind"] == "PodDisruptionBudget"]
     guaranteed = sum(j["template"]["spec"]["completions"] for j in jobset(context)["spec"]["replicatedJobs"])
     assert guaranteed == 1 + 2 + 1 + 1
     assert budget["spec"]["minAvailable"] == guaranteed - 1
@@ -192,7 +192,7 @@ def test_surplus_rollouts_count_on_from_the_guaranteed_ones():
 
 def test_the_config_map_holds_what_processes_parse():
     context = a_context(models={"actor": {"source": {"pvc": "models/llama/8b"}}})
-    (config,) = [o for o in furniture(context) if o["kind"] == "ConfigMap"]
+    (config,) = [o for o in supporting_objects(context) if o["kind"] == "ConfigMap"]
     job = RLHFJob.model_validate_json(config["data"]["job.json"])
     assert job.spec.models.actor.source.path == "/var/dovetail-claims/models/llama/8b"
     assert job.spec.models.actor.source.pvc is None
@@ -202,9 +202,9 @@ def test_the_config_map_holds_what_processes_parse():
 
 
 def test_a_claim_of_the_users_is_not_made():
-    made = [o["kind"] for o in furniture(a_context(checkpoint={"volume": "mine"}))]
+    made = [o["kind"] for o in supporting_objects(a_context(checkpoint={"volume": "mine"}))]
     assert "PersistentVolumeClaim" not in made
-    assert "PersistentVolumeClaim" in [o["kind"] for o in furniture(a_context())]
+    assert "PersistentVolumeClaim" in [o["kind"] for o in supporting_objects(a_context())]
 
 
 def test_the_hash_follows_what_a_plan_depends_on():
@@ -224,7 +224,7 @@ def test_names_too_long_for_pods_are_refused():
 
 def test_documents_are_json():
     context = a_context()
-    for child in [*furniture(context), jobset(context), *surplus_jobs(context)]:
+    for child in [*supporting_objects(context), jobset(context), *surplus_jobs(context)]:
         assert json.loads(json.dumps(child)) == child
     assert json.loads(json.dumps(in_pods(context.job)))["metadata"] == {"name": "quickstart", "namespace": "default"}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.operator import names
+from dovetail.kube import names
 from dovetail.operator.replan import Need, counted, honoured, news, remembered, resized, room
 from dovetail.planner.simple import make_plan
 from helpers.fake_cluster import FakeCluster, manifest

@@ -8,8 +8,9 @@ import re
 import pytest
 from status_api_fixtures import JOBS, Api, child, condition, job, wait
 
-from dovetail.operator.client import KubeError
-from dovetail.operator.history import ITERATIONS_KEY, JobHistory
+from dovetail.kube.connection import KubeError
+from dovetail.kube.names import ITERATIONS_KEY
+from dovetail.operator.history import JobHistory
 from dovetail.protocol.messages import Span
 from dovetail.statusapi import coordinators
 from dovetail.statusapi.settings import ApiSettings

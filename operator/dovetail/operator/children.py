@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from dovetail.operator import names
+from dovetail.kube import names
 
 Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name

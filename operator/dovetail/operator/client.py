@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlencode
 
-import aiohttp
-from kubernetes.aio import client, config
+from kubernetes.aio import client
 from pydantic_core import from_json
 
-from dovetail.operator import names
-from dovetail.operator.resources import BY_KIND, Resource
+from dovetail.kube import names
+from dovetail.kube.connection import KubeError, request
+from dovetail.kube.resources import BY_KIND, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
-
-
-class KubeError(Exception):
-    """The API server refused, or did not answer (`status` 0)."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-    @property
-    def rejected(self) -> bool:
-        """Asking again for the same would give the same answer, until somebody changes something."""
-        return self.status in (400, 403, 404, 405, 422)
-
-
-async def connect() -> client.ApiClient:
-    """In a pod by its ServiceAccount, elsewhere by KUBECONFIG."""
-    settings = client.Configuration()
-    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
-        config.load_incluster_config(settings)
-    else:
-        await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
-    # Else aiohttp looks for a .netrc file with every request; a proxy is what the kubeconfig says.
-    settings.client_session_kwargs = {"trust_env": False}
-    return client.ApiClient(settings)
 
 
 class Client:
@@ -117,34 +88,11 @@ class Client:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Any = None,
-        content: str = "application/json",
+        content_type: str = "application/json",
     ) -> Object:
         self.requests += 1
-        url = path + (f"?{urlencode(query)}" if query else "")
-        headers = {"Accept": "application/json", "Content-Type": content}
-        try:
-            async with asyncio.timeout(self._seconds):
-                # Without the body, which is plain: it would be copied item by item.
-                verb, address, *more = await self._api.param_serialize(
-                    method, url, header_params=headers, auth_settings=["BearerToken"]
-                )
-                reply = await self._api.call_api(verb, address, more[0], body)
-                text = bytes(await reply.read())
-        except client.ApiException as error:
-            raise KubeError(int(error.status or 0), sentence(error.body or str(error.reason))) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
-        if reply.status >= 300:
-            raise KubeError(int(reply.status), sentence(text.decode(errors="replace")))
-        return dict(from_json(text))
+        content = await request(self._api, method, path, query, body, seconds=self._seconds, content_type=content_type)
+        return dict(from_json(content))
 
 
 _MANAGER = names.FIELD_MANAGER
-
-
-def sentence(body: str) -> str:
-    """The message of a metav1.Status, or the text as it is."""
-    try:
-        return str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.strip()

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from dovetail.kube import names
+from dovetail.kube.connection import KubeError
+from dovetail.kube.resources import CHILDREN, RLHFJOB, Resource
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
-from dovetail.operator import names, progress, reasons
+from dovetail.operator import progress, reasons
 from dovetail.operator.children import Children, Object, label, parse_time, sizes
-from dovetail.operator.client import Client, KubeError
+from dovetail.operator.client import Client
 from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.drift import Drift
@@ -23,13 +26,12 @@ from dovetail.operator.log import log
 from dovetail.operator.metrics import OperatorMetrics
 from dovetail.operator.mounts import Mounts
 from dovetail.operator.nodes import Nodes
-from dovetail.operator.pace import Pace
 from dovetail.operator.planning import Planner
 from dovetail.operator.reconcile import PlanRefused, Reconciled, Seen, is_over, old_status, reconcile
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.replan import Outlook, honoured, needs, resized, room
-from dovetail.operator.resources import CHILDREN, RLHFJOB, Resource
 from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.status_rate import StatusRate
 from dovetail.operator.store import Key, ObjectCache
 from dovetail.operator.tokens import Tokens
 from dovetail.operator.workqueue import WorkQueue
@@ -68,7 +70,7 @@ class Controller:
         self._tokens = Tokens(client)
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
-        self._pace = Pace(time.monotonic)
+        self._status_rate = StatusRate(time.monotonic)
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
@@ -131,7 +133,7 @@ class Controller:
         if document is None:
             self._coordinators.forget(key)
             self._mounts.forget(key)
-            self._pace.forget(key)
+            self._status_rate.forget(key)
             return None
         uid, children = str(document["metadata"]["uid"]), self.store.children(key)
         token = self._tokens.known(uid)
@@ -151,7 +153,7 @@ class Controller:
             self._tokens.forget(uid)
             self._coordinators.forget(key)
             later = await self._report(document, result.status, result.events)
-            self._pace.forget(key)
+            self._status_rate.forget(key)
             await self._delete(document, result)
             return _sooner(later, result.requeue)
         try:
@@ -233,9 +235,9 @@ class Controller:
         if wanted == document.get("status"):
             return None
         key = document["metadata"]["namespace"], document["metadata"]["name"]
-        if (wait := self._pace.wait(key, document.get("status") or {}, wanted)) > 0:
+        if (wait := self._status_rate.wait(key, document.get("status") or {}, wanted)) > 0:
             return wait
-        self._pace.wrote(key)
+        self._status_rate.wrote(key)
         try:
             self.store.put({"kind": KIND, **await self._client.write_status(document, wanted)})
         except KubeError as error:

@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from dovetail.operator import asking, progress
-from dovetail.operator.asking import NoAnswer
+from dovetail.kube import coordinator_http
+from dovetail.kube.coordinator_http import NoAnswer
+from dovetail.operator import progress
 from dovetail.operator.children import Children, is_over
 from dovetail.operator.history import JobHistory
 from dovetail.operator.store import Key
@@ -130,6 +131,8 @@ class CoordinatorPoller:
         """The JSON object there. Raises NoAnswer."""
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{COORDINATOR_PORT}{path}"
-        return asking.document(
-            await asking.fetch(self._session, url, token, seconds=TIMEOUT_SECONDS, most=asking.DOCUMENT_BYTES)
+        return coordinator_http.document(
+            await coordinator_http.fetch(
+                self._session, url, token, seconds=TIMEOUT_SECONDS, most=coordinator_http.DOCUMENT_BYTES
+            )
         )

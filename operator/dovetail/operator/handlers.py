@@ -9,10 +9,10 @@ from typing import Any
 import kopf
 import uvloop
 
+from dovetail.kube.resources import CHILDREN, RLHFJOB
 from dovetail.operator.children import Object
 from dovetail.operator.controller import MANAGED, Controller
-from dovetail.operator.resources import CHILDREN, RLHFJOB
-from dovetail.operator.straight import Hear, straight
+from dovetail.operator.kopf_watches import OnEvent, direct_watches
 
 
 def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: tuple[str, ...], stop: Event) -> None:
@@ -20,7 +20,7 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
 
     For a thread of its own: kopf takes over the main thread's signals, and cancels what it finds in its loop."""
     feed = _Feed(controller, loop)
-    with straight(feed.give), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with direct_watches(feed.give), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(
             kopf.operator(
                 registry=make_registry(feed.give),
@@ -72,8 +72,8 @@ class _Feed:
                 await self._controller.observe(thing, deleted)
 
 
-def make_registry(hear: Hear) -> kopf.OperatorRegistry:
-    """Handlers of every kind that the operator wants to hear of, from which kopf knows what to watch."""
+def make_registry(on_event: OnEvent) -> kopf.OperatorRegistry:
+    """Handlers of every kind that the operator watches. kopf watches what has a handler."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -83,7 +83,7 @@ def make_registry(hear: Hear) -> kopf.OperatorRegistry:
     for resource in (RLHFJOB, *(r for r in CHILDREN if r.watched)):
 
         async def observe(event: Any, kind: str = resource.kind, **_: Any) -> None:
-            hear(kind, event["object"], event["type"] == "DELETED")
+            on_event(kind, event["object"], event["type"] == "DELETED")
 
         kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)(observe)
     return registry

@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dovetail.kube import names
 from dovetail.manifest.types import Stage
-from dovetail.operator import names
 from dovetail.operator.render.context import Object, RenderContext
 
 # At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
 MOST_ROWS = 100
 MOST_METRICS = 20
 MOST_CHARACTERS = 64  # of a metric's name
-ITERATIONS_KEY = "iterations.json"
 # What the curves and the timeline show. `seconds_*`: where an iteration's time went.
 KEPT = {"loss", "accuracy", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
 KEPT |= {"samples_per_second", "iteration_seconds"}
@@ -82,5 +81,5 @@ def history_config_map(context: RenderContext, text: str) -> Object:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": context.metadata(names.history_config_map(context.name), "history"),
-        "data": {ITERATIONS_KEY: text},
+        "data": {names.ITERATIONS_KEY: text},
     }

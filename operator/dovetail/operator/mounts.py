@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dovetail.kube.connection import KubeError
+from dovetail.kube.resources import EVENT
 from dovetail.operator.children import Children
-from dovetail.operator.client import Client, KubeError
-from dovetail.operator.resources import EVENT
+from dovetail.operator.client import Client
 from dovetail.operator.rootcause import LOOK_SECONDS, creating
 from dovetail.operator.store import Key
 

@@ -6,9 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from dovetail.operator.client import Client, KubeError
+from dovetail.kube.connection import KubeError
+from dovetail.kube.resources import NODE
+from dovetail.operator.client import Client
 from dovetail.operator.log import log
-from dovetail.operator.resources import NODE
 from dovetail.planner.nodes import PRODUCT_LABEL, Pools, count
 
 # A Node is some 10 KB of JSON, most of it its images.

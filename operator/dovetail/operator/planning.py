@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from dovetail.kube import names
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.manifest import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
-from dovetail.operator import names, reasons
+from dovetail.operator import reasons
 from dovetail.operator.children import Children, Object, label
 from dovetail.operator.reconcile import PlanRefused
 from dovetail.operator.render.config_map import spec_hash

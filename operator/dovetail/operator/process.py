@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from dovetail.operator import asking
-from dovetail.operator.client import Client, connect
+from dovetail.kube import coordinator_http
+from dovetail.kube.connection import connect
+from dovetail.operator.client import Client
 from dovetail.operator.controller import Controller
 from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.handlers import watch
@@ -111,7 +112,7 @@ async def _guard(lock: Lock, work: object) -> None:
 async def _operate(settings: OperatorSettings, client: Client, metrics: OperatorMetrics, health: ProbeHealth) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner, stop = Planner(settings.planner_seconds), threading.Event()
-    async with asking.session() as session:
+    async with coordinator_http.session() as session:
         coordinators = CoordinatorPoller(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)
         health.controller = controller

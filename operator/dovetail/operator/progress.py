@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dovetail.kube import names
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import Stage
-from dovetail.operator import names, reasons
+from dovetail.operator import reasons
 from dovetail.operator.children import Children, Object, label
 
 # Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from dovetail.kube import names
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob
-from dovetail.operator import names, progress, reasons, rootcause
+from dovetail.operator import progress, reasons, rootcause
 from dovetail.operator.children import (
     Children,
     Object,
@@ -31,7 +32,7 @@ from dovetail.operator.conditions import Conditions, JobEvent
 from dovetail.operator.drift import Drift, look_at
 from dovetail.operator.plans import publish
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import WITH_PODS, furniture, jobset, name_problem, surplus_jobs
+from dovetail.operator.render.objects import WITH_PODS, jobset, name_problem, supporting_objects, surplus_jobs
 from dovetail.operator.replan import Outlook
 from dovetail.operator.settings import OperatorSettings
 from dovetail.protocol.plan import Plan
@@ -140,7 +141,7 @@ class _Reconciler:
         gone = self._children.get("JobSet", self._context.name) is None
         if self._context.job.spec.suspend:
             return self._suspended()
-        apply = self._furniture()
+        apply = self._supporting_objects()
         if self._jobset is None:
             self._say_stopped(reasons.CREATING, "")
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
@@ -189,7 +190,7 @@ class _Reconciler:
         self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
         self._say_stopped(reasons.STOPPED, "spec.suspend is true")
         gone = [] if self._jobset is None or deleting(self._jobset) else [("JobSet", self._context.name)]
-        return self._result(apply=self._furniture(), delete=[*self._surplus_gone(), *gone])
+        return self._result(apply=self._supporting_objects(), delete=[*self._surplus_gone(), *gone])
 
     def _queued(self, apply: list[Object]) -> Reconciled:
         assert self._jobset is not None
@@ -304,7 +305,7 @@ class _Reconciler:
 
     # ------------------------------------------------------------ objects
 
-    def _furniture(self) -> list[Object]:
+    def _supporting_objects(self) -> list[Object]:
         """What is missing or was changed by somebody else. Running pods read the plan they started with, a claim cannot
         change, and what is about pods comes with the first that runs: before, each pod would change it once more."""
         found: list[Object] = []
@@ -312,7 +313,7 @@ class _Reconciler:
         look = look_at(self._context, self._children, started := self._jobset is not None, running)
         if (fine := self._seen.drift.fine(look)) is None:
             return found
-        for thing in furniture(self._context, but=fine):
+        for thing in supporting_objects(self._context, but=fine):
             there = self._children.get(kind := thing["kind"], thing["metadata"]["name"])
             fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and started)
             if there is None:

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dovetail.kube import names
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
-from dovetail.operator import names
 from dovetail.operator.children import Object
 from dovetail.operator.render.context import RenderContext
 from dovetail.planner.nodes import Pools

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from dovetail.kube import names
 from dovetail.manifest.types import Role
-from dovetail.operator import names, reasons
+from dovetail.operator import reasons
 from dovetail.operator.children import Object, condition, deleting, is_ready, is_true, label, parse_time
 
 SIGTERM_EXIT = 143

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from dovetail.kube import names
 from dovetail.manifest.types import KIND
-from dovetail.operator import names
 from dovetail.operator.children import Children, Object, Ref, label
 
 Key = tuple[str, str]  # namespace and name of an RLHFJob

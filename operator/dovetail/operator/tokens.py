@@ -6,12 +6,13 @@ import base64
 import binascii
 import secrets as random
 
-from dovetail.operator import names
+from dovetail.kube import names
+from dovetail.kube.connection import KubeError
+from dovetail.kube.resources import SECRET
 from dovetail.operator.children import label
-from dovetail.operator.client import Client, KubeError, Object
+from dovetail.operator.client import Client, Object
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.secret import secret
-from dovetail.operator.resources import SECRET
 
 
 class Tokens:

@@ -16,8 +16,8 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
-from dovetail.operator.client import KubeError
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
 from dovetail.statusapi.coordinators import Unreachable
 from dovetail.statusapi.metrics import ApiMetrics

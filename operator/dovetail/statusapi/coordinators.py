@@ -14,10 +14,9 @@ from typing import Any
 
 import aiohttp
 
+from dovetail.kube import coordinator_http, names
+from dovetail.kube.connection import KubeError
 from dovetail.manifest.types import Stage
-from dovetail.operator import asking, names
-from dovetail.operator.client import KubeError
-from dovetail.operator.history import ITERATIONS_KEY
 from dovetail.statusapi import view
 from dovetail.statusapi.kube import Kube, Object, core_path, get
 from dovetail.statusapi.models import Iteration, Live
@@ -30,7 +29,7 @@ STATUS_BYTES, STATUS_VALUES = 1 << 20, 20_000
 PAGES = 64  # of history, in one go
 ROW_METRICS, METRIC_CHARACTERS = 200, 100
 
-Unreachable = asking.NoAnswer
+Unreachable = coordinator_http.NoAnswer
 
 
 class JobProgress:
@@ -101,12 +100,12 @@ class CoordinatorReader:
 
     async def trace(self, job: Object, iteration: int) -> bytes:
         """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
-        return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", asking.TRACE_BYTES)
+        return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", coordinator_http.TRACE_BYTES)
 
     async def _ask(self, job: Object, found: JobProgress) -> None:
         token = await self._token(job)
         content = await self._fetch(job, token, "/v1/status", STATUS_BYTES)
-        status = asking.document(content, STATUS_VALUES)
+        status = coordinator_http.document(content, STATUS_VALUES)
         found.size += len(content) - found.status_size
         found.status_size = len(content)
         found.live = Live(reachable=True, status=status)
@@ -118,8 +117,10 @@ class CoordinatorReader:
 
     async def _rows(self, job: Object, token: str, found: JobProgress) -> None:
         for _ in range(PAGES):
-            content = await self._fetch(job, token, f"/v1/history?offset={found.offset}", asking.DOCUMENT_BYTES)
-            page = asking.document(content)
+            content = await self._fetch(
+                job, token, f"/v1/history?offset={found.offset}", coordinator_http.DOCUMENT_BYTES
+            )
+            page = coordinator_http.document(content)
             items, offset = page.get("rows"), page.get("offset")
             if not isinstance(items, list) or not isinstance(offset, int) or offset <= found.offset:
                 return
@@ -134,7 +135,7 @@ class CoordinatorReader:
         namespace, name = job["metadata"]["namespace"], names.history_config_map(job["metadata"]["name"])
         try:
             found = await get(self._kube, core_path(namespace, "configmaps", name))
-            rows = json.loads(found["data"][ITERATIONS_KEY]) if view.owned_by(job, found) else []
+            rows = json.loads(found["data"][names.ITERATIONS_KEY]) if view.owned_by(job, found) else []
         except (KubeError, KeyError, TypeError, ValueError):
             return []
         return [row for item in rows if (row := _row(item)) is not None]
@@ -156,7 +157,7 @@ class CoordinatorReader:
 
     async def _fetch(self, job: Object, token: str, path: str, most: int) -> bytes:
         url = self._url(job["metadata"]["name"], job["metadata"]["namespace"]) + path
-        return await asking.fetch(self._session, url, token, seconds=self._answer_seconds, most=most)
+        return await coordinator_http.fetch(self._session, url, token, seconds=self._answer_seconds, most=most)
 
 
 def _row(item: Any) -> Iteration | None:

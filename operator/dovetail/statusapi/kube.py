@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any, Protocol
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
-import aiohttp
-from kubernetes.aio import client
-
+from dovetail.kube.connection import connect, request
 from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
-from dovetail.operator.client import KubeError, connect, sentence
 
 Object = dict[str, Any]
 
@@ -40,22 +36,7 @@ class KubeClient:
     async def request(
         self, method: str, path: str, query: dict[str, str] | None = None, body: Object | None = None
     ) -> bytes:
-        resource = path + (f"?{urlencode(query)}" if query else "")
-        headers = {"Accept": "*/*", "Content-Type": "application/json"}
-        try:
-            arguments = await self._api.param_serialize(
-                method, resource, header_params=headers, body=body, auth_settings=["BearerToken"]
-            )
-            async with asyncio.timeout(self._timeout):
-                reply = await self._api.call_api(*arguments)
-                content = bytes(await reply.read())
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
-        except client.ApiException as error:
-            raise KubeError(int(error.status or 0), sentence(error.body or str(error.reason))) from error
-        if reply.status >= 300:
-            raise KubeError(reply.status, sentence(content.decode(errors="replace")))
-        return content
+        return await request(self._api, method, path, query, body, seconds=self._timeout, accept="*/*")
 
 
 async def get(kube: Kube, path: str, query: dict[str, str] | None = None) -> Object:

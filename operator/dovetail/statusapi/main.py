@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dovetail.operator import asking, names
+from dovetail.kube import coordinator_http, names
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
@@ -35,7 +35,7 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
             return settings.coordinator_url.format(job=job, namespace=namespace)
         return names.coordinator_url(job, namespace)
 
-    async with KubeClient(settings.request_seconds) as kube, asking.session() as session:
+    async with KubeClient(settings.request_seconds) as kube, coordinator_http.session() as session:
         coordinators = CoordinatorReader(
             kube, session, url, settings.poll_seconds, time.monotonic, answer_seconds=settings.request_seconds
         )

@@ -7,8 +7,8 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from dovetail.operator import names
-from dovetail.operator.client import KubeError
+from dovetail.kube import names
+from dovetail.kube.connection import KubeError
 from dovetail.statusapi import view
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.statusapi.coordinators import CoordinatorReader

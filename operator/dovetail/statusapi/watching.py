@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from dovetail.operator.client import KubeError
+from dovetail.kube.connection import KubeError
 from dovetail.statusapi import view
 from dovetail.statusapi.coordinators import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, get, jobs_path

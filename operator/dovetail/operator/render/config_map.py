@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from dovetail.kube import names
 from dovetail.manifest.types import RLHFJob
-from dovetail.operator import names
 from dovetail.operator.render.context import Object, RenderContext, digest
 
 

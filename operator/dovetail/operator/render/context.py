@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.kube import names
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import KIND, Group, RLHFJob, Role
-from dovetail.operator import names
 from dovetail.operator.settings import OperatorSettings
 from dovetail.protocol.plan import Plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from dovetail.operator import names
+from dovetail.kube import names
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.disruption_budget import disruption_budget
@@ -17,13 +17,13 @@ from dovetail.operator.render.service_account import service_account
 from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
 
-__all__ = ["WITH_PODS", "furniture", "jobset", "name_problem", "surplus_jobs"]
+__all__ = ["WITH_PODS", "jobset", "name_problem", "supporting_objects", "surplus_jobs"]
 
 # Nobody can ask for the coordinator's address before it runs, nor be evicted.
 WITH_PODS = {"Service", "PodDisruptionBudget"}
 
 
-def furniture(context: RenderContext, but: Collection[str] = ()) -> list[Object]:
+def supporting_objects(context: RenderContext, but: Collection[str] = ()) -> list[Object]:
     """What pods need around them, one of a kind: cheap, kept while the job is suspended. `but`: kinds that are left
     out."""
     makers: dict[str, Callable[[RenderContext], Object | None]] = {

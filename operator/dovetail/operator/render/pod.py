@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.kube import names
 from dovetail.manifest.types import Group, RLHFJobSpec, Role
-from dovetail.operator import names
 from dovetail.operator.merge import merge
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.volume_claim import claim_name

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dovetail.kube import names
 from dovetail.manifest.describe.crd import GROUP, PLURAL
-from dovetail.operator import names
 from dovetail.operator.render.context import Object, RenderContext
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.operator import names
+from dovetail.kube import names
 from dovetail.operator.render.context import Object, RenderContext
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dovetail.kube import names
 from dovetail.manifest.types import Role
-from dovetail.operator import names
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import group_pod

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Of every pod: dovetail.operator.names.CONTAINER.
+# Of every pod: dovetail.kube.names.CONTAINER.
 CONTAINER = "dovetail"
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]+)|(m|[kMGTPE]|[KMGTPE]i)?)")
 _SCALES = {"m": 1e-3, "k": 1e3} | {

@@ -3,13 +3,13 @@
 import pytest
 
 from dovetail.operator import reasons
-from dovetail.operator.pace import (
+from dovetail.operator.status_rate import (
     LONGEST_SECONDS,
     READY_SECONDS,
     STARTING_SECONDS,
     STARTS_AT_ONCE,
     STATUS_SECONDS,
-    Pace,
+    StatusRate,
 )
 
 KEY = ("team-a", "demo")
@@ -29,26 +29,26 @@ def clock():
 
 
 @pytest.fixture
-def pace(clock):
-    made = Pace(lambda: clock[0])
+def rate(clock):
+    made = StatusRate(lambda: clock[0])
     made.wrote(KEY)
     return made
 
 
-def test_pods_that_start_wait_for_their_turn(pace, clock):
-    assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
-    assert pace.wait(KEY, STARTING, status(reasons.STARTING, groups=[])) == STARTING_SECONDS
+def test_pods_that_start_wait_for_their_turn(rate, clock):
+    assert rate.wait(KEY, STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
+    assert rate.wait(KEY, STARTING, status(reasons.STARTING, groups=[])) == STARTING_SECONDS
     clock[0] += STATUS_SECONDS
-    assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
-    assert pace.wait(KEY, status(reasons.ALL_READY), status(reasons.ALL_READY, iteration=3)) == 0
-    assert pace.wait(KEY, STARTING, status(reasons.STARTING, groups=[])) == STARTING_SECONDS - STATUS_SECONDS
+    assert rate.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
+    assert rate.wait(KEY, status(reasons.ALL_READY), status(reasons.ALL_READY, iteration=3)) == 0
+    assert rate.wait(KEY, STARTING, status(reasons.STARTING, groups=[])) == STARTING_SECONDS - STATUS_SECONDS
 
 
 def test_a_new_job_that_starts_well_has_no_status_for_a_moment(clock):
-    pace = Pace(lambda: clock[0])
-    assert pace.wait(KEY, {}, STARTING) == STATUS_SECONDS
+    rate = StatusRate(lambda: clock[0])
+    assert rate.wait(KEY, {}, STARTING) == STATUS_SECONDS
     clock[0] += STATUS_SECONDS
-    assert pace.wait(KEY, {}, STARTING) == 0
+    assert rate.wait(KEY, {}, STARTING) == 0
 
 
 @pytest.mark.parametrize(
@@ -64,30 +64,30 @@ def test_a_new_job_that_starts_well_has_no_status_for_a_moment(clock):
     ],
     ids=["no plan", "suspended", "new generation", "trouble", "trouble over", "end", "resumed"],
 )
-def test_what_is_urgent_is_written_at_once(pace, known, wanted):
+def test_what_is_urgent_is_written_at_once(rate, known, wanted):
     if "Completed" in str(wanted):
         known = known | {"conditions": [{"type": "Completed", "status": "False", "reason": reasons.IN_PROGRESS}]}
-    assert pace.wait(KEY, known, wanted) == 0
+    assert rate.wait(KEY, known, wanted) == 0
 
 
-def test_jobs_wait_each_for_itself(pace, clock):
+def test_jobs_wait_each_for_itself(rate, clock):
     clock[0] += STATUS_SECONDS
-    assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == READY_SECONDS, "the coordinator may tell more by then"
+    assert rate.wait(KEY, STARTING, status(reasons.ALL_READY)) == READY_SECONDS, "the coordinator may tell more by then"
     clock[0] += READY_SECONDS
-    assert pace.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
-    assert pace.wait(("team-b", "demo"), STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
-    pace.forget(KEY)
-    assert pace.wait(KEY, {}, STARTING) == STATUS_SECONDS, "another one of that name"
+    assert rate.wait(KEY, STARTING, status(reasons.ALL_READY)) == 0
+    assert rate.wait(("team-b", "demo"), STARTING, status(reasons.ALL_READY)) == STATUS_SECONDS
+    rate.forget(KEY)
+    assert rate.wait(KEY, {}, STARTING) == STATUS_SECONDS, "another one of that name"
 
 
 def test_of_many_jobs_that_start_most_have_one_status_that_says_they_run(clock):
-    pace = Pace(lambda: clock[0])
+    rate = StatusRate(lambda: clock[0])
     jobs = [("team-a", f"job-{number}") for number in range(200)]
-    waits = [pace.wait(job, {}, STARTING) for job in jobs]
+    waits = [rate.wait(job, {}, STARTING) for job in jobs]
     assert waits[:STARTS_AT_ONCE] == [STATUS_SECONDS] * STARTS_AT_ONCE, "a few are as quick as one"
     assert waits == sorted(waits)
     assert waits[-1] == LONGEST_SECONDS, "nobody is kept in the dark for longer"
-    assert [pace.wait(job, {}, STARTING) for job in jobs] == waits, "asking again costs no turn"
-    assert pace.wait(jobs[-1], {}, status(reasons.OUT_OF_MEMORY)) == 0
+    assert [rate.wait(job, {}, STARTING) for job in jobs] == waits, "asking again costs no turn"
+    assert rate.wait(jobs[-1], {}, status(reasons.OUT_OF_MEMORY)) == 0
     clock[0] += STATUS_SECONDS
-    assert pace.wait(jobs[-1], {}, status(reasons.ALL_READY)) == READY_SECONDS
+    assert rate.wait(jobs[-1], {}, status(reasons.ALL_READY)) == READY_SECONDS

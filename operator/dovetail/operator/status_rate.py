@@ -22,7 +22,7 @@ CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, re
 CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED}
 
 
-class Pace:
+class StatusRate:
     """Of all jobs. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

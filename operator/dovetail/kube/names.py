@@ -8,7 +8,8 @@ from dovetail.protocol.env import COORDINATOR_PORT
 FIELD_MANAGER = "dovetail-operator"
 COORDINATOR = "coordinator"
 CONTAINER = "dovetail"  # of every pod: what a group's podTemplate patches
-TOKEN_KEY = "token"
+TOKEN_KEY = "token"  # of the token's Secret
+ITERATIONS_KEY = "iterations.json"  # of the history's ConfigMap
 
 JOB_LABEL = "dovetail.dev/job"
 UID_LABEL = "dovetail.dev/job-uid"

@@ -1,0 +1,78 @@
+"""The connection to the API server, as the `kubernetes` package makes it, for plain JSON: no generated types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio import client, config
+
+
+class KubeError(Exception):
+    """The API server refused, or did not answer (`status` 0)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def rejected(self) -> bool:
+        """Asking again for the same would give the same answer, until somebody changes something."""
+        return self.status in (400, 403, 404, 405, 422)
+
+
+async def connect() -> client.ApiClient:
+    """In a pod by its ServiceAccount, elsewhere by KUBECONFIG."""
+    settings = client.Configuration()
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        config.load_incluster_config(settings)
+    else:
+        await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
+    # Else aiohttp looks for a .netrc file with every request; a proxy is what the kubeconfig says.
+    settings.client_session_kwargs = {"trust_env": False}
+    return client.ApiClient(settings)
+
+
+async def request(
+    api: client.ApiClient,
+    method: str,
+    path: str,
+    query: Mapping[str, str] | None = None,
+    body: Any = None,
+    *,
+    seconds: float,
+    accept: str = "application/json",
+    content_type: str = "application/json",
+) -> bytes:
+    """The body of the API server's answer, at most `seconds` after the call. `body`: plain JSON data. Raises KubeError,
+    also for a time-out (`status` 0)."""
+    url = path + (f"?{urlencode(query)}" if query else "")
+    headers = {"Accept": accept, "Content-Type": content_type}
+    try:
+        async with asyncio.timeout(seconds):
+            # Without the body, which is plain: it would be copied item by item.
+            verb, address, *more = await api.param_serialize(
+                method, url, header_params=headers, auth_settings=["BearerToken"]
+            )
+            reply = await api.call_api(verb, address, more[0], body)
+            content = bytes(await reply.read())
+    except client.ApiException as error:
+        raise KubeError(int(error.status or 0), status_message(error.body or str(error.reason))) from error
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
+    if reply.status >= 300:
+        raise KubeError(int(reply.status), status_message(content.decode(errors="replace")))
+    return content
+
+
+def status_message(body: str) -> str:
+    """The message of a metav1.Status, or the text as it is."""
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.strip()

@@ -1,0 +1,44 @@
+"""Private parts of other packages that the operator uses, each with the reason and the version it was seen in.
+
+tests/unit/test_compat_operator.py fails with the name of the part that has moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+# kopf 1.45.2. kopf has no public way to get a watch's events without its bookkeeping for each object
+# (`kopf_watches.py` says what that costs). `queueing.watcher` consumes the events of one kind,
+# `watching.infinite_watch` yields them, `watching.Bookmark` is an event that is no object, and `api.json` parses each
+# line of a watch.
+from kopf._cogs.clients import api as kopf_api
+from kopf._cogs.clients import watching as kopf_watching
+from kopf._core.reactor import queueing as kopf_queueing
+from kubernetes.aio.client import ApiException, V1Lease, V1ObjectMeta
+from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock as _LeaseLock
+
+__all__ = ["NO_ANSWER", "LeaseLock", "kopf_api", "kopf_queueing", "kopf_watching"]
+
+# What a call raises when the API server does not answer.
+NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class LeaseLock(_LeaseLock):  # type: ignore[misc]
+    """kubernetes 37.0.2: the package's lock, with a `create` that works. The package's own passes an argument that its
+    client refuses. This one uses `api_instance`, `lease_reference` and `update_lease`, which are not documented."""
+
+    async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
+        body = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
+        try:
+            await self.api_instance.create_namespaced_lease(namespace, body)
+        except (ApiException, *NO_ANSWER):
+            return False
+        return True
+
+    async def hand_over(self) -> None:
+        """Write that nobody holds the lease, which `get` has read. Raises ApiException or one of NO_ANSWER."""
+        lease: Any = self.lease_reference
+        lease.spec.holder_identity = None
+        await self.api_instance.replace_namespaced_lease(self.name, self.namespace, lease)
