@@ -59,8 +59,6 @@ def test_an_instance_works_only_once_it_is_ready_and_has_the_current_weights(wor
     assert not world.fleet.has_current("rollout")
     world.fleet.weights_acked("r0", "a", 1)
     assert (world.health(), world.eligible(), world.stale()) == (InstanceHealth.HEALTHY, ["r0"], [])
-    assert world.fleet.may_work("r0")
-    assert not world.fleet.may_work("r9")
 
 
 def test_before_the_first_publication_nobody_works() -> None:

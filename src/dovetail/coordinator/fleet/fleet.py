@@ -260,11 +260,6 @@ class Fleet:
             and now - i.seen <= self._timeouts.suspect
         ]
 
-    def may_work(self, name: str) -> bool:
-        """Whether this instance is among `eligible`."""
-        self.tick()
-        return name in self._instances and self._may_work(self._instances[name])
-
     def gone(self, name: str, incarnation: str) -> bool:
         """Whether this process will never answer: it is dead or silent for too long, or another has its place."""
         instance = self.get(name)
