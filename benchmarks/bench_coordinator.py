@@ -31,7 +31,7 @@ from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
-from dovetail.planner.interstage import StageProfile
+from dovetail.planner.simulate import StageProfile
 from dovetail.protocol.messages import Register
 
 MAX_TOKENS = 2048

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.planner.interstage import StageProfile, scan
-from dovetail.planner.interstage.lengths import prior
+from dovetail.planner.simulate import StageProfile, scan
+from dovetail.planner.workload import Lengths
 
 # The paper's cluster, one set of constants for all rows: 256 H100-80GB-SXM (data sheet), 8 a node and an instance.
 GPUS, TP = 256, 8
@@ -108,7 +108,7 @@ def measure(setting: str, tokens: int, seeds: int, share: float | None = None, p
     rows, ours = [], []
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
-        lengths = prior(BATCH, tokens, rng).tolist()
+        lengths = Lengths.long_tailed(tokens).draw(BATCH, rng).tolist()
         prompts = rng.integers(*PROMPTS, BATCH).tolist()
         thresholds = [int(f * BATCH) for f in SCANNED]
         instance = profile(actor, critic, float(np.mean(prompts) + np.mean(lengths) / 2))

@@ -47,7 +47,7 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects
 from dovetail.operator.render.secret import secret
 from dovetail.operator.settings import OperatorSettings
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from helpers.cluster import KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
 

@@ -1,7 +1,8 @@
 """APP, PUZZLE and RLHFuse in the simulator, each on its own cluster, models and settings, beside what it published.
 
 One set of constants serves all (docs/planner.md, Time): nothing is fitted to a paper. Baselines do what their paper
-says they do (benchmarks/papers/). PAPERS: which of app, puzzle and rlhfuse (all). PLAN=0 leaves our own plans out."""
+says they do (benchmarks/papers/). PAPERS: which of app, puzzle and rlhfuse (all). PLAN=0 leaves our own plans out;
+STRATEGY: how these are chosen (prior, grid, similar; default: search)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from statistics import median
 from papers import app, planner, puzzle, rlhfuse
 from papers.common import Section
 
-from dovetail.planner.timing import DEFAULT
+from dovetail.planner.costs.rooflines import DEFAULT
 
 PAPERS = {"app": app.sections, "puzzle": puzzle.sections, "rlhfuse": rlhfuse.sections}
 # A plan this much slower than the best published strategy, in the same model, is worse.
@@ -45,6 +46,7 @@ def main() -> None:
     chosen = os.environ.get("PAPERS", ",".join(PAPERS)).split(",")
     if os.environ.get("PLAN", "1") == "0":
         planner.SEARCH = False
+    planner.STRATEGY = os.environ.get("STRATEGY", "search")  # type: ignore[assignment]
     print(f"constants, the same for all: {DEFAULT}")
     sections = []
     for name in chosen:

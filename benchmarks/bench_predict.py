@@ -32,9 +32,9 @@ from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.machine import Observed, fit
-from dovetail.planner.machine.place import predicted_phases
-from dovetail.planner.simple import make_plan
+from dovetail.planner.costs.machine_fit import Observed, fit
+from dovetail.planner.placement.machine import predicted_phases
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.profile import Machine
 
 LAYERS = 4

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.planner.interstage import StageProfile
+from dovetail.planner.simulate import StageProfile
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 

@@ -24,7 +24,7 @@ from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation, RLHFJobSpec
-from dovetail.planner.interstage import Decision, Prediction, StageProfile
+from dovetail.planner.simulate import Decision, Prediction, StageProfile
 from dovetail.protocol.messages import Register, Span
 from interstage.emulated import serve
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.hardware import gpu
-from dovetail.planner.iteration import System
-from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.workload import Lengths, Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel, with_batch
 from papers.deepspeed import MOST, all_halves, climb, halves, largest
 from papers.planner import planned
+from papers.system import System
 
 A100, V100 = gpu("NVIDIA-A100-SXM4-80GB"), gpu("Tesla-V100-SXM2-32GB")
 NETWORK = 100e9 / 8

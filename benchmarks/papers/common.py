@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from dovetail.planner.iteration import Estimate, System, estimate
-from dovetail.planner.placement import Candidate, Inventory, Workload
+from dovetail.planner.candidate import Candidate
+from dovetail.planner.costs.gpu import Estimate
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import ModelShape
+from dovetail.planner.workload import Workload
+from papers.system import System, SystemCosts
 
 # Layers, hidden and intermediate size, heads. The 350M is PUZZLE's Table 1 (its heads are not given).
 _LLAMA = {
@@ -115,9 +118,10 @@ class Measured:
 
 def best(candidates: Iterable[Candidate], work: Workload, inventory: Inventory, system: System) -> Measured | None:
     """The fastest that fits."""
+    costs = SystemCosts(work, inventory, system)
     found: Measured | None = None
     for candidate in candidates:
-        each = estimate(candidate, work, inventory, system)
+        each = costs.estimate(candidate)
         if each.fits and (found is None or each.seconds < found.seconds):
             found = Measured(each.seconds, work, candidate, each)
     return found

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dovetail.planner.iteration import System
-from dovetail.planner.placement import Candidate, Inventory, Placement, Share, Workload
+from dovetail.planner.candidate import Candidate, Placement, Share
+from dovetail.planner.inventory import Inventory
+from dovetail.planner.workload import Workload
 from papers.common import Measured, best, with_batch
+from papers.system import System
 
 # It reduces gradients in the dtype of the model.
 SYSTEM = System(

@@ -1,16 +1,18 @@
-"""Our own plan for a paper's setting: the search, with all that the planner knows of, on our own software."""
+"""Our own plan for a paper's setting: the search, or a paper's strategy, on our own software."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from dovetail.planner.placement import Inventory, Workload
-from dovetail.planner.placement.costs import Costs
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.recommend import effort
-from dovetail.planner.placement.search import Search
+from dovetail.planner.workload import Workload
+from papers.strategies import Strategy, choose
 
 SEARCH = True
+STRATEGY: Strategy = "search"
 
 
 @cache
@@ -18,5 +20,5 @@ def planned(work: Workload, inventory: Inventory) -> float | None:
     """Seconds of an iteration; None: nothing fits."""
     if not SEARCH:
         return None
-    found = Search(inventory, work, Limits(), Costs(work, inventory), effort(inventory)).run().best
+    found = choose(STRATEGY, Limits(), GPUCosts(work, inventory), effort(inventory)).best
     return None if found is None else found.seconds

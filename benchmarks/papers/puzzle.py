@@ -12,18 +12,19 @@ from statistics import mean
 from dovetail.pipelines.families import FAMILIES
 from dovetail.pipelines.problem import fused_problem
 from dovetail.pipelines.search import Effort, find
+from dovetail.planner.candidate import Candidate, Placement, Share
+from dovetail.planner.costs.rooflines import DEFAULT
 from dovetail.planner.hardware import gpu
-from dovetail.planner.iteration import System
-from dovetail.planner.iteration.transfer import transfer_seconds
-from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
-from dovetail.planner.switching import Layout, Tensor, route
-from dovetail.planner.timing import DEFAULT
+from dovetail.planner.workload import Lengths, Workload
+from dovetail.protocol.weights import Layout, Tensor, route
 from papers.common import Figure, Measured, Section, best, tensor_parallel
 from papers.common import llama as usual
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
 from papers.planner import planned
+from papers.system import System, SystemCosts
 
 CLUSTERS = {"orion": gpu("NVIDIA-A100-80GB-PCIe"), "phoenix": gpu("NVIDIA-A100-SXM4-80GB")}
 NETWORK = 12.5e9 / 8  # a GPU's part of its node's 100 Gbit/s
@@ -171,7 +172,7 @@ def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float
     theirs = 0.0
     if zero is not None:
         only = replace(zero.candidate, critic_training=(), critic=())
-        theirs = transfer_seconds(only, zero.work, there, DEEPSPEED, DEFAULT)
+        theirs = SystemCosts(zero.work, there, DEEPSPEED).transfer(only)
     return mine, theirs
 
 

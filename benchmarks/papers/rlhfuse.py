@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
+from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.hardware import gpu
-from dovetail.planner.iteration import System
-from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.workload import Lengths, Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
 from papers.planner import planned
+from papers.system import System
 
 H100 = gpu("NVIDIA-H100-80GB-HBM3")
 GPUS = 256

@@ -23,7 +23,7 @@ from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
-from dovetail.planner.migration import Mechanism
+from dovetail.planner.costs.migration import Mechanism
 from dovetail.protocol.kv import HOLD, PULL
 from dovetail.protocol.messages import Register
 from dovetail.protocol.sampling import sampling_params

@@ -12,7 +12,7 @@ from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.settings import OperatorSettings
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from helpers.fake_kubelet import FakeKubelet
 from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summary
 

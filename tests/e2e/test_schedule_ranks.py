@@ -18,7 +18,7 @@ from dovetail.pipelines.families import DEDICATED, FAMILIES
 from dovetail.pipelines.problem import Model, Problem
 from dovetail.pipelines.schedule import Schedule
 from dovetail.pipelines.search import Effort
-from dovetail.planner.division import divisions, same_batches
+from dovetail.planner.placement.division import divisions, same_batches
 from dovetail.planner.training import (
     PINS,
     Times,

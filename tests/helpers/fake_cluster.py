@@ -22,7 +22,7 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.nodes import Pools
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.plan import Plan
 
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from dovetail.planner.shape import ModelShape
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from papers import common
+from helpers.papers import common
 
 _SMALL = ModelShape("llama", 16, 2048, 5504, 16, 16, 128, 32000)
 

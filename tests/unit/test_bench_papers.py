@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from dovetail.planner.candidate import Candidate, Placement, Share
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.workload import Lengths, Workload
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -13,12 +18,30 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_papers  # noqa: E402
 from papers import app, planner, puzzle, rlhfuse  # noqa: E402
 from papers.common import Figure, Section, llama  # noqa: E402
+from papers.system import System, SystemCosts  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search has tests of its own."""
     monkeypatch.setattr(planner, "SEARCH", False)
+
+
+def test_systems_differ_as_described() -> None:
+    shape, response = llama("7B"), Lengths.long_tailed(2048)
+    work = Workload(shape, shape, shape, shape, 512, 64, 1, Lengths.fixed(128), response)
+    everywhere, trained = Share("h100", dp=256, offload=True), (Share("h100", dp=64, fsdp=2),)
+    scored = (Share("h100", dp=256, micro_batch=4, offload=True),)
+    plan = Candidate(Placement.FLATTENING, (everywhere,), trained, trained, scored, scored, scored)
+
+    def phases(**changes: bool) -> Mapping[str, float]:
+        return SystemCosts(work, rlhfuse.INVENTORY, System(**changes)).estimate(plan).phases
+
+    ours = phases()
+    assert ours == GPUCosts(work, rlhfuse.INVENTORY).estimate(plan).phases
+    assert phases(continuous=False)["generation"] > ours["generation"]
+    assert phases(balanced=False)["training"] >= ours["training"]
+    assert phases(hidden_swaps=True)["swap"] == 0 < ours["swap"]
 
 
 def test_pairs_are_those_that_were_published_as_different() -> None:

@@ -17,8 +17,8 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, s
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.division import divisions, same_batches
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.placement.division import divisions, same_batches
+from dovetail.planner.plan import PlanError, make_plan
 from dovetail.planner.training import Times, choose_dedicated, rank_actions, training_problem
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at

@@ -16,7 +16,7 @@ from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.failure import is_final
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.trainers.trainer_group import POLL_SECONDS
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.protocol.messages import JoinRequest

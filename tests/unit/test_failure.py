@@ -24,7 +24,7 @@ from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.local.aftermath import DiskWatch, full_disk, leave_behind, reserve, with_cause
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import Stage
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.supervision.supervisor import Outcome

@@ -19,7 +19,7 @@ from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equa
 from dovetail.coordinator.loop.ppo import PPOStage
 from dovetail.coordinator.store.changes import Settled
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult
 from helpers.jobs import tiny_job

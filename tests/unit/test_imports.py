@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,18 @@ def test_the_planner_is_pure():
         if module.split(".")[0] in INPUT_OUTPUT and path != store
     ]
     assert wrong == []
+
+
+def test_the_planners_folders_form_no_circle():
+    """A file beside the folders counts for itself."""
+    root, graph = TABLE["planner"][0], {}
+    for path in sources("planner"):
+        mine = path.relative_to(root).with_suffix("").parts[0]
+        for _, module, _ in imports(path):
+            other = module.removeprefix("dovetail.planner.").split(".")[0]
+            if module.startswith("dovetail.planner.") and other != mine:
+                graph.setdefault(mine, set()).add(other)
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 def test_dovetail_is_a_namespace_package():

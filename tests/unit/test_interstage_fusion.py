@@ -20,7 +20,7 @@ from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.interstage import Decision, simulate
+from dovetail.planner.simulate import Decision, simulate
 from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST
 

@@ -10,7 +10,7 @@ from golden import make_objects
 
 from dovetail.local.files import files_needed
 from dovetail.manifest.manifest import parse
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 
 
 def run(hard, soft, code):

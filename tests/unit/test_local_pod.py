@@ -17,7 +17,7 @@ from golden import make_objects
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.pod.main import Pod, PodProcess, drain, main, pod_processes
 from dovetail.protocol.env import ProcessEnv
 from dovetail.supervision.liveness import Limits
@@ -174,7 +174,7 @@ def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
     async def stopped():
         running = asyncio.create_task(pod.run())
         deadline = time.monotonic() + SECONDS
-        while pod._last != {"waits": "up", "deaf": "up"}:
+        while pod.last_lines() != {"waits": "up", "deaf": "up"}:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         pod.stop()

@@ -16,7 +16,7 @@ from dovetail.operator.planning import read_job
 from dovetail.operator.reconcile import PlanRefused
 from dovetail.operator.settings import OperatorSettings
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from helpers.fake_cluster import START, manifest
 
 KEY = ("default", "demo")

@@ -10,7 +10,7 @@ from dovetail.operator.planning import read_job
 from dovetail.operator.reconcile import Seen, reconcile
 from dovetail.operator.render import objects
 from dovetail.operator.settings import OperatorSettings
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from helpers.fake_cluster import START, FakeCluster
 
 

@@ -11,7 +11,7 @@ from dovetail.operator.client import Client
 from dovetail.operator.nodes import Nodes
 from dovetail.operator.planning import Planner, read_job
 from dovetail.operator.reconcile import PlanRefused
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
 
 A100, A10 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A10"

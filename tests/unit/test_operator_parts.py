@@ -16,7 +16,7 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.settings import OperatorSettings
 from dovetail.operator.store import ObjectCache
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 from helpers.fake_cluster import manifest, running
 

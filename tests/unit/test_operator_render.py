@@ -18,7 +18,7 @@ from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, name_problem, supporting_objects, surplus_jobs
 from dovetail.operator.settings import OperatorSettings
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
 

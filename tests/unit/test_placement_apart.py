@@ -17,13 +17,15 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.operator.replan import Need, honoured, resized
+from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.hardware import gpu
-from dovetail.planner.iteration import estimate
-from dovetail.planner.placement import Candidate, Inventory, Lengths, Placement, Pool, Share, Workload
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.recommend import fragment, recommend
+from dovetail.planner.plan import PlanError, make_plan
 from dovetail.planner.shape import ModelShape
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Plan
+from helpers.estimates import estimate
 
 # One GPU a pod: trainers' messages go over the network, where collectives of data-parallel ranks take long.
 BOTH = [group("all", ["trainer", "rollout"], replicas=4)]

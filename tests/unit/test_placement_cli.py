@@ -66,13 +66,6 @@ def test_an_inventory_gets_the_best_groups_beside_the_manifests_own(tmp_path):
     assert "quickstart" in page.read_text()
 
 
-def test_a_papers_strategy_can_be_asked_for():
-    prior = call(CLUSTER, "--inventory", UNLIKE, "--strategy", "prior")
-    assert prior.exit_code == 0, prior.output
-    # APP's rule: apart from each other, or actor and critic on ranks of their own.
-    assert "Placement: Separation" in prior.output or "intraStageFusion: Dedicated" in prior.output
-
-
 def test_a_job_without_gpus_is_planned_and_told_why_nothing_is_predicted(tmp_path):
     result = call(EXAMPLES / "quickstart.yaml")
     assert result.exit_code == 0

@@ -10,13 +10,11 @@ import pytest
 import yaml
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.iteration import estimate
-from dovetail.planner.iteration.simulate import simulate
-from dovetail.planner.placement import Lengths
-from dovetail.planner.placement.inventory import read
-from dovetail.planner.placement.job import place
+from dovetail.planner.inventory import read
+from dovetail.planner.placement.groups import place
 from dovetail.planner.placement.recommend import recommend
-from dovetail.planner.placement.workload import Ints
+from dovetail.planner.simulate.iteration import simulate
+from dovetail.planner.workload import Ints, Lengths
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # hh-rlhf.yaml's models are downloaded; their sizes.
@@ -62,13 +60,14 @@ def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, in
         there = read(yaml.safe_load((EXAMPLES / "inventories" / inventory).read_text()))
         chosen, _ = recommend(spec, configs, there)
     assert chosen is not None
-    work, rng = chosen.work, np.random.default_rng(0)
+    costs = chosen.costs
+    work, rng = costs.work, np.random.default_rng(0)
     played = []
     for k in range(ITERATIONS):
         prompts, responses = (
             drawn(lengths, work.batch, (k + 0.5) / ITERATIONS, rng) for lengths in (work.prompt, work.response)
         )
-        made = simulate(chosen.candidate, work, chosen.inventory, prompts, responses, chosen.system, drawn=False)
+        made = simulate(chosen.candidate, costs, prompts, responses, drawn=False)
         played.append(made.seconds)
-    expected = estimate(chosen.candidate, work, chosen.inventory, chosen.system)
+    expected = costs.estimate(chosen.candidate)
     assert expected.seconds == pytest.approx(mean(played), rel=0.03)

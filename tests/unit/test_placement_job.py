@@ -11,11 +11,10 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.hardware import gpu
-from dovetail.planner.placement import Inventory, Pool
+from dovetail.planner.inventory import Inventory, Pool, read
 from dovetail.planner.placement.configs import ConfigError, shapes
-from dovetail.planner.placement.inventory import read
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

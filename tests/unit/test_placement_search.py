@@ -8,15 +8,16 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from dovetail.manifest.types import Parallelism
+from dovetail.planner.candidate import TRAINING, Placement
+from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.hardware import gpu
-from dovetail.planner.placement import Inventory, Lengths, Placement, Pool, Workload
-from dovetail.planner.placement.candidate import TRAINING
-from dovetail.planner.placement.costs import Costs
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.search import Effort, Search
-from dovetail.planner.placement.strategies import choose
 from dovetail.planner.placement.structures import structures
+from dovetail.planner.workload import Lengths, Workload
 from helpers.llama import llama
+from helpers.papers import strategies
 
 A100, A40G, V100, A10 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-SXM4-40GB", "Tesla-V100-SXM2-32GB", "NVIDIA-A10"
 
@@ -31,7 +32,7 @@ def pools(*each: tuple[str, int, int]) -> Inventory:
 
 
 def run(there: Inventory, job: Workload, limits=Limits(), strategy="search", estimates=1500):  # noqa: B008
-    return choose(strategy, there, job, limits, Costs(job, there), Effort(estimates))
+    return strategies.choose(strategy, limits, GPUCosts(job, there), Effort(estimates))
 
 
 SMALL = Limits(
@@ -105,7 +106,7 @@ def test_a_deadline_ends_it_with_what_was_found_so_far():
     clock = iter(range(10**9))
     asked = Effort(10**6, lambda: next(clock) > 120)
     limits = replace(SMALL, micro_batch=2)
-    found = Search(there, job, limits, Costs(job, there), asked).run()
+    found = Search(limits, GPUCosts(job, there), asked).run()
     assert not found.complete
     assert found.best is not None
     assert found.best.seconds >= run(there, job, limits, estimates=10**6).best.seconds

@@ -4,11 +4,10 @@ import pytest
 from test_placement_job import SMALL, spec
 
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec
-from dovetail.planner.memory import Training, training_memory
-from dovetail.planner.memory.training import stage_parameters
-from dovetail.planner.scorers import scorer_models
+from dovetail.planner.costs.memory import Training, trained_parameters, training_memory
+from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.plan import make_plan
 from dovetail.planner.shape import ModelShape
-from dovetail.planner.simple import make_plan
 from helpers.plain import plain_spec
 
 SHARED = {"actor": {"source": {"huggingFace": "a/b"}}, "critic": {"shareActorBody": True}}
@@ -66,7 +65,7 @@ def test_memory_counts_the_value_head_on_the_last_stage(pp, tied):
     shape = ModelShape.of(config)
     for stage in range(pp):
         heads = {head: Training(shape, head, Parallelism(pp=pp), Dtype.BFLOAT16, 4096) for head in ("lm", "lm+value")}
-        more = stage_parameters(heads["lm+value"], stage)[0] - stage_parameters(heads["lm"], stage)[0]
+        more = trained_parameters(heads["lm+value"], stage)[0] - trained_parameters(heads["lm"], stage)[0]
         assert more == (SMALL["hidden_size"] if stage == pp - 1 else 0)
         logits = [training_memory(job, stage).device.get("logits") for job in heads.values()]
         assert logits[0] == logits[1]

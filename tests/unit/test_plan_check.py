@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.coordinator.loop.ppo import PPOStage
 from dovetail.coordinator.telemetry.telemetry import Status
 from dovetail.operator import progress
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.prediction import Prediction
 from helpers.plain import plain_spec
 

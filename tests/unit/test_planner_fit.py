@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.manifest.types import Dtype, Parallelism
-from dovetail.planner.memory import Training, problem, worst
-from dovetail.planner.memory.fit import remedies, with_stages
+from dovetail.planner.costs.memory import Training, problem, remedies, with_stages, worst
 from dovetail.planner.shape import ModelShape
 
 GIB = 2**30

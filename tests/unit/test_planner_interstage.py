@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.interstage import (
+from dovetail.planner.simulate import (
     Measurements,
     ProfileError,
     StageProfile,
@@ -19,8 +19,8 @@ from dovetail.planner.interstage import (
     scan,
     simulate,
 )
-from dovetail.planner.interstage.decode import Decode
-from dovetail.planner.interstage.measure import rising
+from dovetail.planner.simulate.decode import Decode
+from dovetail.planner.simulate.measure import rising
 
 # One second a step whatever the batch, prompts for free.
 PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)

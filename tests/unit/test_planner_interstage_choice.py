@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.planner.interstage import ProfileError, StageProfile, ThresholdController
-from dovetail.planner.interstage.lengths import prior
+from dovetail.planner.simulate import ProfileError, StageProfile, ThresholdController
+from dovetail.planner.workload import Lengths
 
 
 def gpu(**changes: Any) -> StageProfile:
@@ -42,7 +42,7 @@ def test_hysteresis_keeps_a_threshold_that_is_about_as_good() -> None:
         decision = controller.decide([128] * 256, [gpu()] * 8)
         chosen.append(decision.fraction)
         assert decision.fused_seconds <= min(decision.scanned.values()) + 0.0101 * decision.serial_seconds
-        controller.observe(prior(256, 1024, rng).tolist())
+        controller.observe(Lengths.long_tailed(1024).draw(256, rng).tolist())
     assert sum(a != b for a, b in pairwise(chosen)) <= 2
 
 
@@ -67,7 +67,7 @@ def test_a_restored_controller_goes_on_as_if_nothing_had_happened() -> None:
 
 
 def test_the_priors_tail_is_about_ten_times_its_median() -> None:
-    lengths = prior(20_000, 2048, np.random.default_rng(0))
+    lengths = Lengths.long_tailed(2048).draw(20_000, np.random.default_rng(0))
     assert lengths.min() >= 1
     assert lengths.max() == 2048
     assert np.quantile(lengths, 0.999) / np.median(lengths) == pytest.approx(10, rel=0.1)

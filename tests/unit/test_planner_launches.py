@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.manifest.types import Dtype, ScratchModel
 from dovetail.models import build_stage
+from dovetail.planner.costs.rooflines import DEFAULT, decode_step, forward
 from dovetail.planner.hardware import gpu
 from dovetail.planner.shape import ModelShape
-from dovetail.planner.timing import DEFAULT, decode_step, forward
 from dovetail.protocol.messages import ModelRef
 
 NO_KERNEL = ("view", "detach", "empty")

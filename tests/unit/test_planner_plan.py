@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines import serial_1f1b, validate_schedule
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 from helpers.plain import plain_spec
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.machine.limits import memory_limit, quantity
-from dovetail.planner.machine.memory import BLOCK_TOKENS, PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
-from dovetail.planner.simple import make_plan
+from dovetail.planner.placement.pod_template import memory_limit, quantity
+from dovetail.planner.placement.pods import BLOCK_TOKENS, PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
+from dovetail.planner.plan import make_plan
 
 GIB = 2**30
 SPEC = load_manifest(Path(__file__).parents[2] / "examples" / "quickstart.yaml").spec

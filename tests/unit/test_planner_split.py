@@ -14,12 +14,12 @@ from dovetail.cli.plan_tables import plan_tables
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
-from dovetail.planner.iteration.estimate import Estimate
-from dovetail.planner.placement.candidate import Candidate, Placement
+from dovetail.planner.candidate import Candidate, Placement
+from dovetail.planner.costs.gpu import Estimate
 from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.search import Found, Rejected, Result
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
 from dovetail.rollout import scorer, server

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.switching import Box, Layout, LayoutError, RoutingTable, Tensor, layer_range, route
+from dovetail.protocol.weights import Box, Layout, LayoutError, RoutingTable, Tensor, layer_range, route
 
 Arrays = dict[tuple[int, str], np.ndarray[Any, np.dtype[np.int64]]]
 

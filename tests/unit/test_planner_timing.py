@@ -1,4 +1,4 @@
-"""Roofline times: by hand, in the right order, and as a profile for inter-stage fusion."""
+"""Roofline times: by hand, and in the right order."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.manifest.types import Dtype
-from dovetail.planner.hardware import gpu, products
-from dovetail.planner.interstage import ThresholdController
-from dovetail.planner.shape import ModelShape
-from dovetail.planner.switching import Layout
-from dovetail.planner.timing import (
-    DEFAULT,
-    Cluster,
+from dovetail.planner.candidate import Share
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.costs.rooflines import (
     TimingError,
     all_gather,
     all_reduce,
     decode_step,
     forward,
-    stage_profile,
     swap,
-    training_step,
 )
+from dovetail.planner.hardware import gpu, products
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.shape import ModelShape
+from dovetail.planner.workload import Lengths, Workload
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)
 LLAMA_13B = ModelShape("llama", 40, 5120, 13824, 40, 40, 128, 32000)
@@ -75,47 +73,35 @@ def test_a_dtype_that_a_gpu_lacks_is_refused() -> None:
         decode_step(LLAMA_7B, 1, 0, V100, BF16)
 
 
-def test_a_profile_before_anything_is_measured() -> None:
-    scored = [(LLAMA_13B, "lm"), (LLAMA_7B, "value"), (LLAMA_7B, "value")]
-    profile = stage_profile(LLAMA_13B, scored, H100, BF16, 2, 128, 300, network=25e9)  # type: ignore[arg-type]
-    assert profile.steps[1] < profile.steps[64] < 4 * profile.steps[1]
-    assert profile.swap_in_seconds == pytest.approx(2 * (13.0e9 + 2 * 6.6e9) / (2 * 0.8 * 64e9), rel=0.02)
-    assert profile.kv_transfer_seconds_per_token == pytest.approx(4 * 40 * 5120 / (0.8 * 25e9))
-    decision = ThresholdController("Auto", 1024).decide([128] * 128, [profile] * 4)
-    assert 1.0 <= decision.predicted_speedup < 2.0
-    with pytest.raises(TimingError, match=r"a 13\.0-billion-parameter actor does not fit on 1 x NVIDIA-A10"):
-        stage_profile(LLAMA_13B, [], A10, BF16, 1, 128, 300)
-    assert DEFAULT.matrix == 0.5
-    # Prompts that samples share are scored once; a token is still one of prompt or response of each sample.
-    shared = stage_profile(LLAMA_13B, scored, H100, BF16, 2, 900, 100, per_prompt=8)  # type: ignore[arg-type]
-    each = stage_profile(LLAMA_13B, scored, H100, BF16, 2, 900, 100)  # type: ignore[arg-type]
-    ratio = shared.inference_seconds_per_token / each.inference_seconds_per_token
-    assert ratio == pytest.approx((100 + 900 / 8) / 1000, rel=0.1)
-    assert shared.prefill_seconds_per_token == each.prefill_seconds_per_token
-
-
 def test_a_training_step_by_hand() -> None:
-    cluster = Cluster(H100, 8, 50e9)
+    costs: dict[int, GPUCosts] = {}
+
+    def step(sequences: int, pp: int = 1, dp: int = 1) -> float:
+        lengths = Lengths.fixed(512)
+        work = Workload(LLAMA_7B, LLAMA_7B, None, None, sequences, sequences, 1, lengths, lengths)
+        made = costs.setdefault(sequences, GPUCosts(work, Inventory((Pool("h100", H100, 2, 8, 50e9),))))
+        return made.step("actor_training", Share("h100", pp=pp, dp=dp, fsdp=2)).alone
+
     passes = forward(LLAMA_7B, "lm", 1024, 512, H100, BF16)
     parameters = LLAMA_7B.parameters()
-    alone = training_step(LLAMA_7B, "lm", Layout(), cluster, BF16, 8, 1024)
+    alone = step(8)
     assert alone == pytest.approx(8 * 3 * passes + 28 * parameters / (0.65 * 3.35e12))
     # Four stages: 8 + 3 slots of a quarter each; five stages of 32 layers: the slowest has 7.
-    four = training_step(LLAMA_7B, "lm", Layout(pp=4), cluster, BF16, 8, 1024)
+    four = step(8, pp=4)
     optimizer = 28 * parameters / (0.65 * 3.35e12)
     assert four == pytest.approx(11 / 4 * 3 * passes + optimizer / 4, rel=0.01)
-    five = training_step(LLAMA_7B, "lm", Layout(pp=5), cluster, BF16, 8, 1024)
+    five = step(8, pp=5)
     assert five == pytest.approx(12 * 7 / 32 * 3 * passes + optimizer / 5, rel=0.01)
     # Over two nodes the gradients go through the network, by the cards of all eight GPUs of a node.
-    near = training_step(LLAMA_7B, "lm", Layout(dp=8), cluster, BF16, 64, 1024)
-    far = training_step(LLAMA_7B, "lm", Layout(dp=16), cluster, BF16, 128, 1024)
+    near = step(64, dp=8)
+    far = step(128, dp=16)
     optimizer_saved = 28 * parameters / (0.65 * 3.35e12) * (1 / 8 - 1 / 16)
     exchanged = 6 * parameters * (15 / 16 / 320e9 - 7 / 8 / 360e9)
     assert far - near + optimizer_saved == pytest.approx(exchanged, rel=0.01)
 
 
 def test_a_ring_uses_the_cards_of_all_its_ranks() -> None:
-    cluster = Cluster(H100, 8, 50e9)
+    cluster = Pool("h100", H100, 2, 8, 50e9)
     assert cluster.ring(8) == cluster.ring(2, 4) == H100.nvlink
     assert cluster.ring(16) == 8 * 50e9
     assert cluster.ring(4, 4) == 2 * 50e9

@@ -20,7 +20,7 @@ from dovetail.local.calibrate import calibration_jobs, observe, run_lengths
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.hardware import parse
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.messages import Span
 from dovetail.protocol.profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.trace import chrome_trace

@@ -20,7 +20,7 @@ from dovetail.manifest.types import Stage as StageName
 from dovetail.models import Outputs, Stage, build_stage
 from dovetail.models.recompute import recompute, recomputes
 from dovetail.models.stage import Head
-from dovetail.planner.memory import Training, training_memory
+from dovetail.planner.costs.memory import Training, training_memory
 from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import lora

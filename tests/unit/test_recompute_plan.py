@@ -16,9 +16,9 @@ from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines.families import FAMILIES
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.job import supervised
+from dovetail.planner.placement.groups import supervised
 from dovetail.planner.placement.manifest import groups_inventory
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 A100 = "NVIDIA-A100-SXM4-80GB"

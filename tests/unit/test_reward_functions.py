@@ -29,7 +29,7 @@ from dovetail.coordinator.scoring.scoring import Finished, Scores
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RewardModel, RLHFJob
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.trainer.loop import free_port

@@ -8,11 +8,11 @@ from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines import serial_1f1b
+from dovetail.planner.candidate import Candidate
 from dovetail.planner.hardware import gpu
-from dovetail.planner.placement.candidate import Candidate
-from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.recommend import fragment, recommend
-from dovetail.planner.simple import PlanError, make_plan
+from dovetail.planner.plan import PlanError, make_plan
 from helpers.manifests import changed
 
 A100 = "NVIDIA-A100-SXM4-80GB"

@@ -20,7 +20,7 @@ from dovetail.local.report.report_schedule import read_schedule, schedule_sectio
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines.search import Effort
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.planner.training import (
     PINS,
     Times,

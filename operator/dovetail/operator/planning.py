@@ -44,7 +44,7 @@ def read_job(document: Object) -> RLHFJob | PlanRefused:
 def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None) -> None:
     """The worker process: specs in, plans or sentences out."""
     # Here only: it takes more memory than the rest of the operator.
-    from dovetail.planner.simple import PlanError, make_plan
+    from dovetail.planner.plan import PlanError, make_plan
 
     while True:
         try:
@@ -95,7 +95,7 @@ def _remember(known: dict[str, V], key: str, value: V) -> None:
 
 class Planner:
     """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
-    without work. `make` must be importable; default: `dovetail.planner.simple.make_plan`."""
+    without work. `make` must be importable; default: `dovetail.planner.plan.make_plan`."""
 
     def __init__(self, seconds: float, make: Callable[[RLHFJobSpec], Plan] | None = None) -> None:
         self._seconds = seconds

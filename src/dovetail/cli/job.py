@@ -46,7 +46,7 @@ def load_job(
     from dovetail.cli.planning import configurations, hardware, local_profile
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
-    from dovetail.planner.simple import make_plan
+    from dovetail.planner.plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)
     configs = configurations(job.spec, base)

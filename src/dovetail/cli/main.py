@@ -43,7 +43,7 @@ class _Group(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from dovetail.planner.simple import PlanError
+        from dovetail.planner.plan import PlanError
 
         try:
             return super().invoke(ctx)

@@ -19,12 +19,11 @@ from dovetail.cli.prediction import pod_memory_table, prediction_tables
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware import GPU, HardwareError, parse
-from dovetail.planner.machine.place import mismatch
+from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.planner.placement.configs import ConfigError, needed, owner
-from dovetail.planner.placement.inventory import Inventory, InventoryError, read
-from dovetail.planner.placement.job import Chosen, Infeasible, place
+from dovetail.planner.placement.groups import Chosen, Infeasible, place
+from dovetail.planner.placement.machine import mismatch
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
-from dovetail.planner.placement.strategies import Strategy
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.profile import Profile
 from dovetail.supervision.errors import RunError, UsageError
@@ -113,13 +112,12 @@ def on_inventory(
     spec: RLHFJobSpec,
     configs: Mapping[str, Any],
     there: Inventory,
-    strategy: Strategy = "search",
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Chosen, list[str]]:
     """`recommend`, within SEARCH_SECONDS. Raises UsageError."""
     end = clock() + SEARCH_SECONDS
     try:
-        return recommend(spec, configs, there, lambda: clock() >= end, strategy)
+        return recommend(spec, configs, there, lambda: clock() >= end)
     except Infeasible as error:
         raise UsageError(f"the inventory has not enough memory: {error}.") from error
     except (ConfigError, Unknown) as error:
@@ -232,13 +230,6 @@ def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -
 )
 @click.option("--cluster", is_flag=True, help="Like --inventory, with the nodes that kubectl shows.")
 @click.option(
-    "--strategy",
-    type=click.Choice(["search", "prior", "grid", "similar"]),
-    default="search",
-    show_default=True,
-    help="How to choose a placement. To compare with: prior and grid are APP's ways, similar is PUZZLE's.",
-)
-@click.option(
     "--hardware",
     "hardware_path",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -259,7 +250,6 @@ def plan(
     html_path: Path | None,
     inventory_path: Path | None,
     cluster: bool,
-    strategy: Strategy,
     hardware_path: Path | None,
     profile_path: Path | None,
 ) -> None:
@@ -270,7 +260,7 @@ def plan(
     \b
       dovetail plan job.yaml --inventory gpus.yaml --html plan.html
     """
-    from dovetail.planner.simple import PlanError
+    from dovetail.planner.plan import PlanError
 
     if inventory_path is not None and cluster:
         raise UsageError("--inventory and --cluster both name the GPUs; give one of them")
@@ -297,7 +287,7 @@ def plan(
     console, notes = Console(), list[str]()
     chosen = None
     if there is not None:
-        chosen, notes = on_inventory(job.spec, configs, there, strategy)
+        chosen, notes = on_inventory(job.spec, configs, there)
         if not as_json:
             show_inventory(console, chosen, notes, groups)
     elif isinstance(groups, Plan):

@@ -9,8 +9,8 @@ from typing import Any
 from dovetail.cli.prediction import alternative_row, gpu_range, memory_row, micro_batch, placement_name, task_name
 from dovetail.local.report import charts
 from dovetail.local.report.report import STYLE
-from dovetail.planner.iteration.simulate import Simulated, simulate
-from dovetail.planner.placement.job import Chosen
+from dovetail.planner.placement.groups import Chosen
+from dovetail.planner.simulate.iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
 
 KINDS = (
@@ -31,17 +31,17 @@ EVERY_GPU = 64
 
 def played(chosen: Chosen) -> Simulated:
     """The iteration, event by event, of samples of the workload's own lengths, dealt without chance."""
-    work = chosen.work
+    work = chosen.costs.work
     prompts, responses = work.prompt.quantiles(work.batch), work.response.quantiles(work.batch)
     # Long and short ones mixed, the same way every time.
     order = sorted(range(work.batch), key=lambda i: i * 0.6180339887 % 1)
-    return simulate(chosen.candidate, work, chosen.inventory, prompts, responses[order], chosen.system)
+    return simulate(chosen.candidate, chosen.costs, prompts, responses[order])
 
 
 def timeline_page(name: str, chosen: Chosen, notes: Sequence[str] = ()) -> str:
     """The page."""
     found, simulated = chosen.prediction, played(chosen)
-    shown = _shown(found, chosen.inventory.gpus)
+    shown = _shown(found, chosen.costs.inventory.gpus)
     bars = [
         charts.Bar(f"{b.pool} {b.gpu}", b.name, b.start, b.end, b.lane)
         for b in simulated.bars

@@ -32,7 +32,7 @@ from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
 from dovetail.manifest.manifest import ManifestError
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.simple import make_plan
+from dovetail.planner.plan import make_plan
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError

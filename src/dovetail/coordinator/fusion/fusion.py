@@ -16,7 +16,7 @@ from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.interstage import Decision, Measurements, StageProfile, ThresholdController, plan_migration
+from dovetail.planner.simulate import Decision, Measurements, StageProfile, ThresholdController, plan_migration
 from dovetail.protocol.messages import Span
 
 STORED = "ppo/fusion"

@@ -30,7 +30,7 @@ from dovetail.coordinator.generation.requests import RequestRefused, Requests, S
 from dovetail.coordinator.store.samples import Assignment, Key, Sample, State
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
-from dovetail.planner.migration import Mechanism
+from dovetail.planner.costs.migration import Mechanism
 
 KIND = "rollout"
 GATHER_SECONDS = 0.005

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.generation.migrations import Departure
 from dovetail.coordinator.generation.requests import ROUTE
-from dovetail.planner.migration import MeasuredCosts, Mechanism, MigrationCosts
+from dovetail.planner.costs.migration import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}

@@ -25,7 +25,7 @@ from dovetail.pipelines.families import DEDICATED, FAMILIES, Family, family_of
 from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
 from dovetail.pipelines.schedule import Schedule
 from dovetail.pipelines.search import Effort
-from dovetail.planner.division import divisions, same_batches
+from dovetail.planner.placement.division import divisions, same_batches
 from dovetail.planner.training import (
     PINS,
     Times,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.data.tokenize import ppo_batch
 from dovetail.coordinator.store.samples import Key
-from dovetail.planner.interstage.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, chunk_rows
+from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, chunk_rows
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Share, Task
-from dovetail.planner.placement.costs import Estimator, Option
+from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.filling import Filling
-from dovetail.planner.placement.inventory import Inventory
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.ranking import Ranked, Ranker, Ranking, frugality, orders
 
@@ -24,8 +23,8 @@ Chosen = tuple[Share, ...]
 class Combiner:
     """Of the layouts that `ranker` finds."""
 
-    def __init__(self, inventory: Inventory, limits: Limits, costs: Estimator, ranker: Ranker) -> None:
-        self._inventory, self._limits, self._costs, self._ranker = inventory, limits, costs, ranker
+    def __init__(self, limits: Limits, costs: GPUCosts, ranker: Ranker) -> None:
+        self._limits, self._costs, self._ranker = limits, costs, ranker
         self._alone: dict[tuple[Task, Share], Option] = {}
 
     def few(self, ranking: Ranking) -> Iterator[Chosen]:
@@ -44,7 +43,7 @@ class Combiner:
         return list(dict.fromkeys([*found, *self._repaired(ranking, filling), *self._aligned(ranking)]))
 
     def filling(self, ranking: Ranking) -> Filling:
-        return Filling(ranking, self._inventory, self._costs)
+        return Filling(ranking, self._costs)
 
     def fits(self, ranking: Ranking, filling: Filling, chosen: Chosen) -> bool:
         """Whether it can run, and fits as far as that is known without an estimate of everything."""

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.placement.costs import Estimator, Option
-from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.ranking import Ranked, Ranking
 
 Floats = npt.NDArray[np.float64]
@@ -33,10 +32,10 @@ class _Cell:
 class Filling:
     """Of one ranking: which of its places share a GPU, and what fits there."""
 
-    def __init__(self, ranking: Ranking, inventory: Inventory, costs: Estimator) -> None:
+    def __init__(self, ranking: Ranking, costs: GPUCosts) -> None:
         self._tables: dict[int, tuple[Ranked, _Table]] = {}
         self._cells = [
-            _Cell(places, *costs.rooms((ranking.places[at][0] for at in places), inventory[pool]))
+            _Cell(places, *costs.rooms((ranking.places[at][0] for at in places), costs.inventory[pool]))
             for pool, places in _cells(ranking)
         ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dovetail.manifest.types import Parallelism
-from dovetail.planner.placement.candidate import Placement, Schedule, Task
+from dovetail.planner.candidate import Placement, Schedule, Task
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MIGRATIONS = (None, 0.1, 0.2, 0.3)

@@ -9,14 +9,14 @@ from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.sizes import pod_count, trained_models
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role
-from dovetail.planner.division import divisions
+from dovetail.planner.candidate import Placement, Schedule, Task
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
-from dovetail.planner.placement.candidate import Placement, Schedule, Task
-from dovetail.planner.placement.inventory import NETWORK_GBPS, Inventory, Pool
+from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
+from dovetail.planner.placement.division import divisions
 from dovetail.planner.placement.limits import MIGRATIONS, Limits
 from dovetail.planner.placement.structures import part_sizes
-from dovetail.planner.placement.workload import Lengths, Workload
 from dovetail.planner.shape import ModelShape
+from dovetail.planner.workload import Lengths, Workload
 
 SLEEP = "--enable-sleep-mode"
 _SCHEDULES: dict[str, tuple[Schedule, ...]] = {

@@ -7,12 +7,12 @@ from itertools import product
 from typing import Any
 
 from dovetail.manifest.types import Parallelism
-from dovetail.planner.placement.candidate import TRAINING, Share, Task
-from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.candidate import TRAINING, Share, Task
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import MICRO_BATCHES, MOST_STAGES, Limits
 from dovetail.planner.placement.structures import Slot
-from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import ModelShape
+from dovetail.planner.workload import Workload
 
 INFERENCE_MICRO_BATCH = 8
 INFERENCE_MICRO_BATCHES = (1, 4)

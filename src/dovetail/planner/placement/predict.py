@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dovetail.planner.placement.candidate import INFERENCE, TRAINING, Share, Task
-from dovetail.planner.placement.costs import Estimator
-from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.search import Found, Result
-from dovetail.planner.placement.workload import Workload
 from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
 
 ALTERNATIVES = 12
 
 
-def prediction(result: Result, work: Workload, inventory: Inventory, costs: Estimator) -> Prediction:
+def prediction(result: Result, costs: GPUCosts) -> Prediction:
     """Of the best that was found (there is one)."""
     found = result.best
     assert found is not None
     candidate, estimate = found.candidate, found.estimate
-    speed, price = work.batch / estimate.seconds, _price(found, inventory)
+    speed, price = costs.work.batch / estimate.seconds, _price(found, costs.inventory)
     return Prediction(
         placement=candidate.placement.value,
         note=found.note,
@@ -27,7 +26,7 @@ def prediction(result: Result, work: Workload, inventory: Inventory, costs: Esti
         phases=dict(estimate.phases),
         samples_per_second=speed,
         samples_per_dollar=None if not price else speed * 3600 / price,
-        hardware="measured" if inventory.measured else "data sheets",
+        hardware="measured" if costs.inventory.measured else "data sheets",
         tasks=[_task(task, share, costs) for task, share in candidate.placed],
         memory=_memory(found),
         alternatives=[
@@ -49,7 +48,7 @@ def _price(found: Found, inventory: Inventory) -> float | None:
     return total
 
 
-def _task(task: Task, share: Share, costs: Estimator) -> PredictedTask:
+def _task(task: Task, share: Share, costs: GPUCosts) -> PredictedTask:
     return PredictedTask(
         task=task,
         group=share.pool,

@@ -6,13 +6,11 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dovetail.planner.placement.candidate import INFERENCE, TASKS, TRAINING, Share, Task
-from dovetail.planner.placement.costs import Estimator, Option
-from dovetail.planner.placement.inventory import Inventory
+from dovetail.planner.candidate import INFERENCE, TASKS, TRAINING, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.options import options
 from dovetail.planner.placement.structures import Slot, Structure
-from dovetail.planner.placement.workload import Workload
 
 # Fastest layouts of a task that are kept besides those that need less memory than any faster one.
 WIDTH = 4
@@ -44,13 +42,10 @@ class Ranking:
 
 
 class Ranker:
-    """`lean`: no ways to save memory are looked at where there is plenty."""
+    """Where memory is plenty, no ways to save it are looked at."""
 
-    def __init__(
-        self, inventory: Inventory, workload: Workload, limits: Limits, costs: Estimator, lean: bool = True
-    ) -> None:
-        self._inventory, self._workload, self._limits = inventory, workload, limits
-        self._costs, self._lean = costs, lean
+    def __init__(self, limits: Limits, costs: GPUCosts) -> None:
+        self._limits, self._costs, self._inventory = limits, costs, costs.inventory
         self._options: dict[tuple[object, ...], Ranked | Misfit] = {}
 
     def rank(self, structure: Structure, width: int = WIDTH) -> Ranking | Misfit:
@@ -89,8 +84,8 @@ class Ranker:
     def _layouts(self, task: Task, slot: Slot, shared: bool) -> Ranked | Misfit:
         key = (task, slot, shared)
         if key not in self._options:
-            alike = options(task, slot, shared, self._inventory, self._workload, self._limits)
-            found = [option for shares in alike for option in self._ways(task, shares)]
+            alike = options(task, slot, shared, self._inventory, self._costs.work, self._limits)
+            found = [option for shares in alike for option in self.ways(task, shares)]
             fitting = [option for option in found if option.problem is None]
             fitting.sort(key=lambda option: (option.seconds, str(option.share)))
             where = f"{slot.count} GPUs of {slot.pool}"
@@ -101,7 +96,7 @@ class Ranker:
             self._options[key] = fitting or nothing
         return self._options[key]
 
-    def _ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
+    def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
         """Of shares that differ in what they do for memory, those worth a look: none if doing all does not help, and
         only the first ones (of each ZeRO stage) if there is plenty of room without."""
         least = self._costs.option(task, shares[-1])
@@ -109,7 +104,7 @@ class Ranker:
             return [least]
         first = self._costs.option(task, shares[0])
         roomy = first.problem is None and first.need < ROOMY * self._inventory[first.share.pool].gpu.memory
-        if self._lean and task in TRAINING and roomy:
+        if task in TRAINING and roomy:
             plain = [s for s in shares[1:] if not (s.recompute or s.offload)]
             return [first, *(self._costs.option(task, s) for s in plain)]
         return [first, *(self._costs.option(task, s) for s in shares[1:-1]), least]
@@ -158,9 +153,3 @@ def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
             if i + 1 < len(ranked):
                 more = seconds + ranked[i + 1].seconds - ranked[i].seconds
                 heapq.heappush(heap, (more, (*at[:k], i + 1, *at[k + 1 :]), k))
-
-
-def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Option, ...]]:
-    """One option of each list, by the sum of their seconds; each combination once."""
-    for at in orders(layouts):
-        yield tuple(ranked[i] for ranked, i in zip(layouts, at, strict=True))

@@ -9,20 +9,17 @@ from typing import Any
 from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
-from dovetail.planner.iteration.system import DOVETAIL
-from dovetail.planner.placement.candidate import Candidate, Placement, Share, Task
+from dovetail.planner.candidate import Candidate, Placement, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.costs import Costs
 from dovetail.planner.placement.fewest import fewest_stages
-from dovetail.planner.placement.inventory import Inventory
-from dovetail.planner.placement.job import Chosen, Infeasible, worth
+from dovetail.planner.placement.groups import Chosen, Infeasible, worth
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
 from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Found, Rejected, Result
-from dovetail.planner.placement.strategies import Strategy, choose
+from dovetail.planner.placement.search import Effort, Found, Rejected, Result, Search
 from dovetail.planner.placement.structures import ALONE
-from dovetail.planner.placement.workload import Workload
 from dovetail.planner.shape import ModelShape
 
 # Estimates of whole iterations; enough for 64 GPUs, and more for more.
@@ -44,20 +41,19 @@ def recommend(
     configs: Mapping[str, Mapping[str, Any]],
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
-    strategy: Strategy = "search",
 ) -> tuple[Chosen, list[str]]:
     """The best placement that is executed today; where none fits, the best of all, with sentences that say what of it
-    is not executed yet. `strategy`: see `strategies.choose`. Raises Infeasible, ConfigError, Unknown."""
+    is not executed yet. Raises Infeasible, ConfigError, Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
     known = shapes(spec, configs)
     if known is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
     executed = _limits(spec, Limits().executed())
-    found = _search(spec, known, inventory, executed, effort(inventory, expired), strategy)
+    found = _search(spec, known, inventory, executed, effort(inventory, expired))
     if not isinstance(found, str):
         return found, []
-    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired), strategy)
+    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired))
     if isinstance(everything, str):
         raise Infeasible(everything)
     return everything, [
@@ -81,31 +77,30 @@ def _search(
     inventory: Inventory,
     limits: Limits,
     effort: Effort,
-    strategy: Strategy,
 ) -> Chosen | str:
-    work = workload(spec, known)
-    system = replace(DOVETAIL, max_samples=spec.generation.max_concurrent)
-    costs = Costs(work, inventory, system)
+    costs = GPUCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
     if limits.together:
         most = max(pool.per_node for pool in inventory.pools)
-        result, _ = fewest_stages(limits, most, lambda tried: choose(strategy, inventory, work, tried, costs, effort))
+        result, _ = fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
     else:
-        result = choose(strategy, inventory, work, limits, costs, effort)
+        result = Search(limits, costs, effort).run()
     if result.best is None:
         return _missing(result)
-    if limits.together and strategy == "search":
-        result = _plainest(result, work, costs)
+    if limits.together:
+        result = _plainest(result, costs)
     assert result.best is not None
-    return Chosen(result.best.candidate, work, inventory, system, prediction(result, work, inventory, costs))
+    return Chosen(result.best.candidate, costs, prediction(result, costs))
 
 
-def _plainest(result: Result, work: Workload, costs: Costs) -> Result:
+def _plainest(result: Result, costs: GPUCosts) -> Result:
     """With the kind of placement that divides least of those that the models of time cannot tell from the best one."""
     best = result.best
     assert best is not None
     near = [best]
     for other in result.rejected:
-        if other.candidate is not None and other.seconds is not None and not worth(best.seconds, other.seconds, work):
+        if other.candidate is None or other.seconds is None:
+            continue
+        if not worth(best.seconds, other.seconds, costs.work):
             near.append(Found(other.candidate, costs.estimate(other.candidate), other.note))
     plainest = min(near, key=lambda found: (len({*found.note.split("; ")} - {"", ALONE}), found.seconds))
     if plainest is best:
@@ -151,7 +146,7 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
 
 def fragment(chosen: Chosen) -> dict[str, Any]:
     """The fields of a manifest's spec that say the same: groups, plan pins and batch sizes."""
-    candidate, pools = chosen.candidate, chosen.inventory
+    candidate, pools = chosen.candidate, chosen.costs.inventory
     actor = candidate.actor_training[0]
     critic = candidate.critic_training[0] if candidate.critic_training else None
     pool = pools[actor.pool]
@@ -183,7 +178,7 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
 
 
 def _group(chosen: Chosen, share: Share, roles: list[str], per_pod: int) -> dict[str, Any]:
-    pool = chosen.inventory[share.pool]
+    pool = chosen.costs.inventory[share.pool]
     return {
         "name": share.pool,
         "roles": roles,

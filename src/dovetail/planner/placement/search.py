@@ -7,21 +7,19 @@ effort is spent, or time is up. Last, the best one's layouts and sizes are varie
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
-from dovetail.planner.iteration.estimate import Estimate
-from dovetail.planner.placement.candidate import INFERENCE, TASKS, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.candidate import INFERENCE, TASKS, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.costs.gpu import Estimate, GPUCosts, Option
+from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.combine import Combiner
-from dovetail.planner.placement.costs import Estimator, Option
 from dovetail.planner.placement.filling import Filling
-from dovetail.planner.placement.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
-from dovetail.planner.placement.ranking import Misfit, Ranker, Ranking, combinations
-from dovetail.planner.placement.structures import Sizes, Slot, Structure, every_size, sizes, structures
-from dovetail.planner.placement.workload import Workload
+from dovetail.planner.placement.ranking import Ranker, Ranking
+from dovetail.planner.placement.structures import Sizes, Slot, Structure, sizes, structures
 
 # The descent looks at layouts that alone take up to so much longer than the one in use.
 SLACK = 1.25
@@ -86,22 +84,12 @@ class Result:
 
 
 class Search:
-    """One search. Deterministic if `effort.expired` is. `accept`: which structures are looked at at all."""
+    """One search. Deterministic if `effort.expired` is."""
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        workload: Workload,
-        limits: Limits,
-        costs: Estimator,
-        effort: Effort,
-        lean: bool = True,
-        accept: Callable[[Structure], bool] = lambda structure: True,
-    ) -> None:
-        self.inventory, self.workload, self.limits = inventory, workload, limits
-        self.costs, self.effort, self.accept = costs, effort, accept
-        self.ranker = Ranker(inventory, workload, limits, costs, lean)
-        self.combiner = Combiner(inventory, limits, costs, self.ranker)
+    def __init__(self, limits: Limits, costs: GPUCosts, effort: Effort) -> None:
+        self.limits, self.costs, self.effort = limits, costs, effort
+        self.ranker = Ranker(limits, costs)
+        self.combiner = Combiner(limits, costs, self.ranker)
         self.result = Result()
         self._known: dict[Candidate, Estimate] = {}
         self._finalists: list[tuple[float, int, Ranking, Found]] = []
@@ -170,9 +158,13 @@ class Search:
 
     # ------------------------------------------------------------ structures
 
+    def structures(self, grid: Sizes) -> Iterator[Structure]:
+        """Those that are looked at."""
+        return structures(self.costs.inventory, self.costs.work, self.limits, grid)
+
     def _ranked(self, grid: Sizes) -> list[Ranking]:
         found = []
-        for structure in filter(self.accept, structures(self.inventory, self.workload, self.limits, grid)):
+        for structure in self.structures(grid):
             self.result.structures += 1
             ranking = self.ranker.rank(structure)
             if isinstance(ranking, Ranking):
@@ -366,22 +358,3 @@ def _near(cuts: frozenset[int], pool: Pool, count: int) -> list[int]:
     unit = pool.per_node
     near = {cut + step * unit for cut in cuts for step in range(-NEAR, NEAR + 1)}
     return sorted(n for n in near if 0 < n < count)
-
-
-def exhaustive(inventory: Inventory, workload: Workload, limits: Limits, costs: Estimator) -> Result:
-    """Every structure, every combination of layouts, every schedule and threshold: for small cases, and to test by."""
-    search = Search(inventory, workload, limits, costs, Effort(estimates=10**12), lean=False)
-    for structure in structures(inventory, workload, limits, every_size):
-        search.result.structures += 1
-        ranking = search.ranker.rank(structure, width=10**9)
-        if isinstance(ranking, Misfit):
-            continue
-        for options in combinations(ranking.layouts):
-            chosen = tuple(option.share for option in options)
-            if not search.combiner.agrees(ranking, chosen):
-                continue
-            for schedule in search.schedules(structure, ranking.places, chosen):
-                for migration in limits.migrations:
-                    candidate = search.candidate(ranking, chosen, schedule)
-                    search.estimated(replace(candidate, migration=migration), structure.note)
-    return search.result

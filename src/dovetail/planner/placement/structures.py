@@ -8,11 +8,11 @@ from itertools import product
 from typing import Any
 
 from dovetail.manifest.sizes import world_size
+from dovetail.planner.candidate import TASKS, Placement, Task
 from dovetail.planner.hashing import hashed_once
-from dovetail.planner.placement.candidate import TASKS, Placement, Task
-from dovetail.planner.placement.inventory import Inventory, Pool
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.workload import Workload
+from dovetail.planner.workload import Workload
 
 # More sizes than this many nodes are not all tried; the search refines the best ones node by node.
 EVERY_NODE = 16

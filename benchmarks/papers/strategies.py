@@ -1,0 +1,147 @@
+"""Ways to choose a placement, by name: ours, those of the papers that it is compared with, and a look at everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from dovetail.planner.candidate import Candidate, Placement, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts, Option
+from dovetail.planner.inventory import Inventory
+from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.ranking import Misfit, Ranked, Ranker, Ranking, orders
+from dovetail.planner.placement.search import Effort, Result, Search
+from dovetail.planner.placement.structures import ALONE, Sizes, Slots, Structure, every_size, structures
+from dovetail.protocol.weights import Layout
+from papers.layouts import similar
+
+Strategy = Literal["search", "prior", "grid", "similar", "exhaustive"]
+STRATEGIES: tuple[Strategy, ...] = ("search", "prior", "grid", "similar", "exhaustive")
+# APP section V-C: 30 to 50 % of the devices to the predicting actor and to the training models each.
+PRIOR = (0.3, 0.5)
+# Placement ratios of APP's grid.
+GRID = (0.25, 0.5, 0.75, 1.0)
+
+
+def choose(strategy: Strategy, limits: Limits, costs: GPUCosts, effort: Effort) -> Result:
+    """search: ours. prior, grid: APP's two modes, over placements that its rules or its grid of ratios allow. similar:
+    everything on all GPUs, generation's layout by PUZZLE's descent from the best training layout. exhaustive: all."""
+    if strategy == "exhaustive":
+        return exhaustive(limits, costs)
+    if strategy == "similar":
+        return _similar(limits, costs, effort)
+    searches: dict[str, type[Search]] = {"search": Search, "prior": _Prior, "grid": _Grid}
+    return searches[strategy](limits, costs, effort).run()
+
+
+class _Prior(Search):
+    """Only structures that APP's rule allows."""
+
+    def structures(self, grid: Sizes) -> Iterator[Structure]:
+        return (found for found in super().structures(grid) if _prior(found, self.costs.inventory))
+
+
+class _Grid(Search):
+    """Only structures on APP's grid."""
+
+    def structures(self, grid: Sizes) -> Iterator[Structure]:
+        return (found for found in super().structures(grid) if _on_grid(found, self.costs.inventory))
+
+
+def _count(slots: Slots) -> int:
+    return sum(slot.count for slot in slots)
+
+
+def _prior(structure: Structure, inventory: Inventory) -> bool:
+    """Separation with the shares of PRIOR; the rest infers, if there is one."""
+    training = set(structure.actor_training) | set(structure.critic_training)
+    trains, generates = _count(tuple(training)), _count(structure.generation)
+    low, high = (share * inventory.gpus for share in PRIOR)
+    separate = structure.placement is Placement.SEPARATION or ALONE in structure.note
+    return separate and low <= trains <= high and low <= generates <= high
+
+
+def _on_grid(structure: Structure, inventory: Inventory) -> bool:
+    tasks = (structure.generation, structure.actor_training, structure.critic_training, structure.reference)
+    ratios = (_count(slots) / inventory.gpus for slots in (*tasks, structure.reward, structure.critic) if slots)
+    return all(any(abs(ratio - point) < 1e-9 for point in GRID) for ratio in ratios)
+
+
+def _similar(limits: Limits, costs: GPUCosts, effort: Effort) -> Result:
+    flat = replace(limits, placements=(Placement.FLATTENING,))
+    search = Search(flat, costs, effort)
+    for structure in structures(costs.inventory, costs.work, flat):
+        ranking = search.ranker.rank(structure, width=10**9)
+        # Layouts are of the same ranks; pools that only generate have none in common with training.
+        if isinstance(ranking, Ranking) and structure.generation == structure.actor_training:
+            _descend(search, ranking)
+    return search.result
+
+
+def _descend(search: Search, ranking: Ranking) -> None:
+    """Once with each task's fastest ways to hold a layout, once with those that need least memory."""
+    places = [task for task, _ in ranking.places]
+    actor, served = places.index("actor_training"), places.index("generation")
+    orders: tuple[Callable[[Option], float], ...] = (lambda option: option.seconds, lambda option: option.need)
+    for order in orders:
+        ordered = [sorted(ranked, key=order) for ranked in ranking.layouts]
+        trains = {option.share.layout: option for option in reversed(ordered[actor])}
+        serves = {option.share.layout: option for option in reversed(ordered[served])}
+        chosen = [ranked[0].share for ranked in ordered]
+        found = _puzzle(search, ranking, chosen, (actor, served), (trains, serves))
+        search.estimated(found, ranking.structure.note)
+
+
+def _puzzle(
+    search: Search,
+    ranking: Ranking,
+    chosen: list[Share],
+    at: tuple[int, int],
+    layouts: tuple[dict[Layout, Option], dict[Layout, Option]],
+) -> Candidate:
+    trains, serves = layouts
+
+    def candidate(training: Layout, generation: Layout) -> Candidate:
+        both = {at[0]: trains[training].share, at[1]: serves[generation].share}
+        return search.candidate(ranking, [both.get(i, share) for i, share in enumerate(chosen)], "Serial")
+
+    def switch(training: Layout, generation: Layout) -> float:
+        phases = search.costs.estimate(candidate(training, generation)).phases
+        return phases["transfer"] + phases["swap"]
+
+    found = similar(list(trains), list(serves), lambda x: trains[x].seconds, lambda x: serves[x].seconds, switch)
+    return candidate(found.training, found.generation)
+
+
+class _Everything(Ranker):
+    """Also looks at ways to save memory where it is plenty."""
+
+    def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
+        return [self._costs.option(task, share) for share in shares]
+
+
+def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
+    """Every structure, every combination of layouts, every schedule and threshold: for small cases, and to test by."""
+    search = Search(limits, costs, Effort(estimates=10**12))
+    search.ranker = _Everything(limits, costs)
+    for structure in structures(costs.inventory, costs.work, limits, every_size):
+        search.result.structures += 1
+        ranking = search.ranker.rank(structure, width=10**9)
+        if isinstance(ranking, Misfit):
+            continue
+        for options in combinations(ranking.layouts):
+            chosen = tuple(option.share for option in options)
+            if not search.combiner.agrees(ranking, chosen):
+                continue
+            for schedule in search.schedules(structure, ranking.places, chosen):
+                for migration in limits.migrations:
+                    candidate = search.candidate(ranking, chosen, schedule)
+                    search.estimated(replace(candidate, migration=migration), structure.note)
+    return search.result
+
+
+def combinations(layouts: Sequence[Ranked]) -> Iterator[tuple[Option, ...]]:
+    """One option of each list, by the sum of their seconds; each combination once."""
+    for at in orders(layouts):
+        yield tuple(ranked[i] for ranked, i in zip(layouts, at, strict=True))

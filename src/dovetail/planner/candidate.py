@@ -1,0 +1,120 @@
+"""What the planner chooses between: which task runs on which GPUs, in which layout.
+
+Every placement is said in one way: each task has shares, a share a range of GPUs of one pool. Tasks whose ranges
+overlap take turns on those GPUs; tasks whose ranges are apart can run at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from dovetail.planner.hashing import hashed_once
+from dovetail.protocol.weights import Layout
+
+# As in dovetail.protocol.plan.Task, without the supervised stages. `critic` is the critic's inference.
+Task = Literal["generation", "reference", "reward", "critic", "actor_training", "critic_training"]
+TASKS: tuple[Task, ...] = ("generation", "reference", "reward", "critic", "actor_training", "critic_training")
+TRAINING: tuple[Task, ...] = ("actor_training", "critic_training")
+INFERENCE: tuple[Task, ...] = ("reference", "reward", "critic")
+Schedule = Literal["Serial", "TimeSharing", "Fused", "Dedicated"]
+
+
+class Placement(StrEnum):
+    """APP section V-A. FLATTENING: every task on every GPU. INTERLEAVING: reference and reward (perhaps actor and
+    critic training too) on halves of the GPUs, generation on all. SEPARATION: training apart from all else."""
+
+    FLATTENING = "Flattening"
+    INTERLEAVING = "Interleaving"
+    SEPARATION = "Separation"
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Share:
+    """A task on GPUs [first, first + pp * tp * dp) of a pool, tp changing fastest, then dp, then pp.
+
+    Generation: dp vLLM servers of tp GPUs each (pp 1); inference: dp copies of the model, or of its pp x tp parts.
+    `micro_batch`: sequences of one forward pass of a data-parallel rank (inference and training). `fsdp`: ZeRO stage
+    over the dp ranks: 0 whole copies; 1 optimizer state, 2 gradients too, 3 weights too (for inference and generation:
+    0 or 3, 3 gathering each layer when it is used). `recompute`: training makes activations again in the backward pass.
+    `offload`: what the task keeps on the GPU waits in host memory while it does not run: of training the optimizer
+    moments, of inference the weights, of generation weights and KV cache (vLLM asleep)."""
+
+    pool: str
+    first: int = 0
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    fsdp: Literal[0, 1, 2, 3] = 0
+    recompute: bool = False
+    offload: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def range(self) -> range:
+        """GPUs of the pool, by index."""
+        return range(self.first, self.first + self.gpus)
+
+    @property
+    def layout(self) -> Layout:
+        """Among the pool's GPUs as ranks."""
+        return Layout(pp=self.pp, tp=self.tp, dp=self.dp, first=self.first, sharded=self.fsdp == 3)
+
+    def at(self, first: int) -> Share:
+        """The same from GPU `first` on."""
+        if first == self.first:
+            return self
+        return Share(
+            self.pool, first, self.pp, self.tp, self.dp, self.micro_batch, self.fsdp, self.recompute, self.offload
+        )
+
+    def overlaps(self, other: Share) -> bool:
+        """Whether both need the same GPU."""
+        return (
+            self.pool == other.pool and self.first < other.first + other.gpus and other.first < self.first + self.gpus
+        )
+
+    def __str__(self) -> str:
+        return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}"
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that could be. A task of several shares divides its samples among them by their speeds (training has
+    one share). An empty tuple: the job has no such task (no critic, or a reward function).
+
+    `schedule`: how actor and critic training share their GPUs; Dedicated: each has some of its own. `migration`: share
+    of the samples left at which generation's tail gathers and inference begins on freed instances (inter-stage fusion),
+    None: inference waits for the last sample. `folded`: rollouts' own log-probabilities serve as the old ones, so there
+    is no forward pass of the actor before training (APP section V-A1). `shared_body`: the critic is a head on the
+    actor's body (AC-share): one forward and backward pass for both, and no critic weights of its own. `beside`: an
+    inference share's copies are in scorers of one vLLM server each, on the first GPUs of that server."""
+
+    placement: Placement
+    generation: tuple[Share, ...]
+    actor_training: tuple[Share, ...]
+    critic_training: tuple[Share, ...] = ()
+    reference: tuple[Share, ...] = ()
+    reward: tuple[Share, ...] = ()
+    critic: tuple[Share, ...] = ()
+    schedule: Schedule = "Serial"
+    migration: float | None = None
+    folded: bool = True
+    shared_body: bool = False
+    beside: bool = False
+
+    def shares(self, task: Task) -> tuple[Share, ...]:
+        found: tuple[Share, ...] = getattr(self, task)
+        return found
+
+    @property
+    def placed(self) -> Iterator[tuple[Task, Share]]:
+        """Every task's shares, in the order of TASKS."""
+        return ((task, share) for task in TASKS for share in self.shares(task))

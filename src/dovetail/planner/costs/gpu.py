@@ -1,0 +1,301 @@
+"""The cost model of GPUs: seconds and memory of one iteration of a candidate, in closed form.
+
+The search asks it thousands of times. `dovetail.planner.simulate.iteration` plays the same iteration event by event. A
+test compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dovetail.manifest.types import Dtype, LoRA, Parallelism
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
+from dovetail.planner.costs.generation import Generated, Servers, expected_longest, generate, mean
+from dovetail.planner.costs.gpu_memory import Footprint, GPUMemory, GPUMemoryModel
+from dovetail.planner.costs.memory import ITEMSIZE, Training, trained_parameters
+from dovetail.planner.costs.overlap import exposed_inference
+from dovetail.planner.costs.passes import Step, pass_seconds, servers, shared_prompt, straggling, together
+from dovetail.planner.costs.rooflines import DEFAULT, Constants, TimingError, all_gather, swap
+from dovetail.planner.costs.transfer import transfer_seconds
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.workload import Workload
+
+PHASES = ("generation", "inference", "training", "transfer", "swap")
+# An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
+OPTIMIZER_BYTES = 28
+# Most requests of a vLLM server at once.
+MAX_SAMPLES = 256
+NOTHING = Footprint()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`phases`: seconds by name of PHASES, one after the other. `inference` is without what fusion hides. `memory`: of
+    every GPU with a task. `problem`: why the candidate cannot run, one sentence; None if it can."""
+
+    phases: Mapping[str, float]
+    memory: tuple[GPUMemory, ...]
+    problem: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+
+@dataclass(frozen=True)
+class Option:
+    """A share of a task, if nothing else ran on its GPUs.
+
+    `seconds`: of an iteration's part of the task. `floor`: seconds that no schedule beside other tasks goes below.
+    `need`: bytes of one GPU; `footprint`: what they are. `problem`: why it cannot run even so."""
+
+    share: Share
+    seconds: float
+    floor: float
+    need: float
+    problem: str | None = None
+    footprint: Footprint = NOTHING
+
+
+class GPUCosts:
+    """Of one workload on one inventory. `max_samples`: most requests of a server at once."""
+
+    gradient_bytes = 4  # of a gradient that crosses the network
+
+    def __init__(
+        self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES, constants: Constants = DEFAULT
+    ) -> None:
+        self.work, self.inventory, self.constants = work, inventory, constants
+        self.memory = GPUMemoryModel(work, inventory)
+        self._max_samples = max_samples
+        self._servers: dict[tuple[Share, int], Servers] = {}
+        self._inference: dict[tuple[Task, Share], float] = {}
+        self._steps: dict[tuple[Task, Share], Step] = {}
+
+    # ------------------------------------------------------------ for the search
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Of a whole iteration; of a candidate that does not fit as if it did.
+
+        Raises TimingError for a dtype that a GPU lacks, KeyError for a pool that the inventory lacks."""
+        used, rooms = self.memory.of(candidate)
+        problem = next((m.explanation for m in used if not m.fits), None)
+        for task, share in candidate.placed:
+            if share.tp > self.inventory[share.pool].per_node:
+                problem = f"{task} on {share} has tensor parallel ranks on several nodes of {share.pool}; lower tp"
+        samples = self.samples_held(candidate)
+        for share, room in rooms.items():
+            if problem is None and room < samples * self.work.longest:
+                problem = (
+                    f"generation on {share} has room for {max(0, room)} tokens of KV cache, but {samples} sample"
+                    f"{'s' if samples > 1 else ''} may have {samples * self.work.longest}"
+                )
+        longest = self.work.longest
+        generated = self.generated([(s, max(rooms[s], longest)) for s in candidate.generation], candidate.migration)
+        phases = {
+            "generation": generated.seconds,
+            "inference": exposed_inference(candidate, self.work.batch, generated, self.scoring(candidate)),
+            "training": self.training(candidate),
+            "transfer": self.transfer(candidate),
+            "swap": self.swapped_in(candidate),
+        }
+        return Estimate(phases, used, problem)
+
+    def option(self, task: Task, share: Share) -> Option:
+        """The task on these GPUs alone, one share doing all of it."""
+        found, pool = self.memory.alone(task, share), self.inventory[share.pool]
+        need, mine = found.need, found.footprint
+        if need > pool.gpu.memory:
+            return Option(share, 0.0, 0.0, need, f"{task} on {self.memory.explanation(task, share)}")
+        try:
+            if task == "generation":
+                seconds = self.generated([(share, max(found.room, self.work.longest))], None).seconds
+                problem = None
+                if found.room < self.work.longest:
+                    problem = (
+                        f"generation on {share} has room for {max(0, found.room)} tokens of KV cache, but a sample "
+                        f"may have {self.work.longest}"
+                    )
+                # A tail that gathers may end a little sooner.
+                return Option(share, seconds + self.swap(task, share), 0.9 * seconds, need, problem, mine)
+            if task in TRAINING:
+                step, steps = self.step(task, share), self.work.steps
+                return Option(share, steps * step.alone, steps * (step.work + step.fixed), need, None, mine)
+            return Option(share, self.inference(task, share) + self.swap(task, share), 0.0, need, None, mine)
+        except TimingError as error:
+            return Option(share, 0.0, 0.0, need, str(error))
+
+    def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
+        """Bytes of a GPU of the pool for the footprints of these tasks, and for them where one serves."""
+        return self.memory.rooms(tasks, pool)
+
+    # ------------------------------------------------------------ generation and inference
+
+    def samples_held(self, candidate: Candidate) -> int:
+        """Samples of the longest length that a server must have room for."""
+        return 1
+
+    def servers(self, share: Share, room: int) -> Servers:
+        """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
+        key = share.at(0), room
+        if key not in self._servers:
+            pool = self.inventory[share.pool]
+            self._servers[key] = servers(share, pool, self.work, room, self._max_samples, self.constants)
+        return self._servers[key]
+
+    def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> Generated:
+        """Generation on these shares, each with its servers' tokens of KV cache."""
+        each = [self.servers(share, room) for share, room in shares]
+        return generate(each, self.work.batch, self.work.prompt, self.work.response, migration)
+
+    def scoring(self, candidate: Candidate) -> list[tuple[Task, Share, float]]:
+        """The shares of every inference task, with the seconds of their part of the batch: they share it by speed. The
+        actor's training shares compute its old log-probabilities unless these are folded."""
+        found: list[tuple[Task, Share, float]] = []
+        tasks: list[tuple[Task, tuple[Share, ...]]] = [(task, candidate.shares(task)) for task in INFERENCE]
+        if not candidate.folded:
+            tasks.append(("actor_training", candidate.actor_training))
+        for task, shares in tasks:
+            alone = [self.inference(task, share) for share in shares]
+            if len(shares) == 1:
+                found.append((task, shares[0], alone[0]))
+            elif shares:
+                together = 1 / sum(1 / seconds for seconds in alone)
+                found += [(task, share, together) for share in shares]
+        return found
+
+    def inference(self, task: Task, share: Share) -> float:
+        """A forward pass over all samples. A scorer computes a prompt once for its samples, a trainer for each."""
+        key = task, share.at(0)
+        if key not in self._inference:
+            work, pool = self.work, self.inventory[share.pool]
+            shape, head = work.needed(task)
+            prompt, response = mean(work.prompt), mean(work.response)
+            tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
+            context = (prompt + response) / 2
+            stage, gather, hop = pass_seconds(shape, head, key[1], pool, tokens, context, self.constants)
+            count = -(-work.batch // (share.dp * share.micro_batch))
+            self._inference[key] = (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
+        return self._inference[key]
+
+    # ------------------------------------------------------------ training
+
+    def training(self, candidate: Candidate) -> float:
+        """All optimizer steps of actor and critic."""
+        actor, critic = self.steps(candidate)
+        if actor is None:
+            return 0.0
+        if critic is None:
+            return self.work.steps * actor.alone
+        mine, other = candidate.actor_training[0], candidate.critic_training[0]
+        if not mine.overlaps(other):
+            return self.work.steps * max(actor.alone, critic.alone)
+        same = mine.pool == other.pool and mine.range == other.range and mine.tp == other.tp
+        return self.work.steps * together(actor, critic, candidate.schedule if same else "Serial")
+
+    def steps(self, candidate: Candidate) -> tuple[Step | None, Step | None]:
+        """An optimizer step of the actor and of the critic."""
+        actor, critic = candidate.actor_training, candidate.critic_training
+        return (
+            self.step("actor_training", actor[0]) if actor else None,
+            self.step("critic_training", critic[0]) if critic and self.work.critic else None,
+        )
+
+    def step(self, task: Task, share: Share) -> Step:
+        """An optimizer step of the model that a training task trains, by 1F1B.
+
+        A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
+        rank with most tokens count. Weights are gathered and gradients reduced once a step, under ZeRO-3 in each
+        pass."""
+        key = task, share.at(0)
+        if key not in self._steps:
+            self._steps[key] = self._step(task, key[1])
+        return self._steps[key]
+
+    def _step(self, task: Task, share: Share) -> Step:
+        work, pool, c = self.work, self.inventory[share.pool], self.constants
+        shape, head = work.needed(task)
+        lora = work.actor_lora if task == "actor_training" else work.critic_lora
+        trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
+        tokens = mean(work.prompt) + mean(work.response)
+        mini = min(work.mini_batch, work.batch)
+        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, tokens / 2, c)
+        stage *= self.straggling(share.dp)
+        pp, dp, tp = share.pp, share.dp, share.tp
+        size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
+        reduced = all_gather(self.gradient_bytes * trained * size, dp, ring, c)
+        backwards, fixed = (3 if share.recompute else 2) * stage, 0.0
+        if share.fsdp == 3:
+            backwards = max(backwards, gather + reduced)
+        elif dp > 1:
+            gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring, c)
+            fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
+        fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
+        # Of ranks with equal work the one with the longest sample of all ends last.
+        longest = expected_longest(work.response, self.longest_of(share.dp)) + mean(work.prompt)
+        skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch
+        return Step(pp, -(-mini // (dp * share.micro_batch)), max(stage, gather), backwards, hop, fixed, skew)
+
+    def straggling(self, dp: int) -> float:
+        """Tokens of the data-parallel rank with most of a mini-batch, over those of the mean rank."""
+        return straggling(self.work, dp)
+
+    def longest_of(self, dp: int) -> int:
+        """Samples whose longest fills and drains a pipeline."""
+        return min(self.work.mini_batch, self.work.batch)
+
+    def optimizer(self, parameters: float, share: Share) -> float:
+        """The step of these parameters on one GPU; moments in host memory come back for it."""
+        gpu, c = self.inventory[share.pool].gpu, self.constants
+        seconds = OPTIMIZER_BYTES * parameters / (c.memory * gpu.memory_bandwidth)
+        return seconds + (2 * 8 * parameters / (c.link * gpu.pcie) if share.offload else 0.0)
+
+    # ------------------------------------------------------------ between the tasks
+
+    def transfer(self, candidate: Candidate) -> float:
+        """New weights of the actor go to every generation share, then the critic's to every critic share; the receivers
+        of a model get them at once."""
+        total = 0.0
+        for task, serving in (("actor_training", candidate.generation), ("critic_training", candidate.critic)):
+            model = self.work.model(task)
+            sources = candidate.actor_training if task == "actor_training" else candidate.critic_training
+            if model is not None and sources:
+                total += max((self.transferred(*model, sources[0], target) for target in serving), default=0.0)
+        return total
+
+    def transferred(self, shape: ModelShape, head: Head, source: Share, target: Share) -> float:
+        return transfer_seconds(shape, head, source, target, self.inventory, self.constants)
+
+    def swapped_in(self, candidate: Candidate) -> float:
+        """Weights of servers and scorers come from host memory. Tasks on the same GPUs load one after the other, others
+        at once."""
+        spent: dict[tuple[str, int], float] = {}
+        for task in ("generation", *INFERENCE):
+            for share in candidate.shares(task):  # type: ignore[arg-type]
+                if share.offload:
+                    key = share.pool, share.first
+                    spent[key] = spent.get(key, 0.0) + self.swap(task, share)  # type: ignore[arg-type]
+        return max(spent.values(), default=0.0)
+
+    def swap(self, task: Task, share: Share) -> float:
+        """Weights of one task from host memory; the moments of training count with its steps."""
+        model = self.work.model(task)
+        if model is None or not share.offload:
+            return 0.0
+        gpu = self.inventory[share.pool].gpu
+        size = model[0].parameters(model[1]) * ITEMSIZE[gpu.dtype] / (share.pp * share.tp)
+        return swap(size / share.dp if share.fsdp == 3 else size, gpu, 1, self.constants)
+
+
+@lru_cache(maxsize=256)
+def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...]) -> float:
+    """Fraction of the parameters that are trained with adapters."""
+    lora = LoRA(rank=rank, target_modules=list(modules))
+    total, trained = trained_parameters(Training(shape, head, Parallelism(), Dtype.BFLOAT16, 1, lora=lora), 0)
+    return trained / total

@@ -1,0 +1,296 @@
+"""Memory of every GPU in a candidate, by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from dovetail.manifest.types import Parallelism
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
+from dovetail.planner.costs.generation import mean
+from dovetail.planner.costs.memory import (
+    BATCHED_TOKENS,
+    CONTEXT_BYTES,
+    FRAGMENTS,
+    GRAPH_BYTES,
+    ITEMSIZE,
+    UTILISATION,
+    Training,
+    generation_step_bytes,
+    scoring_step_bytes,
+    shortage,
+    stage_parameters,
+    training_memory,
+    two_blocks,
+)
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.workload import Workload
+
+# Parts of a training rank that stay while other tasks have the GPU.
+_STAYS = ("weights", "optimizer", "moving average")
+_PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.fromkeys(TRAINING, "trainer")}
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """Bytes by part of each of the GPUs `range` of a pool, at the peak of an iteration."""
+
+    pool: str
+    range: range
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+    capacity: float
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes <= self.capacity
+
+    @property
+    def explanation(self) -> str:
+        """One sentence with the numbers and the largest parts."""
+        return shortage(f"{self.pool}[{self.range.start}:{self.range.stop}]", self.device, self.capacity)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bytes by part of one task on one GPU: those that stay, those that it needs while it works, and those on the
+    host."""
+
+    stays: Mapping[str, float]
+    works: Mapping[str, float]
+    host: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def resident(self) -> float:
+        return sum(self.stays.values())
+
+    @cached_property
+    def transient(self) -> float:
+        return sum(self.works.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one GPU for one task, whatever else runs there.
+
+    `kept`: all the time, with fragments and the smallest KV cache of a server that stays awake. `works`: more while the
+    task runs. `serves`: the task generates. `awake`: its server keeps the KV cache while other tasks work."""
+
+    kept: float = 0.0
+    works: float = 0.0
+    serves: bool = False
+    awake: bool = False
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A task with GPUs of its own: bytes of one GPU, tokens of a server's KV cache, and its footprint."""
+
+    need: float
+    room: int
+    footprint: Footprint
+
+
+Loads = list[tuple[Task, Share, Load]]
+
+
+class GPUMemoryModel:
+    """Of the tasks of one workload."""
+
+    def __init__(self, work: Workload, inventory: Inventory) -> None:
+        self.work, self.inventory = work, inventory
+        self._training_loads: dict[tuple[Task, Share], Load] = {}
+        self._serving_loads: dict[tuple[Task, Share], Load] = {}
+
+    # ------------------------------------------------------------ one task
+
+    def alone(self, task: Task, share: Share) -> Alone:
+        """As `of` a candidate with this share only."""
+        load, pool = self.load(task, share), self.inventory[share.pool]
+        kept, works = (1 + FRAGMENTS) * load.resident, load.transient
+        need = kept + works + CONTEXT_BYTES
+        if task != "generation":
+            return Alone(need, 0, Footprint(kept, works))
+        each = self._kv_bytes(share)
+        room = int((UTILISATION * pool.gpu.memory - need) // each)
+        need += self._cached_tokens(share, room) * each
+        works += self.work.longest * each
+        if not self.awake(share):
+            return Alone(need, room, Footprint(kept, works, serves=True))
+        return Alone(need, room, Footprint(kept + works, 0.0, serves=True, awake=True))
+
+    def explanation(self, task: Task, share: Share) -> str:
+        """What a task with GPUs of its own needs of them, one sentence."""
+        tasks, room = [(task, share, self.load(task, share))], self.alone(task, share).room
+        return self._peak(self.inventory[share.pool], share.range, tasks, {share: room}).explanation
+
+    def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
+        """Bytes of a GPU for the footprints of these tasks, and for them where one serves: vLLM leaves some free."""
+        contexts = self.processes(tasks) * CONTEXT_BYTES
+        return pool.gpu.memory - contexts, UTILISATION * pool.gpu.memory - contexts
+
+    # ------------------------------------------------------------ a candidate
+
+    def of(self, candidate: Candidate) -> tuple[tuple[GPUMemory, ...], dict[Share, int]]:
+        """Memory of every GPU that has a task, equal neighbours together; and the tokens of KV cache of each generation
+        share's servers (0 or less: not even one sample fits)."""
+        cells = [
+            (pool, where, [(task, share, self.load(task, share, candidate)) for task, share in on])
+            for pool, where, on in self._cells(candidate)
+        ]
+        rooms: dict[Share, int] = {}
+        for pool, _, tasks in cells:
+            for task, share, load in tasks:
+                if task == "generation":
+                    others = [other for t, s, other in tasks if s is not share or t != task]
+                    taken = sum(other.resident for other in others)
+                    if self.awake(share):
+                        taken += max((other.transient for other in others), default=0.0)
+                    taken += self._overhead(tasks)
+                    left = UTILISATION * pool.gpu.memory - taken - load.resident - load.transient
+                    room = int(left // self._kv_bytes(share))
+                    rooms[share] = min(room, rooms.get(share, room))
+        return tuple(self._peak(pool, where, tasks, rooms) for pool, where, tasks in cells), rooms
+
+    def _cells(self, candidate: Candidate) -> Iterator[tuple[Pool, range, list[tuple[Task, Share]]]]:
+        """Ranges of GPUs with the same tasks."""
+        placed = list(candidate.placed)
+        for pool in self.inventory.pools:
+            mine = [(task, share, _range(candidate, task, share)) for task, share in placed if share.pool == pool.name]
+            cuts = sorted({edge for _, _, there in mine for edge in (there.start, there.stop)})
+            for start, stop in pairwise(cuts):
+                on = [(t, s) for t, s, there in mine if there.start <= start and stop <= there.stop]
+                if on:
+                    yield pool, range(start, stop), on
+
+    def _peak(self, pool: Pool, where: range, tasks: Loads, rooms: Mapping[Share, int]) -> GPUMemory:
+        device: dict[str, float] = {}
+        host: dict[str, float] = {}
+        peaks: list[tuple[float, dict[str, float]]] = []
+        for task, share, load in tasks:
+            device |= {f"{task}: {name}": size for name, size in load.stays.items()}
+            host |= {f"{task}: {name}": size for name, size in load.host.items()}
+            works = {f"{task}: {name}": size for name, size in load.works.items()}
+            if task == "generation":
+                works["generation: KV cache"] = self._cached_tokens(share, rooms[share]) * self._kv_bytes(share)
+                if self.awake(share):
+                    device |= works
+                    continue
+            peaks.append((sum(works.values()), works))
+        if peaks:
+            device |= max(peaks, key=lambda p: p[0])[1]
+        device["contexts, fragments"] = self._overhead(tasks)
+        return GPUMemory(pool.name, where, device, host, float(pool.gpu.memory))
+
+    def _overhead(self, tasks: Loads) -> float:
+        """Contexts of the processes, and what allocators lose of what stays."""
+        fragments = FRAGMENTS * sum(load.resident for _, _, load in tasks)
+        return self.processes(task for task, _, _ in tasks) * CONTEXT_BYTES + fragments
+
+    def _cached_tokens(self, share: Share, room: int) -> float:
+        """Tokens that a server keeps: those of its part of the batch as far as there is room, at least one sample."""
+        work = self.work
+        wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
+        return max(float(work.longest), min(float(room), max(wanted, work.longest)))
+
+    def _kv_bytes(self, share: Share) -> float:
+        """Of one token on one GPU."""
+        itemsize = ITEMSIZE[self.inventory[share.pool].gpu.dtype]
+        return self.work.actor.kv_bytes(itemsize, share.tp) / share.pp
+
+    # ------------------------------------------------------------ what the software does
+
+    def awake(self, share: Share) -> bool:
+        """Whether a server keeps its KV cache while other tasks work."""
+        return not share.offload
+
+    def processes(self, tasks: Iterable[Task]) -> int:
+        """Processes with a CUDA context on a GPU with these tasks."""
+        return len({_PROCESS[task] for task in tasks})
+
+    def load(self, task: Task, share: Share, candidate: Candidate | None = None) -> Load:
+        """One task's. `candidate`: what else runs there; it makes no difference, as each process has its weights."""
+        return self.training_load(task, share) if task in TRAINING else self.serving_load(task, share)
+
+    def training_load(self, task: Task, share: Share) -> Load:
+        key = task, share.at(0)
+        if key not in self._training_loads:
+            # The first stage keeps most micro-batches, the last has the logits.
+            loads = [self.stage_load(self.training_job(task, share, stage), stage) for stage in {0, share.pp - 1}]
+            self._training_loads[key] = max(loads, key=lambda load: load.resident + load.transient)
+        return self._training_loads[key]
+
+    def training_job(self, task: Task, share: Share, stage: int) -> Training:
+        """The job of a training share as its pipeline stage `stage` runs it under 1F1B."""
+        shape, head = self.work.needed(task)
+        sequences = -(-min(self.work.mini_batch, self.work.batch) // share.dp)
+        count = -(-sequences // share.micro_batch)
+        return Training(
+            shape,
+            head,
+            _layout(share.pp, share.tp, share.dp),
+            self.inventory[share.pool].gpu.dtype,
+            tokens=min(share.micro_batch, sequences) * self.work.longest,
+            micro_batches=count,
+            in_flight=min(share.pp - stage, count),
+            lora=self.work.actor_lora if task == "actor_training" else self.work.critic_lora,
+            recompute=share.recompute,
+            offload=share.offload,
+            ema="host" if self.work.ema and task == "actor_training" else None,
+            fsdp=share.fsdp,
+        )
+
+    def stage_load(self, job: Training, stage: int) -> Load:
+        found = training_memory(job, stage)
+        parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
+        stays = {name: size for name, size in parts.items() if name in _STAYS}
+        works = {name: size for name, size in parts.items() if name not in _STAYS}
+        works["fragments"] = FRAGMENTS * sum(works.values())
+        return Load(stays, works, found.host)
+
+    def serving_load(self, task: Task, share: Share) -> Load:
+        key = task, share.at(0)
+        if key not in self._serving_loads:
+            self._serving_loads[key] = self._serving(task, share)
+        return self._serving_loads[key]
+
+    def _serving(self, task: Task, share: Share) -> Load:
+        """Generation without its cache, or inference."""
+        shape, head = self.work.needed(task)
+        b, last = ITEMSIZE[self.inventory[share.pool].gpu.dtype], share.pp - 1
+        total = max(stage_parameters(shape, head, share.pp, share.tp, stage) for stage in {0, last})
+        size = float(b * total)
+        works: dict[str, float] = {}
+        if share.fsdp == 3:
+            layers = max(1, shape.layers // share.pp)
+            works["gathered weights"] = float(b * two_blocks(total, shape.layer_parameters(share.tp), layers))
+            size /= share.dp
+        if task == "generation":
+            works["CUDA graphs"] = GRAPH_BYTES
+            works["a step"] = generation_step_bytes(shape, BATCHED_TOKENS, b, share.tp)
+        else:
+            works["a step"] = scoring_step_bytes(shape, head, share.micro_batch * self.work.longest, b, share.tp)
+        if share.offload:
+            return Load({}, {**works, "weights": size}, {"weights": size})
+        return Load({"weights": size}, works)
+
+
+def _range(candidate: Candidate, task: Task, share: Share) -> range:
+    """GPUs that may hold a part of a share. Copies beside servers are counted through, though each is on the first GPUs
+    of its own server: where these train one of two models, all of a server's count."""
+    if task in INFERENCE and candidate.beside and candidate.schedule == "Dedicated":
+        server = next((s for s in candidate.generation if s.overlaps(share)), None)
+        if server is not None and any(server.overlaps(s) for s in candidate.actor_training):
+            return range(share.first, share.first + share.dp * server.pp * server.tp)
+    return share.range
+
+
+@lru_cache(maxsize=4096)
+def _layout(pp: int, tp: int, dp: int) -> Parallelism:
+    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp)

@@ -1,0 +1,189 @@
+"""From whole iterations that were measured to a machine's costs: least squares with coefficients of at least 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.planner.costs.machine import exposed_messages, training_seconds
+from dovetail.planner.costs.machine_work import Work
+from dovetail.planner.costs.shared_cores import Stage
+from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
+
+# A process that shares nothing keeps one core busy; one that waits all the time none.
+_CORES = np.linspace(0.3, 3.0, 109)
+
+
+class FitError(ValueError):
+    """What was measured does not tell some cost; one sentence."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """An iteration that was measured, without fusion. `phases`: seconds by name. `finished`: seconds since generation
+    began and responses left, each time some ended. `chunks`: models, tokens and seconds of what was scored together.
+    `passes`: seconds of a rank's forwards and backwards by model, the mean over ranks. `waited`: by how many seconds
+    those of the slowest rank were longer, summed over the optimizer steps, after each of which ranks meet."""
+
+    work: Work
+    phases: Mapping[str, float]
+    finished: Sequence[tuple[float, int]]
+    chunks: Sequence[tuple[tuple[str, ...], int, float]]
+    passes: Mapping[str, float]
+    waited: float = 0.0
+
+
+def fit(seen: Sequence[Observed], cores: int, end_rate: float | None = None) -> Machine:
+    """`seen`: iterations with one rollout and one rank, of at least two shapes, which tell what a process takes alone;
+    with several of both, which tell what sharing costs; with pipeline stages and unlike scorers. Raises FitError."""
+    alone = [o for o in seen if o.work.rollouts == 1 and o.work.ranks == 1]
+    shared = [o for o in seen if o.work.rollouts > 1 and o.work.dp > 1]
+    if not alone or not shared:
+        raise FitError("there are no measured iterations of one rollout and rank, or none of several")
+    scoring = _scoring(seen, cores)
+    training = TrainingCosts(
+        begin=0.0,
+        step=0.0,
+        exchange=0.0,
+        message=0.0,
+        models=_passes(alone),
+        cores=_busy(shared, alone, cores),
+        straggling=sum(o.waited for o in shared) / sum(sum(o.passes.values()) for o in shared),
+    )
+    weights = nonnegative([[1.0, o.work.rollouts] for o in seen], [o.phases["weights"] for o in seen])
+    other = nonnegative([[1.0, len(o.work.responses)] for o in seen], [o.phases["other"] for o in seen])
+    machine = Machine(
+        cores=cores,
+        generation=_generation(alone),
+        scoring=scoring,
+        training=training,
+        weights=Cost(fixed=weights[0], each=weights[1]),
+        other=Cost(fixed=other[0], each=other[1]),
+        prompt_tokens=float(np.mean([n for o in seen for n in o.work.prompts])),
+        end_rate=end_rate,
+    )
+    machine = _trained(seen, machine)
+    # What two servers, then two scorers, want of the cores they share.
+    several = [o for o in seen if o.work.rollouts > 1]
+    machine = _search(machine, several, "generation", lambda o, m: Stage(o.work, m, None).generated)
+    return _scored(machine, seen)
+
+
+def nonnegative(
+    features: Sequence[Sequence[float]], target: Sequence[float], scale: Sequence[float] | None = None
+) -> list[float]:
+    """Coefficients >= 0 with the least squares of errors relative to `scale` (default: the target itself): those that
+    would be below 0 are left out in turn."""
+    weight = 1.0 / np.maximum(np.asarray(target if scale is None else scale, float), 1e-4)
+    x, y = np.asarray(features, float) * weight[:, None], np.asarray(target, float) * weight
+    kept, found = list(range(x.shape[1])), np.zeros(x.shape[1])
+    while kept:
+        size = np.maximum(np.linalg.norm(x[:, kept], axis=0), 1e-30)
+        solution = np.linalg.lstsq(x[:, kept] / size, y, rcond=1e-6)[0]
+        if (solution >= 0).all():
+            found[kept] = solution / size
+            break
+        kept.pop(int(np.argmin(solution)))
+    return [float(v) for v in found]
+
+
+def _generation(alone: Sequence[Observed]) -> GenerationCosts:
+    """The response of length l ends after begin + samples x sample + l x step + (tokens made until then) x token."""
+    features, target = [], []
+    for each in alone:
+        lengths = np.sort(np.asarray(each.work.responses))
+        count = len(lengths)
+        for at, left in each.finished:
+            ended = count - left
+            if not ended:
+                continue
+            longest = float(lengths[ended - 1])
+            tokens = float(np.minimum(lengths, longest).sum())
+            features.append([1.0, float(count), longest, tokens])
+            target.append(at)
+    begin, sample, step, token = nonnegative(features, target)
+    return GenerationCosts(begin=begin, sample=sample, step=step, token=token, cores=1.0)
+
+
+def _scoring(seen: Sequence[Observed], cores: int) -> ScoringCosts:
+    """Chunks of scorers with all models, alone; a token's seconds are shared out as scorers with some models took."""
+    everything = max((c[0] for o in seen for c in o.chunks), key=len)
+    alone = [c for o in seen if o.work.rollouts == 1 for c in o.chunks]
+    several = [c for o in seen if o.work.rollouts > 1 for c in o.chunks]
+    chunk, token = nonnegative([[1.0, tokens] for _, tokens, _ in alone], [s for *_, s in alone])
+    whole = [c for c in several if c[0] == everything]
+    slower = sum(s for *_, s in whole) / sum(chunk + t * token for _, t, _ in whole) if whole else 1.0
+    each = {}
+    for part in {c[0] for c in several} - {everything}:
+        mine = [c for c in several if c[0] == part]
+        each[part] = max(1e-9, sum(s - slower * chunk for *_, s in mine) / sum(t for _, t, _ in mine))
+    share = dict.fromkeys(everything, 1.0 / len(everything))
+    if each and set().union(*each) == set(everything):
+        share = {m: taken / sum(each.values()) / len(part) for part, taken in each.items() for m in part}
+    scorers = max(o.work.rollouts for o in seen)
+    return ScoringCosts(
+        begin=0.0,
+        chunk=chunk,
+        token={m: token * share[m] for m in everything},
+        cores=max(0.3, slower * cores / min(scorers, cores)),
+    )
+
+
+def _passes(alone: Sequence[Observed]) -> dict[str, Cost]:
+    found = {}
+    for model in alone[0].passes:
+        features = [[o.work.executed, o.work.tokens] for o in alone]
+        fixed, each = nonnegative(features, [o.passes[model] for o in alone])
+        found[model] = Cost(fixed=fixed, each=each)
+    return found
+
+
+def _busy(shared: Sequence[Observed], alone: Sequence[Observed], cores: int) -> float:
+    """Cores that a trainer rank wants: passes on all ranks at once over passes alone."""
+    costs = _passes(alone)
+    ratios = []
+    for o in shared:
+        count, tokens = o.work.steps * o.work.micro_batches, o.work.tokens
+        expected = sum(costs[m].fixed * count + costs[m].each * tokens for m in o.passes)
+        ratios.append(sum(o.passes.values()) / expected / min(1.0, o.work.ranks / cores))
+    return max(0.3, float(np.median(ratios)))
+
+
+def _trained(seen: Sequence[Observed], machine: Machine) -> Machine:
+    """What a training phase takes beside its passes."""
+    features, target = [], []
+    for o in seen:
+        work = o.work
+        features.append([1.0, work.steps, work.steps * (work.dp > 1), exposed_messages(work)])
+        target.append(o.phases["training"] - training_seconds(work, machine))
+    found = nonnegative(features, target, [o.phases["training"] for o in seen])
+    costs = machine.training.model_copy(update=dict(zip(("begin", "step", "exchange", "message"), found, strict=True)))
+    return machine.model_copy(update={"training": costs})
+
+
+def _search(
+    machine: Machine, seen: Sequence[Observed], phase: str, predict: Callable[[Observed, Machine], float]
+) -> Machine:
+    """The phase's `cores` with the least squares of relative errors."""
+
+    def with_cores(cores: float) -> Machine:
+        costs = getattr(machine, phase).model_copy(update={"cores": float(cores)})
+        return machine.model_copy(update={phase: costs})
+
+    def error(cores: float) -> float:
+        tried = with_cores(cores)
+        return sum((predict(o, tried) / o.phases[phase] - 1) ** 2 for o in seen)
+
+    return with_cores(min(_CORES, key=error))
+
+
+def _scored(machine: Machine, seen: Sequence[Observed]) -> Machine:
+    """What an inference phase takes beside its chunks."""
+    rest = []
+    for o in seen:
+        stage = Stage(o.work, machine, None)
+        rest.append(o.phases["inference"] - (stage.end - stage.generated))
+    costs = machine.scoring.model_copy(update={"begin": max(0.0, float(np.median(rest)))})
+    return machine.model_copy(update={"scoring": costs})

@@ -1,0 +1,257 @@
+"""Memory by part: of a training rank, of a vLLM server and of a scorer; and what makes a training rank fit.
+
+A training rank runs one stage of a model under FSDP2, as `dovetail.trainer.parallel` sets it up. APP calls this the
+MinResourceChecker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dovetail.manifest.types import Dtype, LoRA, Parallelism
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.protocol.weights import layer_range
+
+GIB = 2**30
+# Assumed: what a CUDA process holds besides tensors (context, cuBLAS and NCCL buffers), and the fraction of the rest
+# that torch's allocator loses to fragments.
+CONTEXT_BYTES = 1.5 * GIB
+FRAGMENTS = 0.03
+# vLLM's defaults: tokens of one step, and the fraction of the GPU that it takes. Assumed: what its CUDA graphs hold.
+BATCHED_TOKENS = 8192
+UTILISATION = 0.92
+GRAPH_BYTES = 1.0 * GIB
+ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2}
+# dovetail.trainer.algorithms.logprobs.GPU_CHUNK_BYTES, and about three of them at a time.
+LOSS_CHUNK_BYTES = 3 * 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part of one rank, in device and in host memory."""
+
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device.values())
+
+
+def shortage(name: str, parts: Mapping[str, float], capacity: float, where: str = "") -> str:
+    """What `name` needs of a GPU with `capacity` bytes, and its three largest parts. One sentence without a stop."""
+    largest = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sorted(parts.items(), key=lambda p: -p[1])[:3])
+    need, there = sum(parts.values()) / GIB, capacity / GIB
+    return f"{name} needs {need:.1f} GiB per GPU{where}, {there:.1f} GiB there (most: {largest})"
+
+
+# ------------------------------------------------------------ servers and scorers
+
+
+def generation_step_bytes(shape: ModelShape, tokens: int, itemsize: int, tp: int = 1) -> float:
+    """What vLLM needs for one step over `tokens` positions: the residual stream, its norm, the wider of attention's and
+    the MLP's inner tensors; and logits of at most 1,024 positions in float32, once more for the sampler."""
+    inner = max(shape.queries + 2 * shape.keys, 2 * shape.intermediate) / tp
+    return tokens * (3 * shape.hidden + inner) * itemsize + 2 * 1024 * shape.vocabulary * 4.0
+
+
+def scoring_step_bytes(
+    shape: ModelShape, head: Head, tokens: int, itemsize: int, tp: int = 1, logit_bytes: float = math.inf
+) -> float:
+    """What a scorer needs for one forward pass over `tokens` positions. `logit_bytes`: the most that logits take."""
+    inner = max(shape.queries + 2 * shape.keys, 3 * shape.intermediate) / tp
+    logits = (head == "lm") * min(tokens * shape.vocabulary * itemsize / tp, logit_bytes)
+    return tokens * (3 * shape.hidden + inner) * itemsize + logits
+
+
+# ------------------------------------------------------------ training
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training of one model.
+
+    `tokens`: of one micro-batch, padding included. `micro_batches`: of a mini-batch. `in_flight`: the most
+    micro-batches whose activations a rank holds at once under the schedule. `recompute`: activation checkpointing; only
+    the inputs of the blocks are kept. `offload`: the optimizer's moments are in host memory between steps. `ema`: where
+    the averaged weights are, if there are any. `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters
+    and moments, 2 gradients too (ours), 3 weights too."""
+
+    shape: ModelShape
+    head: Head
+    layout: Parallelism
+    dtype: Dtype
+    tokens: int
+    micro_batches: int = 1
+    in_flight: int = 1
+    lora: LoRA | None = None
+    recompute: bool = False
+    offload: bool = False
+    ema: Literal["device", "host"] | None = None
+    gpu: bool = True
+    fsdp: Literal[0, 1, 2, 3] = 2
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 wraps the stage (one CPU rank in float32 goes without)."""
+        return self.gpu or self.layout.dp > 1 or self.dtype is not Dtype.FLOAT32
+
+
+def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int) -> int:
+    """Parameters of pipeline stage `stage` on one tensor parallel rank, without adapters."""
+    total = len(layer_range(shape.layers, stage, pp)) * shape.layer_parameters(tp)
+    if stage == 0:
+        total += shape.embedding_parameters(tp)
+    if stage == pp - 1:
+        total += shape.head_parameters(head, shape.tied and pp == 1, tp)
+    return total
+
+
+def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
+    """Parameters of pipeline stage `stage` on one tensor parallel rank: all, and those that are trained."""
+    total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage)
+    if job.lora is None:
+        return total, total
+    layers, each = len(_layers(job, stage)), _layer_adapters(job)
+    return total + layers * each, layers * each + _value_head(job, stage)
+
+
+def two_blocks(total: int, layer: int, layers: int) -> int:
+    """Most parameters of a stage of `total` that are whole at once where each block is gathered while the one before
+    works: of layers of `layer` parameters, and of embedding and head, which are a block of their own."""
+    outer = total - layers * layer
+    return sum(sorted([outer, *[layer] * min(2, layers)])[-2:])
+
+
+def _value_head(job: Training, stage: int) -> int:
+    return job.shape.hidden if job.head != "lm" and stage == job.layout.pp - 1 else 0
+
+
+def _layer_adapters(job: Training) -> int:
+    """Parameters of LoRA's adapters in one layer."""
+    assert job.lora is not None
+    tp = job.layout.tp
+    wanted = set(job.lora.target_modules)
+    return sum(
+        job.lora.rank * (linear.inputs // (tp if linear.split == "in" else 1))
+        + job.lora.rank * (linear.outputs // (tp if linear.split == "out" else 1))
+        for linear in job.shape.linears()
+        if not wanted or linear.name in wanted
+    )
+
+
+def training_memory(job: Training, stage: int) -> Memory:
+    """Of one rank of pipeline stage `stage`, at the peak of a step.
+
+    Weights: float32 masters, a dp-th each; under FSDP2 (ZeRO-2) a whole copy of the stage in the compute dtype from the
+    first forward to the last backward of a mini-batch; under ZeRO-3 of two blocks at a time. Gradients: added up whole
+    in float32 while there are further micro-batches (not under ZeRO-3), then a dp-th. Moments: two float32 of the
+    trained weights, a dp-th. Raises LayoutError for more stages than layers."""
+    total, trained = trained_parameters(job, stage)
+    b, layers = ITEMSIZE[job.dtype], max(1, len(_layers(job, stage)))
+    dp = job.layout.dp if job.fsdp else 1
+    device = {"weights": 4 * total / dp, "gradients": 4 * trained / (dp if job.fsdp > 1 else 1)}
+    host: dict[str, float] = {}
+    whole = 0.0
+    if job.sharded:
+        layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
+        gathered = two_blocks(total, layer + adapters, layers) if job.fsdp == 3 else total
+        device["gathered weights"] = float(b * gathered)
+        # With one micro-batch a block's gradients are reduced as soon as they are there.
+        each = layer if job.lora is None else adapters
+        block = max(each, trained - layers * each)  # embedding and head are another one
+        whole = (trained if job.micro_batches > 1 and job.fsdp < 3 else block) if job.fsdp > 1 else 0.0
+        device["gradients"] += 4 * whole
+    (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
+    if job.ema is not None:
+        (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
+    kept = sum(device.values()) - device.get("gathered weights", 0.0) - 4 * whole
+    device |= _activations(job, stage, b)
+    if job.offload and job.gpu:
+        # The moments come back for the step, when whatever the passes needed is free again.
+        device["optimizer, stepping"] = max(0.0, kept + 8 * trained / dp - sum(device.values()))
+    return Memory(_on_gpu(device) if job.gpu else device, host)
+
+
+def _on_gpu(parts: Mapping[str, float]) -> dict[str, float]:
+    """With what a CUDA process needs besides."""
+    return {**parts, "fragments": FRAGMENTS * sum(parts.values()), "CUDA context": CONTEXT_BYTES}
+
+
+def _layers(job: Training, stage: int) -> range:
+    return layer_range(job.shape.layers, stage, job.layout.pp)
+
+
+def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
+    shape, tp, layers = job.shape, job.layout.tp, len(_layers(job, stage))
+    boundary = job.tokens * shape.hidden * b
+    block = job.tokens * shape.saved_bytes(b, tp)
+    saved = job.in_flight * layers * (boundary if job.recompute else block)
+    if stage == job.layout.pp - 1:
+        saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
+    parts = {"activations": float(saved)}
+    if job.recompute:
+        parts["activations of a layer"] = float(block)
+    if job.layout.pp > 1:
+        # What comes in and goes out while the next micro-batch is on its way.
+        parts["pipeline buffers"] = float(4 * boundary)
+    if stage == job.layout.pp - 1 and job.head != "value":
+        # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks. Tensor
+        # parallel ranks gather them, and have their own part of the gradient besides.
+        logits = job.tokens * shape.vocabulary * b
+        chunk = min(LOSS_CHUNK_BYTES, 3 * job.tokens * shape.vocabulary * 4) if job.gpu else 0
+        parts["logits"] = (2 + (1 / tp if tp > 1 else 0)) * logits + chunk
+    return parts
+
+
+# ------------------------------------------------------------ what makes it fit
+
+
+def worst(job: Training) -> Memory:
+    """Of the stage that needs most: the first, the last, or any between, of which the second has most layers."""
+    last = job.layout.pp - 1
+    stages = (training_memory(job, stage) for stage in sorted({0, min(1, last), last}))
+    return max(stages, key=lambda memory: memory.device_bytes)
+
+
+def with_stages(job: Training, pp: int) -> Training | None:
+    """The same mini-batch over the same ranks with `pp` stages under 1F1B, which holds at most pp micro-batches; None
+    where the ranks, the layers or the micro-batches do not divide so."""
+    ranks = job.layout.pp * job.layout.dp
+    total = job.micro_batches * job.layout.dp
+    if pp > job.shape.layers or ranks % pp or total % (ranks // pp):
+        return None
+    micro_batches = total // (ranks // pp)
+    layout = job.layout.model_copy(update={"pp": pp, "dp": ranks // pp})
+    return replace(job, layout=layout, micro_batches=micro_batches, in_flight=min(pp, micro_batches))
+
+
+def remedies(job: Training) -> Iterator[tuple[str, Training]]:
+    """What a user can change, the smallest change first."""
+    if job.gpu and not job.recompute:
+        yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
+    if job.gpu and not job.offload:
+        yield "set the optimizer's offload to true", replace(job, offload=True)
+    more = range(job.layout.pp + 1, job.shape.layers + 1)
+    staged = [(pp, other) for pp in more if (other := with_stages(job, pp)) is not None]
+    for pp, other in staged:
+        yield f"raise pp to {pp}", other
+    for pp, other in staged:
+        if job.gpu and not job.offload:
+            yield f"raise pp to {pp} and set the optimizer's offload to true", replace(other, offload=True)
+
+
+def problem(task: str, group: str, job: Training, capacity: float) -> str | None:
+    """None if every stage fits in `capacity` bytes, else one sentence with the number that failed and a remedy that
+    works, or else how large a GPU must be."""
+    memory = worst(job)
+    if memory.device_bytes <= capacity:
+        return None
+    tried = [(name, worst(other).device_bytes) for name, other in remedies(job)]
+    working = next((name for name, size in tried if size <= capacity), None)
+    if working is None:
+        least = min([memory.device_bytes, *(size for _, size in tried)])
+        working = f"use GPUs of at least {least / GIB:.0f} GiB, more of them, smaller micro-batches or LoRA"
+    return f"{shortage(task, memory.device, capacity, f' on group {group}')}; {working}"

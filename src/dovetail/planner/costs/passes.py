@@ -1,0 +1,170 @@
+"""Seconds of passes and steps on GPUs, by the rooflines of `dovetail.planner.costs.rooflines`; and how steps of two
+models share their GPUs. What the search repeats is worked out once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from dovetail.planner.candidate import Share
+from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expected_longest, mean, quantiles
+from dovetail.planner.costs.memory import ITEMSIZE
+from dovetail.planner.costs.rooflines import BATCHES, Constants, all_gather, decode_step, forward
+from dovetail.planner.inventory import Pool
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.workload import Workload
+
+# Samples that vLLM prefills together.
+PREFILLED = 16
+# Most tokens of a scorer's pass, over its stages (dovetail.rollout.scoring.MAX_TOKENS).
+PASS_TOKENS = 8192
+
+
+def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share, c: Constants) -> float:
+    """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer; else 0."""
+    if share.fsdp != 3 or share.dp == 1:
+        return 0.0
+    size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
+    layers = max(1, shape.layers // share.pp)
+    return all_gather(size, share.dp, pool.ring(share.dp, share.tp), c) + (layers - 1) * c.collective_seconds
+
+
+@lru_cache(maxsize=8192)
+def decode_steps(
+    shape: ModelShape, pool: Pool, tp: int, context: float, gather: float, most: int, c: Constants
+) -> tuple[Floats, int]:
+    """(most + 1,) seconds of a step with 0 (as 1) to `most` samples, and BS_max. `gather`: seconds to gather weights
+    before each step."""
+    gpu = pool.gpu
+    points = [*(n for n in BATCHES if n < most), most]
+    seconds = [decode_step(shape, n, context, gpu, gpu.dtype, tp, c) + gather for n in points]
+    steps: Floats = np.interp(np.arange(most + 1), points, seconds)
+    steps.setflags(write=False)
+    return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
+
+
+def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: int, c: Constants) -> Servers:
+    """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
+    shape, gpu = work.actor, pool.gpu
+    prompt, response = mean(work.prompt), mean(work.response)
+    gather = gathering(shape, "lm", pool, share, c)
+    steps, saturation = decode_steps(
+        shape, pool, share.tp, prompt + response / 2, gather, min(work.batch, max_samples), c
+    )
+    if share.pp > 1:
+        steps, saturation = _staged(steps, share, pool, shape, c), saturation * share.pp
+    tokens = PREFILLED * (prompt + response)
+    prefill = max(forward(shape, "lm", tokens, prompt, gpu, gpu.dtype, share.tp, c) / share.pp, gather) / tokens
+    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (share.pp * c.link * pool.network)
+    return Servers(share.dp, steps, prefill, room, saturation, min(prefill, moved))
+
+
+def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape, c: Constants) -> Floats:
+    """With pp stages: pp groups of samples follow each other, each with a pp-th of them, so that a step takes all of
+    them as long as one group takes through all stages, and the messages between these."""
+    parts = -(-np.arange(len(steps)) // share.pp)
+    sizes = parts * shape.hidden * ITEMSIZE[pool.gpu.dtype]
+    hop = c.collective_seconds + sizes / (c.link * pool.link(share.pp * share.tp))
+    staged: Floats = steps[parts] + share.pp * hop
+    staged.setflags(write=False)
+    return staged
+
+
+@lru_cache(maxsize=8192)
+def pass_seconds(
+    shape: ModelShape, head: Head, share: Share, pool: Pool, tokens: float, context: float, c: Constants
+) -> tuple[float, float, float]:
+    """Of a forward pass of one micro-batch of samples of `tokens` each, that attend to `context`: its seconds in the
+    slowest stage, those of gathering that stage's weights (which go on at the same time), and those of sending a
+    boundary tensor on."""
+    gpu = pool.gpu
+    whole = forward(shape, head, share.micro_batch * tokens, context, gpu, gpu.dtype, share.tp, c)
+    slowest = -(-shape.layers // share.pp) / shape.layers
+    hop = 0.0
+    if share.pp > 1:
+        boundary = share.micro_batch * tokens * shape.hidden * ITEMSIZE[gpu.dtype]
+        hop = c.collective_seconds + boundary / (c.link * pool.link(share.gpus))
+    return whole * slowest, gathering(shape, head, pool, share, c), hop
+
+
+def shared_prompt(work: Workload, stages: int) -> float:
+    """Part of a sample's prompt that a scorer computes for it: a pass has each prompt once, for all its samples in it
+    (`dovetail.rollout.samples.packs`)."""
+    prompt, response = mean(work.prompt), mean(work.response)
+    together = max(1, int((PASS_TOKENS / stages - prompt) // response))
+    return -(-work.per_prompt // together) / work.per_prompt
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of a model in a share. `forward`, `backward`: seconds of a micro-batch in the slowest stage;
+    `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap. `skew`: the longest micro-batch over the
+    mean one: a pipeline fills and drains at the pace of the longest."""
+
+    stages: int
+    micro_batches: int
+    forward: float
+    backward: float
+    hop: float
+    fixed: float
+    skew: float = 1.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def work(self) -> float:
+        """Of the slowest stage, without bubbles."""
+        return self.micro_batches * self.both
+
+    @property
+    def hops(self) -> float:
+        """Waiting for boundary tensors: there and back for every pp micro-batches, as a 1F1B stage has so many."""
+        return 2 * (self.stages - 1) * self.hop * max(1.0, self.micro_batches / self.stages)
+
+    @property
+    def alone(self) -> float:
+        """1F1B: (M + pp - 1)(f + b)."""
+        return self.work + self.bubble + self.hops + self.fixed
+
+    @property
+    def bubble(self) -> float:
+        return (self.stages - 1) * self.both * self.skew
+
+
+@lru_cache(maxsize=8192)
+def straggling(work: Workload, dp: int) -> float:
+    """Tokens of the rank with most of a mini-batch over those of the mean rank. Samples are dealt by length, so this is
+    1, or more where the longest sample alone is more than a rank's share."""
+    mini = min(work.mini_batch, work.batch)
+    if dp == 1:
+        return 1.0
+    average = float((quantiles(work.response, mini) + mean(work.prompt)).mean())
+    most = (expected_longest(work.response, mini) + mean(work.prompt)) / average
+    return max(1.0, most / max(1.0, mini / dp))
+
+
+def together(actor: Step, critic: Step, schedule: str) -> float:
+    """Seconds of one optimizer step of both models on the same GPUs.
+
+    TimeSharing: PUZZLE's equation 1, M (T1 + T2) + (P - 1) max(T1, T2), T = f + b. Fused: RLHFuse's lower bound
+    (section 7.3), which the search of `dovetail.pipelines` reaches or nearly so: on each position the earliest
+    arrival, all work, the least that then remains, and each model alone. Serial: one after the other."""
+    serial = actor.alone + critic.alone
+    if schedule == "Serial" or max(actor.stages, critic.stages) == 1:
+        return serial
+    rest = actor.hops + critic.hops + actor.fixed + critic.fixed
+    if schedule == "TimeSharing":
+        return min(serial, actor.work + critic.work + max(actor.bubble, critic.bubble) + rest)
+    positions = math.lcm(actor.stages, critic.stages)
+    bound = max(s.work + s.bubble for s in (actor, critic))
+    for x in range(positions):
+        i, j = x % actor.stages, critic.stages - 1 - x % critic.stages
+        arrival = min(i * actor.forward * actor.skew, j * critic.forward * critic.skew)
+        left = min(i * actor.backward * actor.skew, j * critic.backward * critic.skew)
+        bound = max(bound, arrival + actor.work + critic.work + left)
+    return min(serial, bound + max(actor.hops, critic.hops) + actor.fixed + critic.fixed)

@@ -1,0 +1,70 @@
+"""What PPO's micro-batches hold on each pipeline stage, and the manifest's limit on it (`plan.activationMemory`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dovetail.manifest.checks.batching import batch_rules
+from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.costs.memory import GIB, training_memory
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.training_job import training_job
+
+
+class LimitError(ValueError):
+    """A limit that no schedule can keep to; one sentence with the least that one needs."""
+
+
+def activation_bytes(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    again: Collection[str] = (),
+) -> dict[str, list[int]]:
+    """By trained model and stage: bytes that autograd keeps of one micro-batch of the longest sequences, by the memory
+    model; `again`: models that keep layers' inputs only. {} where a model's configuration is not known. `configs` as
+    `make_plan` takes them. Raises ConfigError."""
+    known = shapes(spec, configs)
+    both = [model for model in ("actor", "critic") if model in parallelism]
+    if known is None or any(model not in known or known[model].layers < parallelism[model].pp for model in both):
+        return {}
+    gpu = any(Role.TRAINER in group.roles and not group.on_cpu for group in spec.groups)
+    dtype = Dtype.BFLOAT16 if gpu else Dtype.FLOAT32
+    found = {}
+    for rule in (rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in both):
+        model, layout = rule.model, parallelism[rule.model]
+        job = training_job(spec, rule, known[model], layout, dtype, gpu=gpu, recompute=model in again)
+        memory = (training_memory(replace(job, in_flight=1), stage) for stage in range(layout.pp))
+        found[model] = [round(part.device["activations"]) for part in memory]
+    return found
+
+
+def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
+    """Raises LimitError where spec.plan.activationMemory is below the largest micro-batch on a stage: a schedule of one
+    at a time needs that. `sizes` as `activation_bytes` gives them."""
+    limit = spec.plan.activation_memory
+    if limit is None or not sizes:
+        return
+    least, model, stage = max((size, m, stage) for m, each in sizes.items() for stage, size in enumerate(each))
+    if limit * GIB < least:
+        tokens = spec.data.max_prompt_tokens + spec.generation.max_tokens
+        never = "set spec.plan.recompute to Auto, " if spec.plan.recompute == "Never" else ""
+        raise LimitError(
+            f"spec.plan.activationMemory is {limit:g} GiB, but {spec.ppo.micro_batch_size} sequences of {tokens} "
+            f"tokens hold {_up(least / GIB)} GiB on stage {stage} of the {model}, the least that any schedule needs; "
+            f"{never}raise it, or lower spec.ppo.microBatchSize"
+        )
+
+
+def beyond_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> set[str]:
+    """Models of which one micro-batch is more than spec.plan.activationMemory."""
+    limit = spec.plan.activation_memory
+    return set() if limit is None else {model for model, each in sizes.items() if max(each) > limit * GIB}
+
+
+def _up(value: float) -> str:
+    """Three digits, rounded up."""
+    shown = f"{value:.3g}"
+    return shown if float(shown) >= value else f"{value * 1.005:.3g}"

@@ -1,0 +1,286 @@
+"""The placement of a manifest on its own groups: what trainers and rollouts are going to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.manifest.checks.batching import BatchRule, batch_rules
+from dovetail.manifest.sizes import trained_models, world_size
+from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.candidate import TRAINING, Candidate, Placement, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.costs.memory import Training, problem, worst
+from dovetail.planner.hardware import GPU
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.fewest import fewest_stages
+from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.manifest import (
+    RECOMPUTE,
+    groups_inventory,
+    groups_limits,
+    trainable_layouts,
+    with_parts,
+    workload,
+)
+from dovetail.planner.placement.predict import prediction
+from dovetail.planner.placement.search import Effort, Rejected, Result, Search
+from dovetail.planner.placement.training_job import rows, sequence_tokens, training_job
+from dovetail.planner.shape import ModelShape
+from dovetail.planner.workload import Lengths, Workload
+from dovetail.protocol.plan import Layout as RankLayout
+from dovetail.protocol.prediction import Prediction
+
+# Estimates of whole iterations: a manifest's groups leave little open.
+EFFORT = 600
+# Splitting a model or interleaving must gain as much over doing neither: the models of time are not exact.
+WORTH = 1.05
+# Of an optimizer step, which for a small model are longer than what the models count (launches, Python).
+UNCOUNTED_SECONDS = 0.01
+
+
+class Infeasible(ValueError):
+    """The groups are too small; one sentence with the number that failed and what would help."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The placement of a PPO iteration, with all that it was estimated from."""
+
+    candidate: Candidate
+    costs: GPUCosts
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A layout of a trained model that fits in each stage that trains it; in `recompute` only so."""
+
+    layout: Parallelism
+    recompute: frozenset[Stage] = frozenset()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`layouts`: of each trained model, on all ranks. `recompute`: stages and models that make their activations again.
+    `chosen`: of a PPO iteration, None without that stage."""
+
+    layouts: Mapping[str, Parallelism]
+    recompute: frozenset[tuple[Stage, str]]
+    chosen: Chosen | None = None
+
+    @property
+    def apart(self) -> dict[str, RankLayout]:
+        """Layouts of actor and critic in PPO where they have trainer ranks of their own, else empty."""
+        if self.chosen is None or self.chosen.candidate.schedule != "Dedicated":
+            return {}
+        actor, critic = (shares[0] for shares in _trained(self.chosen.candidate).values())
+        return {
+            name: RankLayout(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first)
+            for name, share in (("actor", actor), ("critic", critic))
+        }
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return None if self.chosen is None else self.chosen.prediction
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether reference and reward are on halves of the rollouts."""
+        return self.prediction is not None and self.prediction.placement == "Interleaving"
+
+
+def place(
+    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None = None
+) -> Placed | None:
+    """By the models of time and memory; None where these do not know the job's GPUs (or CPUs) or models.
+
+    Raises Infeasible, ConfigError, UnknownProduct."""
+    known = shapes(spec, configs)
+    inventory = groups_inventory(spec, measured)
+    if known is None or inventory is None:
+        return None
+    trainers = inventory.pools[0]
+    layouts = {model: supervised(spec, model, known[model], trainers) for model in trained_models(spec)}
+    if not all(layouts.values()):
+        return None
+    chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
+    if Stage.PPO not in spec.stages:
+        return Placed(chosen, _recomputed(chosen, layouts))
+    found = _iteration(spec, known, inventory, layouts)
+    shares = _trained(found.candidate)
+    if found.candidate.schedule != "Dedicated":
+        chosen |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, (share, *_) in shares.items()}
+    else:
+        # On all ranks nobody uses the critic's, but it has the actor's tp.
+        actor = chosen["actor"]
+        critics = [fitting.layout for fitting in layouts["critic"]]
+        chosen["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
+    if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
+        chosen["reward"] = chosen["critic"]
+    before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
+    return Placed(chosen, before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute}, found)
+
+
+def _trained(candidate: Candidate) -> dict[str, tuple[Share, ...]]:
+    """Shares of the models that are trained."""
+    found = {"actor": candidate.actor_training, "critic": candidate.critic_training}
+    return {model: shares for model, shares in found.items() if shares}
+
+
+def _recomputed(
+    chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
+) -> frozenset[tuple[Stage, str]]:
+    fits = ((model, fit) for model, fitting in layouts.items() for fit in fitting if fit.layout == chosen[model])
+    return frozenset((stage, model) for model, fit in fits for stage in fit.recompute)
+
+
+def _iteration(
+    spec: RLHFJobSpec,
+    known: Mapping[str, ModelShape],
+    inventory: Inventory,
+    layouts: Mapping[str, Sequence[Fitting]],
+) -> Chosen:
+    work, limits = workload(spec, known), groups_limits(spec, inventory, known)
+    tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
+    fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
+    limits = with_parts(spec, replace(limits, layouts=fitting), inventory, known)
+    costs = GPUCosts(work, inventory, spec.generation.max_concurrent)
+    result, limits = fewest_stages(
+        limits,
+        max(limits.servers[pool] for pool in limits.rollouts or ()),
+        lambda tried: Search(tried, costs, Effort(EFFORT)).run(),
+    )
+    if result.best is None:
+        # Of the plainest placement.
+        why = min(result.rejected, key=lambda r: len(r.note)).problem if result.rejected else None
+        raise Infeasible(_reason(spec, why, limits, costs))
+    if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
+        limits = replace(limits, apart=(False,))
+        result = _worth(result, Search(limits, costs, Effort(EFFORT)).run(), work)
+    plain = replace(
+        limits,
+        layouts={task: _least_split(layouts, inventory.pools[0].gpus) for task, layouts in limits.layouts.items()},
+        apart=limits.apart[:1],
+        placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
+        serving_pp=1,
+    )
+    result = _worth(result, Search(plain, costs, Effort(EFFORT)).run(), work)
+    assert result.best is not None
+    return Chosen(result.best.candidate, costs, prediction(result, costs))
+
+
+def worth(best: float, other: float, work: Workload) -> bool:
+    """Whether a placement of `best` seconds an iteration gains more over another one than the models of time miss."""
+    return other > WORTH * best + UNCOUNTED_SECONDS * work.steps
+
+
+def _worth(found: Result, plainer: Result, work: Workload) -> Result:
+    """The plainer placement, unless the other one gains enough."""
+    best, other = found.best, plainer.best
+    assert best is not None
+    if other is None or worth(best.seconds, other.seconds, work):
+        return found
+    kind = other.candidate.placement, other.note
+    faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
+    plainer.rejected = [r for r in (faster, *found.rejected) if (r.placement, r.note) != kind]
+    return plainer
+
+
+def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
+    """On all ranks the one that splits the model over fewest, on parts of them those that do not split it."""
+    whole = [layout for layout in layouts if world_size(layout) == ranks]
+    parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == layout.tp == 1)
+    return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
+
+
+def _reason(spec: RLHFJobSpec, why: str | None, limits: Limits, costs: GPUCosts) -> str:
+    if why is None and limits.apart == (True,):
+        return (
+            f"spec.plan.intraStageFusion is Dedicated, but the {costs.inventory.pools[0].gpus} trainer ranks cannot be "
+            "divided between actor and critic; give the trainer groups more ranks, or change spec.plan.parallelism"
+        )
+    if why is None:
+        return "no placement of the groups was found; set spec.plan.placement to Auto"
+    for remedy, changed in _remedies(spec, costs.work, limits):
+        if Search(changed, costs, Effort(EFFORT)).run().best is not None:
+            return f"{why}; {remedy}"
+    shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
+    more = "give generation a group of its own, or " if shared else ""
+    return f"{why}; {more}use GPUs with more memory, more of them, or shorter sequences"
+
+
+def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tuple[str, Limits]]:
+    """What a user can change, the smallest change first."""
+    fields = ["spec.ppo.actorOptimizer.offload"]
+    fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
+    if True not in limits.recompute:
+        yield "set spec.plan.recompute to Auto", replace(limits, recompute=(False, True))
+    offload = f"set {' and '.join(fields)} to true"
+    offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
+    yield offload, offloaded
+    if spec.ppo.micro_batch_size > 1:
+        yield "set spec.ppo.microBatchSize to 1", replace(limits, micro_batch=1)
+        yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
+
+
+def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Fitting]:
+    """Layouts of a trained model over all ranks that every batch of it divides by and that fit in each stage that
+    trains it, the fastest first. Raises Infeasible; an empty list where no layout divides (the caller says why)."""
+    found = [_fitting(spec, model, layout, shape, pool) for layout in trainable_layouts(spec, model, pool, shape)]
+    fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
+    if found and not fitting:
+        least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
+        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory)))
+    return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
+
+
+def _fitting(
+    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool
+) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
+    """Seconds of a step of each stage together, in each the fastest way that fits; or the first that does not fit, with
+    its task."""
+    dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
+    seconds, again = 0.0, set()
+    for rule in (rule for rule in batch_rules(spec) if rule.model == model):
+        job = training_job(spec, rule, shape, layout, dtype)
+        ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
+        fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
+        if fits is None:
+            return 0.0, None, (min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model])
+        again |= {rule.stage} if fits.recompute else set()
+        seconds += _step_seconds(rule, fits, pool, sequence_tokens(spec, rule.stage))
+    return seconds, Fitting(layout, frozenset(again)), None
+
+
+def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> float:
+    """An optimizer step on a mini-batch of sequences of `tokens` each."""
+    task: Task = "critic_training" if job.head == "value" else "actor_training"
+    batch, lengths = rule.batch * rows(rule), Lengths.fixed(1)
+    work = Workload(
+        actor=job.shape,
+        reference=job.shape,
+        reward=None,
+        critic=job.shape,
+        batch=batch,
+        mini_batch=batch,
+        epochs=1,
+        prompt=lengths,
+        response=Lengths.fixed(tokens - 1),
+        value_head=job.head == "lm+value",
+    )
+    layout = job.layout
+    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, rule.micro * rows(rule), 2, job.recompute)
+    step = GPUCosts(work, Inventory((pool,))).step(task, share)
+    # All messages are hidden but for those that fill and drain the pipeline.
+    return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed
+
+
+_TASK = {
+    (Stage.SFT, "actor"): "sft",
+    (Stage.REWARD, "reward"): "reward_training",
+    (Stage.PPO, "actor"): "actor_training",
+    (Stage.PPO, "critic"): "critic_training",
+}

@@ -1,0 +1,220 @@
+"""The plan of a job whose groups run on one measured machine: layouts and placement by predicted seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from dovetail.manifest.critic import shares_body
+from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.costs.machine import seconds
+from dovetail.planner.costs.machine_work import Work
+from dovetail.planner.costs.shared_cores import chunk_seconds
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.groups import UNCOUNTED_SECONDS, WORTH
+from dovetail.planner.placement.manifest import allowed_layouts
+from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.workload import Lengths
+from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
+from dovetail.protocol.profile import Machine, Profile
+
+# Iterations whose lengths are drawn; a prediction is their mean.
+DRAWS = 8
+# At which shares of the samples a tail may gather where `plan.interStageFusion` is Auto.
+THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
+
+
+@dataclass(frozen=True)
+class Local:
+    """`layouts`: of each trained model."""
+
+    layouts: Mapping[str, Parallelism]
+    prediction: Prediction
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether reference and reward are on halves of the rollouts."""
+        return self.prediction.placement == "Interleaving"
+
+
+def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile) -> str | None:
+    """The trained model that the profile was not made of; None: none."""
+    known = shapes(spec, configs)
+    for model in trained_models(spec) if known is not None else []:
+        measured = profile.models.get("critic" if model == "reward" else model)
+        if model != "reward" and known is not None:
+            shape = known[model]
+            if measured is None or (measured.layers, measured.hidden_size) != (shape.layers, shape.hidden):
+                return model
+    return None
+
+
+def place_locally(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile | None) -> Local | None:
+    """None where the job's groups are not all CPUs, the profile has no whole iterations or other models, the job has no
+    PPO, or no layout divides its batches (the caller says why)."""
+    known = shapes(spec, configs)
+    machine = profile.machine if profile is not None else None
+    if machine is None or known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
+        return None
+    assert profile is not None
+    if mismatch(spec, configs, profile) is not None:
+        return None
+    ranks = trainer_world(spec)
+    allowed = {m: allowed_layouts(spec, m, ranks, known[m].layers) for m in trained_models(spec)}
+    models = [m for m in ("actor", "critic") if m in allowed]
+    both = [layout for layout in allowed["actor"] if all(layout in allowed[m] for m in models)]
+    if not both or not all(allowed.values()):
+        return None
+    found = [_option(spec, machine, models, layout, placement) for placement in _placements(spec) for layout in both]
+    plain = next((f for f in found if f.placement != "Interleaving"), found[0])
+    best = min(found, key=lambda f: f.seconds)
+    if plain.seconds <= WORTH * best.seconds + UNCOUNTED_SECONDS * best.work.steps:
+        best = plain
+    layouts = {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed}
+    return Local(layouts, _prediction(spec, machine, best, [f for f in found if f is not best]))
+
+
+PlacementName = Literal["Flattening", "Interleaving", "Separation"]
+
+
+@dataclass(frozen=True)
+class _Option:
+    placement: PlacementName
+    layout: Parallelism
+    work: Work
+    phases: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def note(self) -> str:
+        return f"{self.layout.pp} pipeline stages" if self.layout.pp > 1 else f"{self.layout.dp} data-parallel ranks"
+
+
+def _placements(spec: RLHFJobSpec) -> Iterator[PlacementName]:
+    both = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
+    if spec.plan.placement != "Auto":
+        yield spec.plan.placement
+        return
+    yield "Flattening" if both else "Separation"
+    if sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles) > 1:
+        yield "Interleaving"
+
+
+def predicted_phases(
+    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
+) -> dict[str, float]:
+    """Seconds of an iteration's phases with the trained `models` laid out so, the mean over lengths that are drawn."""
+    found = [seconds(work, machine) for work in _drawn(spec, machine, models, layout, placement)]
+    return {name: sum(f[name] for f in found) / len(found) for name in found[0]}
+
+
+def _drawn(
+    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
+) -> Iterator[Work]:
+    pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
+    rng = np.random.default_rng(spec.seed)
+    for _ in range(DRAWS):
+        yield work_of(pinned, models, layout, *_lengths(spec, machine, rng))
+
+
+def _option(
+    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
+) -> _Option:
+    work = next(_drawn(spec, machine, models, layout, placement))
+    return _Option(placement, layout, work, predicted_phases(spec, machine, models, layout, placement))
+
+
+def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompts as long as measured on average; responses as in a run of the job, else as the measured policy ends them,
+    else with a long tail."""
+    count, longest = spec.ppo.global_batch_size, spec.generation.max_tokens
+    prompts = (min(round(machine.prompt_tokens), spec.data.max_prompt_tokens),) * count
+    if machine.responses is not None:
+        drawn = Lengths(*machine.responses, longest).draw(count, rng)
+    elif machine.end_rate is not None:
+        drawn = np.minimum(rng.geometric(machine.end_rate, count), longest)
+    else:
+        drawn = Lengths.long_tailed(longest).draw(count, rng)
+    return prompts, tuple(int(n) for n in drawn)
+
+
+def work_of(
+    spec: RLHFJobSpec,
+    models: Sequence[str],
+    layout: Parallelism,
+    prompts: tuple[int, ...],
+    responses: tuple[int, ...],
+) -> Work:
+    """An iteration of a job with samples of these lengths. `spec.plan.placement` says what each scorer holds."""
+    rollouts = sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)
+    fusion = spec.plan.inter_stage_fusion
+    return Work(
+        prompts=prompts,
+        responses=responses,
+        scores=tuple(tuple(s) for s in scorer_models(spec, rollouts)),
+        models=tuple(models),
+        mini_batch=spec.ppo.mini_batch_size,
+        micro_batch=spec.ppo.micro_batch_size,
+        epochs=spec.ppo.epochs,
+        pp=layout.pp,
+        dp=layout.dp,
+        schedule=_schedule(spec, models, layout),
+        fusion=THRESHOLDS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
+        max_concurrent=spec.generation.max_concurrent,
+        values_first=shares_body(spec),
+    )
+
+
+def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> str:
+    pin = spec.plan.intra_stage_fusion
+    if len(models) < 2 or (layout.pp == 1 and (pin != "Dedicated" or layout.dp == 1)):
+        return "Serial"
+    return "Fused" if pin == "Auto" else pin
+
+
+def _prediction(spec: RLHFJobSpec, machine: Machine, best: _Option, others: Sequence[_Option]) -> Prediction:
+    phases = {{"weights": "transfer"}.get(name, name): value for name, value in best.phases.items()}
+    return Prediction(
+        placement=best.placement,
+        note=f"{best.note}, all processes on {machine.cores} cores",
+        schedule=best.work.schedule,
+        migration=None,
+        iteration_seconds=best.seconds,
+        phases=phases,
+        samples_per_second=spec.ppo.global_batch_size / best.seconds,
+        hardware="measured",
+        tasks=list(_tasks(spec, machine, best)),
+        memory=[],
+        alternatives=[
+            Alternative(placement=o.placement, note=o.note, seconds=o.seconds)
+            for o in sorted(others, key=lambda o: o.seconds)
+        ],
+        examined=len(others) + 1,
+    )
+
+
+def _tasks(spec: RLHFJobSpec, machine: Machine, best: _Option) -> Iterator[PredictedTask]:
+    """Each as long as its own processes take, if they had the machine to themselves."""
+    rollouts = "+".join(g.name for g in spec.groups if Role.ROLLOUT in g.roles)
+    trainers = "+".join(g.name for g in spec.groups if Role.TRAINER in g.roles)
+    work, tokens = best.work, sum(best.work.prompts) + sum(best.work.responses)
+
+    def task(name: str, group: str, pp: int, dp: int, micro: int, taken: float) -> PredictedTask:
+        return PredictedTask(
+            task=name, group=group, first=0, gpus=pp * dp, pp=pp, tp=1, dp=dp, micro_batch=micro, seconds=taken
+        )
+
+    yield task("generation", rollouts, 1, work.rollouts, 1, best.phases["generation"])
+    for model in dict.fromkeys(m for held in work.scores for m in held):
+        holders = sum(model in held for held in work.scores)
+        yield task(model, rollouts, 1, holders, 1, chunk_seconds(machine, [model], tokens / holders))
+    for model in work.models:
+        alone = {**best.phases, **seconds(replace(work, models=(model,)), machine)}
+        yield task(f"{model}_training", trainers, work.pp, work.dp, work.micro_batch, alone["training"])

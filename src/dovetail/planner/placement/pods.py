@@ -1,0 +1,158 @@
+"""Memory of pods on CPUs, and what their processes hold besides. It needs no measured machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from dovetail.manifest.checks.batching import batch_rules
+from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.costs.memory import (
+    GIB,
+    ITEMSIZE,
+    generation_step_bytes,
+    scoring_step_bytes,
+    stage_parameters,
+    training_memory,
+)
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.pod_template import memory_limit
+from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.placement.training_job import training_job
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.protocol.prediction import PodMemory
+
+# What Python and its libraries hold in a trainer rank or a scorer, and in the two processes of a vLLM server.
+PROCESS_BYTES = 0.75 * GIB
+SERVER_BYTES = 1.9 * GIB
+# On CPUs: vLLM's tokens of a step and of a block of its KV cache (dovetail.rollout.server.KV_BLOCK_TOKENS).
+STEP_TOKENS = 2048
+BLOCK_TOKENS = 128
+# dovetail.rollout.scoring: CPU_TOKENS, MAX_TOKENS and LOGIT_BYTES.
+PASS_TOKENS, PROMPT_TOKENS, LOGIT_BYTES = 2048, 8192, 512 * 2**20
+# Those of a model that are there while the same process trains the other; gradients, since optimizer steps are applied
+# when the weights are read next.
+_STAYS = ("weights", "gradients", "optimizer", "moving average")
+
+
+def pod_memory(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    parallelism: Mapping[str, Parallelism],
+    schedule: str,
+    again: Collection[str] = (),
+) -> list[PodMemory]:
+    """Of PPO's pods, at the peak: processes do not take turns with memory, what one has had it keeps. `again`: models
+    that make their activations again. Equal neighbours together. [] for jobs with GPUs or without PPO, or where a
+    model's configuration is not known. Raises ConfigError."""
+    known = shapes(spec, configs)
+    if known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
+        return []
+    if any(known[m].layers < layout.pp for m, layout in parallelism.items() if m in known):
+        return []
+    trainer = _trainer(spec, known, parallelism, schedule, again)
+    rollouts = iter(scorer_models(spec, sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)))
+    found = []
+    for number, group in enumerate(spec.groups):
+        pods: list[dict[str, float]] = []
+        for _ in range(pod_count(group)):
+            parts = dict(trainer) if Role.TRAINER in group.roles else {}
+            if Role.ROLLOUT in group.roles:
+                parts |= _rollout(spec, known, group, next(rollouts))
+            pods.append(parts)
+        first = 0
+        limit = memory_limit(group.pod_template)
+        for parts, equal in groupby(pods):
+            count = len(list(equal))
+            found.append(
+                PodMemory(
+                    group=group.name,
+                    first=first,
+                    pods=count,
+                    parts=parts,
+                    limit=limit.size if limit else None,
+                    field=f"spec.groups[{number}].podTemplate: {limit.name}" if limit else "",
+                )
+            )
+            first += count
+    return found
+
+
+def too_small(found: list[PodMemory]) -> Iterator[str]:
+    """A sentence for each group whose podTemplate allows, or asks for, less memory than its pods need."""
+    for group, pods in groupby(found, key=lambda each: each.group):
+        worst = max(pods, key=lambda each: each.used)
+        if worst.limit is None or worst.used <= worst.limit:
+            continue
+        largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
+        yield (
+            f"a pod of group {group} is expected to need {worst.used / GIB:.3g} GiB of memory (most: {parts}), but "
+            f"{worst.field} is {worst.limit / GIB:.3g} GiB; raise it"
+        )
+
+
+def _named(task: str, parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{task}: {name}": float(size) for name, size in parts.items() if size}
+
+
+def _trainer(
+    spec: RLHFJobSpec,
+    known: Mapping[str, ModelShape],
+    parallelism: Mapping[str, Parallelism],
+    schedule: str,
+    again: Collection[str],
+) -> dict[str, float]:
+    """The rank with most. Actor and critic take turns with their activations unless a schedule runs both."""
+    # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
+    rules = [rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in parallelism]
+    ranks = []
+    for stage in range(max((parallelism[rule.model].pp for rule in rules), default=0)):
+        stays, works = {"trainer: process": PROCESS_BYTES}, []
+        for rule in rules:
+            model, layout = rule.model, parallelism[rule.model]
+            job = training_job(
+                spec, rule, known[model], layout, Dtype.FLOAT32, gpu=False, stage=stage, recompute=model in again
+            )
+            memory = training_memory(job, min(stage, layout.pp - 1))
+            parts = _named(f"{model}_training", memory.device)
+            kept = {name: size for name, size in parts.items() if name.split(": ")[1] in _STAYS}
+            stays |= kept
+            works.append({name: size for name, size in parts.items() if name not in kept})
+        if schedule == "Serial":
+            works = [max(works, key=lambda parts: sum(parts.values()))]
+        ranks.append({name: size for parts in (stays, *works) for name, size in parts.items()})
+    return max(ranks, key=lambda parts: sum(parts.values()), default={})
+
+
+def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, scores: list[Any]) -> dict[str, float]:
+    """A vLLM server, which allots its KV cache at once for all sequences that it takes, and the scorer beside it."""
+    longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
+    length = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
+    dtype = next((d for d in (group.dtype, spec.models.actor.dtype) if d is not Dtype.AUTO), Dtype.FLOAT32)
+    actor, itemsize = known["actor"], ITEMSIZE[dtype]
+    generation = {
+        "weights": itemsize * stage_parameters(actor, "lm", 1, 1, 0),
+        "a step": generation_step_bytes(actor, STEP_TOKENS, itemsize),
+        "KV cache": spec.generation.max_concurrent * length * actor.kv_bytes(itemsize),
+    }
+    models: list[tuple[ModelShape, Head]] = [(known[m], "lm" if m == "reference" else "value") for m in scores]
+    # Several prompts share a pass up to PASS_TOKENS; one prompt's samples are in a pass of their own beyond that.
+    alone = spec.data.max_prompt_tokens + spec.ppo.samples_per_prompt * spec.generation.max_tokens
+    tokens = max(longest, PASS_TOKENS, min(alone, PROMPT_TOKENS))
+    held = ITEMSIZE[Dtype.FLOAT32 if group.dtype is Dtype.AUTO else group.dtype]
+    scorer = {
+        "weights": sum(held * stage_parameters(shape, head, 1, 1, 0) for shape, head in models),
+        # One model after another.
+        "a step": max(
+            (scoring_step_bytes(s, head, tokens, held, logit_bytes=LOGIT_BYTES) for s, head in models), default=0.0
+        ),
+    }
+    return {
+        **_named("generation", generation),
+        "generation: processes": SERVER_BYTES,
+        **_named("scorer", scorer),
+        "scorer: process": PROCESS_BYTES,
+    }

@@ -1,0 +1,31 @@
+"""Inter-stage fusion (RLHFuse section 4): when the last samples of generation migrate, where to, and what it saves.
+
+    controller = ThresholdController(setting, max_tokens)       # one per job; setting as in plan.interStageFusion
+    decision = controller.decide(prompt_lengths, profiles)      # before an iteration; profiles: one per rollout
+    ...                                                         # at decision.threshold remaining samples:
+    plan = plan_migration(unfinished, profiles_by_name, kv_per_sample)
+    controller.observe(response_lengths)                        # after the iteration
+
+`decision.prediction` is what `simulate` expects of the stage. A threshold is a number of unfinished samples; 0: nobody
+migrates, but an instance scores once it has nothing left to generate; None: inference begins when generation has ended.
+`Measurements` turns what a run measures into the `StageProfile` that all of these need. Seconds and tokens throughout;
+everything is deterministic."""
+
+from dovetail.planner.simulate.controller import Decision, ThresholdController
+from dovetail.planner.simulate.measure import Measurements
+from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
+from dovetail.planner.simulate.profile import ProfileError, StageProfile
+from dovetail.planner.simulate.stage import Prediction, scan, simulate
+
+__all__ = [
+    "Decision",
+    "Measurements",
+    "MigrationPlan",
+    "Prediction",
+    "ProfileError",
+    "StageProfile",
+    "ThresholdController",
+    "plan_migration",
+    "scan",
+    "simulate",
+]

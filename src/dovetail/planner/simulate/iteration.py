@@ -1,0 +1,90 @@
+"""An iteration of a candidate played event by event, and as a trace in the format of real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.planner.candidate import Candidate
+from dovetail.planner.costs.gpu import PHASES, GPUCosts
+from dovetail.planner.simulate.rollout import play_rollout
+from dovetail.planner.simulate.training import Bar, play_training
+from dovetail.planner.workload import Ints
+from dovetail.protocol.messages import Span
+from dovetail.protocol.trace import chrome_trace
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """`phases`: seconds by name of PHASES; `bars`: what each GPU does; `migrated`: samples that moved; `tokens`: of all
+    responses. `gathered`: when the tail left for fewer servers, seconds since the iteration began; None: it did not."""
+
+    phases: Mapping[str, float]
+    bars: tuple[Bar, ...]
+    migrated: int
+    tokens: int
+    gathered: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    def busy(self, pool: str, gpu: int) -> float:
+        """Seconds in which a GPU does anything."""
+        return sum(b.end - b.start for b in self.bars if (b.pool, b.gpu) == (pool, gpu))
+
+    def trace(self, iteration: int = 1) -> dict[str, Any]:
+        """For Perfetto, as traces/iteration-0001.json of a run: a process a GPU, and the coordinator's phases."""
+        spans = [
+            Span(name=b.name, process=f"{b.pool}-{b.gpu}", lane=b.lane, start=b.start, end=b.end, iteration=iteration)
+            for b in self.bars
+        ]
+        if self.gathered is not None:
+            end = self.phases["swap"] + self.phases["generation"]
+            told = {"migrated": self.migrated}
+            overlap = Span(
+                name="overlap", process="coordinator", lane="fusion", start=self.gathered, end=end, args=told
+            )
+            spans.append(overlap)
+        now = 0.0
+        for name in _ORDER:
+            end = now + self.phases[name]
+            word = "weights" if name == "transfer" else name
+            spans.append(Span(name=word, process="coordinator", lane="phases", start=now, end=end, iteration=iteration))
+            now = end
+        return chrome_trace(spans, {"iteration": iteration, "predicted": True})
+
+
+_ORDER = ("swap", "generation", "inference", "training", "transfer")
+assert sorted(_ORDER) == sorted(PHASES)
+
+
+def simulate(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints, drawn: bool = True) -> Simulated:
+    """One iteration of samples with these `prompts` and `lengths`, (batch,) tokens; `drawn`: with its bars. Raises as
+    `GPUCosts.estimate` does."""
+    _, rooms = costs.memory.of(candidate)
+    swapped, moved = costs.swapped_in(candidate), costs.transfer(candidate)
+    rolled = play_rollout(candidate, costs, rooms, prompts, lengths)
+    begun = swapped + rolled.scored
+    trained = play_training(candidate, costs, prompts + lengths, begun, drawn)
+    phases = {
+        "generation": rolled.generated,
+        "inference": rolled.scored - rolled.generated,
+        "training": trained.seconds,
+        "transfer": moved,
+        "swap": swapped,
+    }
+    gathered = None if rolled.begun is None else swapped + rolled.begun
+    if not drawn:
+        return Simulated(phases, (), rolled.migrated, int(lengths.sum()), gathered)
+    end = begun + trained.seconds
+    bars = [b._replace(start=b.start + swapped, end=b.end + swapped) for b in rolled.bars]
+    bars += trained.bars
+    if moved:
+        holders = (*candidate.actor_training, *candidate.generation)
+        gpus = sorted({(share.pool, gpu) for share in holders for gpu in share.range})
+        bars += [Bar(pool, gpu, "weights", "weights", end, end + moved) for pool, gpu in gpus]
+    for share in candidate.generation:
+        bars += [Bar(share.pool, gpu, "swap", "swap in", 0.0, swapped) for gpu in share.range if swapped]
+    return Simulated(phases, tuple(bars), rolled.migrated, int(lengths.sum()), gathered)

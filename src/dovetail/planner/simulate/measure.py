@@ -1,0 +1,145 @@
+"""From what a run measures to a `StageProfile`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dovetail.planner.simulate.profile import StageProfile
+
+# Weight of a new measurement in the mean of its kind.
+SMOOTHING = 0.3
+# What is left of the weight of a measured chunk with each one after it.
+FADING = 0.98
+# Relative variance of amounts below which they count as alike.
+SPREAD = 0.02
+
+
+class Mean:
+    """A ratio of sums, older ones fading."""
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        if amount > 0 and seconds > 0:
+            self._amount = (1 - SMOOTHING) * self._amount + SMOOTHING * amount
+            self._seconds = (1 - SMOOTHING) * self._seconds + SMOOTHING * seconds
+
+    @property
+    def seconds_each(self) -> float | None:
+        return self._seconds / self._amount if self._amount else None
+
+    @property
+    def weight(self) -> float:
+        """How much was measured, lately."""
+        return self._amount
+
+
+class Line:
+    """Fixed seconds and seconds each, fitted to (amount, seconds); older ones fade.
+
+    Of amounts that were all alike nothing can be said about the fixed part: it is then 0, as it is where the fit would
+    be below 0."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, x, y, x x, x y
+
+    def add(self, amount: float, seconds: float) -> None:
+        if amount > 0 and seconds > 0:
+            new = np.array([1.0, amount, seconds, amount * amount, amount * seconds])
+            self._sums = FADING * self._sums + new
+
+    @property
+    def fit(self) -> tuple[float, float] | None:
+        """(fixed, each); None before anything was measured."""
+        n, x, y, xx, xy = self._sums
+        if not n:
+            return None
+        spread = n * xx - x * x
+        each = (n * xy - x * y) / spread if spread > SPREAD * n * xx else 0.0
+        fixed = (y - each * x) / n
+        return (float(fixed), float(each)) if each > 0 and fixed > 0 else (0.0, float(y / x))
+
+
+class Measurements:
+    """Of one instance, or of all that are alike. `assumed` stands in for whatever was not measured yet."""
+
+    def __init__(self, assumed: StageProfile) -> None:
+        self._assumed = assumed
+        self._decode: dict[int, Mean] = {}
+        self._prefill, self._inference, self._migration = Mean(), Line(), Line()
+        self._swap_in, self._swap_out = Mean(), Mean()
+
+    def decoded(self, batch: int, steps: float, seconds: float) -> None:
+        """`steps` decode steps at a mean batch size took `seconds`. Batch sizes within a quarter count as one."""
+        if batch >= 1:
+            self._decode.setdefault(_bin(batch), Mean()).add(steps, seconds)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Prompts' tokens sent at once, until the last of them had been prefilled."""
+        self._prefill.add(tokens, seconds)
+
+    def scored(self, tokens: int, seconds: float) -> None:
+        """A chunk's prompt and response tokens through reference, reward and critic."""
+        self._inference.add(tokens, seconds)
+
+    def swapped_in(self, seconds: float) -> None:
+        self._swap_in.add(1, seconds)
+
+    def swapped_out(self, seconds: float) -> None:
+        self._swap_out.add(1, seconds)
+
+    def migrated(self, tokens: int, seconds: float) -> None:
+        """Prompt and response tokens of all samples that came at once to be prefilled, from the decision to move them
+        to the last one's next token."""
+        self._migration.add(tokens, seconds)
+
+    @property
+    def measured(self) -> bool:
+        """Whether decoding and inference, which decide everything, have both been seen."""
+        return bool(self._points()) and self._inference.fit is not None
+
+    def _points(self) -> tuple[tuple[int, float], ...]:
+        points = ((batch, mean.seconds_each, mean.weight) for batch, mean in sorted(self._decode.items()))
+        return rising([(b, s, w) for b, s, w in points if s is not None])
+
+    def profile(self) -> StageProfile:
+        found: dict[str, Any] = {
+            "prefill_seconds_per_token": self._prefill.seconds_each,
+            "swap_in_seconds": self._swap_in.seconds_each,
+            "swap_out_seconds": self._swap_out.seconds_each,
+            "decode": self._points() or None,
+        }
+        if self._inference.fit is not None:
+            found["inference_seconds_per_chunk"], found["inference_seconds_per_token"] = self._inference.fit
+        if self._migration.fit is not None:
+            found["migration_seconds"], found["resume_seconds_per_token"] = self._migration.fit
+        return replace(self._assumed, **{k: v for k, v in found.items() if v is not None})
+
+
+def rising(points: Sequence[tuple[int, float, float]]) -> tuple[tuple[int, float], ...]:
+    """(batch, seconds, weight) -> (batch, seconds) that never fall: the closest such ones (isotonic regression).
+
+    A step does not get shorter with more samples, and one noisy point must not make all larger batches seem slow."""
+    pools: list[tuple[float, float, list[int]]] = []
+    for batch, seconds, weight in points:
+        batches = [batch]
+        while pools and pools[-1][0] > seconds:
+            before, other, earlier = pools.pop()
+            seconds = (before * other + seconds * weight) / (other + weight)
+            weight, batches = weight + other, earlier + batches
+        pools.append((seconds, weight, batches))
+    return tuple((batch, seconds) for seconds, _, batches in pools for batch in batches)
+
+
+def _bin(batch: int) -> int:
+    """1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 31, ...: the largest of these that is not above `batch`."""
+    value = 1
+    while (following := max(value + 1, value * 5 // 4)) <= batch:
+        value = following
+    return value

@@ -1,0 +1,179 @@
+"""Generation and inference of one iteration, event by event, on the simulator of inter-stage fusion."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dovetail.planner.candidate import INFERENCE, Candidate, Share
+from dovetail.planner.costs.generation import Servers
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.costs.passes import pass_seconds, shared_prompt
+from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.simulate.decode import Decode
+from dovetail.planner.simulate.migration import plan_migration
+from dovetail.planner.simulate.profile import StageProfile
+from dovetail.planner.simulate.training import Bar
+from dovetail.planner.workload import Ints
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """`ends`: (batch,) when each sample is generated; `free`: by generation server's first GPU, when it has nothing
+    left; `begun`: when the tail gathered, None: it did not."""
+
+    generated: float
+    scored: float
+    ends: list[float]
+    begun: float | None
+    migrated: int
+    bars: list[Bar]
+
+
+def play_rollout(
+    candidate: Candidate, costs: GPUCosts, rooms: Mapping[Share, int], prompts: Ints, lengths: Ints
+) -> Rolled:
+    """`prompts`, `lengths`: (batch,) tokens."""
+    longest = costs.work.longest
+    groups = [(share, costs.servers(share, max(rooms[share], longest))) for share in candidate.generation]
+    places = [(share, i) for share, _ in groups for i in range(share.dp)]
+    ends, idle, begun, migrated = _decode(groups, longest, candidate.migration, prompts, lengths)
+    generated = max(ends)
+    bars = [
+        Bar(share.pool, gpu, "vLLM", "generation", 0.0, end)
+        for (share, i), end in zip(places, idle, strict=True)
+        for gpu in _gpus(share, i)
+    ]
+    free: dict[tuple[str, int], float] = {}
+    fused = candidate.migration is not None
+    for bar in bars:
+        free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
+    totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
+    scored, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
+    return Rolled(generated, max(scored, generated), ends, begun, migrated, bars + new)
+
+
+def _decode(
+    groups: Sequence[tuple[Share, Servers]], longest: int, migration: float | None, prompts: Ints, lengths: Ints
+) -> tuple[list[float], list[float], float | None, int]:
+    profiles = [_profile(each) for _, each in groups for _ in range(each.count)]
+    decode = Decode(lengths.tolist(), prompts.tolist(), profiles)
+    begun, migrated = None, 0
+    if migration is not None:
+        decode.run(int(migration * len(lengths)))
+        left = decode.unfinished()
+        plan = plan_migration(left, dict(enumerate(profiles)), longest) if left else None
+        begun = decode.now
+        if plan is not None:
+            decode.migrate(plan.moves)
+            migrated = len(plan.moves)
+    decode.run(0)
+    return decode.end, decode.idle_at, begun, migrated
+
+
+def _profile(each: Servers) -> StageProfile:
+    steps = each.steps
+    return StageProfile(
+        decode=tuple((n, float(steps[n])) for n in range(1, len(steps))),
+        prefill_seconds_per_token=each.prefill,
+        inference_seconds_per_token=0.0,
+        max_samples=len(steps) - 1,
+        kv_tokens=each.room,
+        kv_transfer_seconds_per_token=each.arrival,
+    )
+
+
+@dataclass
+class _Copy:
+    """One data-parallel copy of a task's model and its GPUs."""
+
+    task: str
+    share: Share
+    gpus: list[tuple[str, int]]
+    model: tuple[ModelShape, Head]
+
+
+def _score(
+    candidate: Candidate,
+    costs: GPUCosts,
+    ends: Sequence[float],
+    totals: Sequence[int],
+    prompts: Ints,
+    free: dict[tuple[str, int], float],
+    earliest: float,
+) -> tuple[float, list[Bar]]:
+    """Whoever's GPUs are free takes the next micro-batch of its task, in the order in which samples were finished."""
+    work, order = costs.work, sorted(range(len(ends)), key=ends.__getitem__)
+    tasks = [(task, candidate.shares(task)) for task in INFERENCE]
+    waiting: dict[str, deque[int]] = {task: deque(order) for task, shares in tasks if shares}
+    copies = [
+        _Copy(task, share, _places(candidate, share, d), work.model(task) or (work.actor, "lm"))
+        for task, shares in tasks
+        for share in shares
+        for d in range(share.dp)
+    ]
+    last = 0.0
+    bars: list[Bar] = []
+    if not candidate.folded:
+        for share in candidate.actor_training:
+            waiting["actor"] = deque(order)
+            copies += [
+                _Copy("actor", share, [(share.pool, gpu) for gpu in _gpus(share, d)], (work.actor, "lm"))
+                for d in range(share.dp)
+            ]
+    generated = max(ends)
+
+    def start(copy: _Copy) -> float:
+        queue = waiting[copy.task]
+        if not queue:
+            return float("inf")
+        rows = queue[min(len(queue), copy.share.micro_batch) - 1]
+        # The actor's own pass is the trainers', who begin when all samples are there.
+        begin = generated if copy.task == "actor" else earliest
+        return max(begin, ends[rows], *(free.get(gpu, 0.0) for gpu in copy.gpus))
+
+    heap = [(start(copy), i) for i, copy in enumerate(copies)]
+    heapq.heapify(heap)
+    while heap:
+        when, i = heapq.heappop(heap)
+        copy = copies[i]
+        now = start(copy)
+        if now == float("inf"):
+            continue
+        if now > when:
+            heapq.heappush(heap, (now, i))
+            continue
+        queue = waiting[copy.task]
+        rows = [queue.popleft() for _ in range(min(len(queue), copy.share.micro_batch))]
+        # Trainers share no prompts.
+        again = 0.0 if copy.task == "actor" else 1 - shared_prompt(work, copy.share.pp)
+        tokens = sum(totals[r] - again * prompts[r] for r in rows) / copy.share.micro_batch
+        context = sum(totals[r] for r in rows) / copy.share.micro_batch / 2
+        pool = costs.inventory[copy.share.pool]
+        stage, gather, hop = pass_seconds(*copy.model, copy.share, pool, tokens, context, costs.constants)
+        busy = max(stage, gather)
+        done = now + busy + (copy.share.pp - 1) * (busy + hop)
+        for gpu in copy.gpus:
+            free[gpu] = now + busy
+            bars.append(Bar(*gpu, "scorer", copy.task, now, now + busy))
+        last = max(last, done)
+        heapq.heappush(heap, (now + busy, i))
+    return last, bars
+
+
+def _places(candidate: Candidate, share: Share, copy: int) -> list[tuple[str, int]]:
+    """GPUs of an inference share's copy."""
+    server = next((s for s in candidate.generation if candidate.beside and s.overlaps(share)), None)
+    if server is None:
+        return [(share.pool, gpu) for gpu in _gpus(share, copy)]
+    number = (share.first - server.first) // (server.pp * server.tp) + copy
+    return [(share.pool, gpu) for gpu in _gpus(server, number)[: share.pp * share.tp]]
+
+
+def _gpus(share: Share, copy: int) -> list[int]:
+    """Of data-parallel copy `copy`: rank = (pp * dp + d) * tp + t."""
+    return [
+        share.first + (stage * share.dp + copy) * share.tp + t for stage in range(share.pp) for t in range(share.tp)
+    ]

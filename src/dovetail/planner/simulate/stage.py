@@ -1,0 +1,224 @@
+"""Generation and inference of one iteration, one after the other and fused: what a threshold would save."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dovetail.planner.chunks import chunk_rows
+from dovetail.planner.simulate.decode import Decode
+from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
+from dovetail.planner.simulate.profile import ProfileError, StageProfile
+
+
+def ratio(serial: float, fused: float) -> float:
+    """Speed-up; 1 for a stage that takes no time."""
+    return serial / fused if fused else 1.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds since the stage began. The stage ends when every sample is scored and every instance can generate again.
+
+    `generation_seconds`: of the serial stage; `generation_end`: of the fused one. `migrated_at`: when the samples in
+    `moves` (index -> instance) left for the `destinations`; None: nobody migrated. `migration_cost`: what their new
+    prefills or transfers took there. `idle_seconds`: of each instance in the fused stage, neither generating nor (on
+    a shared device) scoring. `tail`: (time, samples not yet generated) of the fused stage."""
+
+    threshold: int | None
+    serial_seconds: float
+    fused_seconds: float
+    generation_seconds: float
+    generation_end: float
+    migrated_at: float | None
+    destinations: tuple[int, ...]
+    moves: dict[int, int]
+    migration_cost: float
+    idle_seconds: tuple[float, ...]
+    tail: tuple[tuple[float, int], ...]
+
+    @property
+    def migrated(self) -> int:
+        return len(self.moves)
+
+    @property
+    def speedup(self) -> float:
+        return ratio(self.serial_seconds, self.fused_seconds)
+
+
+def simulate(
+    lengths: Sequence[int],
+    prompt_lengths: Sequence[int],
+    profiles: Sequence[StageProfile],
+    threshold: int | None,
+    max_tokens: int | None = None,
+    early: bool = True,
+) -> Prediction:
+    """One iteration of N samples: `lengths` (N,) and `prompt_lengths` (N,) tokens; `profiles`: one per instance.
+
+    `threshold`: unfinished samples at which the rest migrates; 0: none do; None: one stage after the other.
+    `max_tokens`: most response tokens, which is what KV memory is kept for (default: the longest of `lengths`).
+    `early`: an instance with nothing left to generate scores at once, before the threshold too; False, as in the paper:
+    from the threshold on. Raises ProfileError for numbers that cannot be."""
+    return scan(lengths, prompt_lengths, profiles, [threshold], max_tokens, early)[0]
+
+
+def scan(
+    lengths: Sequence[int],
+    prompt_lengths: Sequence[int],
+    profiles: Sequence[StageProfile],
+    thresholds: Iterable[int | None],
+    max_tokens: int | None = None,
+    early: bool = True,
+    roomy: Iterable[bool] = (),
+) -> list[Prediction]:
+    """`simulate` for several thresholds, in their order; what they have in common is simulated once.
+
+    `roomy`: for each threshold, whether destinations take what they have room for (`StageProfile.roomy`); by default
+    none do."""
+    thresholds = list(thresholds)
+    wide = list(roomy) or [False] * len(thresholds)
+    _check(lengths, prompt_lengths, profiles, thresholds)
+    lengths, prompts = [int(n) for n in lengths], [int(n) for n in prompt_lengths]
+    longest = max(prompts) + max(max_tokens or 0, max(lengths))
+    # From the earliest migration to the latest, on one undisturbed generation.
+    base = Decode(lengths, prompts, profiles)
+    started: dict[int, Decode] = {}
+    for remaining in sorted({t for t in thresholds if t is not None}, reverse=True):
+        base.run(remaining)
+        started[remaining] = base.copy()
+    base.run(0)
+    serial = _inference(base, None, early)
+    results = []
+    for threshold, with_room in zip(thresholds, wide, strict=True):
+        if threshold is None:
+            results.append(_prediction(base, serial, serial, None, (), {}, None, 0.0))
+        else:
+            results.append(_fused(started[threshold].copy(), serial, base, threshold, longest, early, with_room))
+    return results
+
+
+def _fused(
+    decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool, roomy: bool
+) -> Prediction:
+    begun, cost = decode.now, 0.0
+    plan = _gathered(decode, longest, [p.roomy() for p in decode.profiles] if roomy else decode.profiles)
+    at = None if plan is None else decode.now
+    if plan is not None:
+        cost = decode.migrate(plan.moves)
+    decode.run(0)
+    scored = _inference(decode, begun, early)
+    destinations, moves = (plan.destinations, plan.moves) if plan else ((), {})
+    return _prediction(decode, scored, serial, threshold, destinations, moves, at, cost, base)
+
+
+def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
+    """Go on until what is left fits on fewer instances than there are, as the coordinator does; None: it never did."""
+    if len(destinations) == 1:
+        return None
+    profiles = dict(enumerate(destinations))
+    slots = [p.slots(longest) for p in destinations]
+    # Where no instance has more than its room, more than this fits on no fewer.
+    room = sum(slots) - min(slots)
+    while decode.remaining:
+        plan = plan_migration(decode.unfinished(), profiles, longest)
+        if plan is not None:
+            return plan
+        decode.run(min(room, decode.remaining - max(1, decode.remaining // 100)))
+    return None
+
+
+@dataclass(frozen=True)
+class _Scored:
+    end: float
+    busy: list[float]
+
+
+def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
+    """Scoring by whoever is free, in the coordinator's chunks, the longest finished samples first.
+
+    `begun` None: after generation. On a shared device an instance is free once it has nothing left to generate."""
+    generated = max(decode.end)
+    heap = []
+    for i, profile in enumerate(decode.profiles):
+        if begun is None:
+            free = generated
+        elif not profile.shared:
+            free = 0.0 if early else begun
+        else:
+            free = decode.idle_at[i] if early else max(begun, decode.idle_at[i])
+        heap.append((free + profile.swap_in_seconds, i))
+    heapq.heapify(heap)
+    order = sorted(range(len(decode.end)), key=decode.end.__getitem__)
+    ready: list[int] = []  # a heap of -tokens
+    busy = [0.0] * len(decode.profiles)
+    next_, waiting, count, end = 0, 0, len(order), generated
+    while next_ < count or ready:
+        time, i = heapq.heappop(heap)
+        while next_ < count and (decode.end[order[next_]] <= time or not ready):
+            sample = order[next_]
+            tokens = decode.prompts[sample] + decode.lengths[sample]
+            heapq.heappush(ready, -tokens)
+            waiting += tokens
+            time = max(time, decode.end[sample])
+            next_ += 1
+        profile = decode.profiles[i]
+        rows = chunk_rows(-ready[0], waiting, len(decode.profiles), profile.chunk_tokens)
+        chunk = [-heapq.heappop(ready) for _ in range(min(rows, len(ready)))]
+        waiting -= sum(chunk)
+        seconds = profile.chunk_seconds(chunk)
+        if not busy[i]:
+            busy[i] = profile.swap_in_seconds + profile.swap_out_seconds
+        busy[i] += seconds
+        end = max(end, time + seconds + profile.swap_out_seconds)
+        heapq.heappush(heap, (time + seconds, i))
+    return _Scored(end, busy)
+
+
+def _prediction(
+    decode: Decode,
+    scored: _Scored,
+    serial: _Scored,
+    threshold: int | None,
+    destinations: tuple[int, ...],
+    moves: dict[int, int],
+    migrated_at: float | None,
+    cost: float,
+    base: Decode | None = None,
+) -> Prediction:
+    ends = sorted(decode.end)
+    idle = tuple(
+        max(0.0, scored.end - decode.busy[i] - (scored.busy[i] if p.shared else 0.0))
+        for i, p in enumerate(decode.profiles)
+    )
+    return Prediction(
+        threshold,
+        serial.end,
+        scored.end,
+        max((base or decode).end),
+        ends[-1],
+        migrated_at,
+        destinations,
+        moves,
+        cost,
+        idle,
+        tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
+    )
+
+
+def _check(
+    lengths: Sequence[int],
+    prompt_lengths: Sequence[int],
+    profiles: Sequence[StageProfile],
+    thresholds: Sequence[int | None],
+) -> None:
+    if not len(lengths) or len(lengths) != len(prompt_lengths):
+        raise ProfileError(f"{len(lengths)} response and {len(prompt_lengths)} prompt lengths; give one a sample")
+    if min(lengths) < 1 or min(prompt_lengths) < 1:
+        raise ProfileError("a response or prompt length is below 1 token")
+    if not profiles:
+        raise ProfileError("profiles is empty; give one per instance")
+    for threshold in thresholds:
+        if threshold is not None and not 0 <= threshold <= len(lengths):
+            raise ProfileError(f"threshold is {threshold}; it must be between 0 and the {len(lengths)} samples")

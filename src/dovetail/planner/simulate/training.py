@@ -1,0 +1,225 @@
+"""Training of one iteration, event by event: every pass of every rank, with the samples' own lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail.pipelines.families import FAMILIES, family_instance, fixed_words
+from dovetail.pipelines.problem import Model, Problem
+from dovetail.pipelines.schedule import Schedule, evaluate
+from dovetail.pipelines.search import Effort, find
+from dovetail.planner.candidate import Candidate, Share
+from dovetail.planner.costs.generation import Floats
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.costs.passes import Step
+from dovetail.planner.workload import Ints, Lengths
+
+FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused"}
+# One round of the search: its answer is within a few percent of the bound.
+EFFORT = Effort(seconds=0.0, workers=1, memory=False, exact=False)
+
+
+class Bar(NamedTuple):
+    """What one GPU of a pool does, seconds since the iteration began."""
+
+    pool: str
+    gpu: int
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    seconds: float
+    bars: list[Bar]
+
+
+def play_training(
+    candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0, drawn: bool = True
+) -> Trained:
+    """`tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in order. `drawn`: with bars."""
+    work = costs.work
+    plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
+    actor, critic = GPUCosts(plain, costs.inventory, constants=costs.constants).steps(candidate)
+    if actor is None:
+        return Trained(0.0, [])
+    mini = min(work.mini_batch, work.batch)
+    mean = float(plain.prompt.mean + plain.response.mean)
+    now, bars = begun, []
+    shared = critic is not None and _shared(candidate, actor, critic)
+    for _ in range(work.epochs):
+        for k in range(max(1, work.batch // work.mini_batch)):
+            relative = tokens[k * mini : (k + 1) * mini] / mean
+            if critic is not None and shared:
+                taken, new = _both(candidate, actor, critic, relative, now, drawn)
+            else:
+                taken, new = _apart(candidate, actor, critic, relative, now, drawn)
+            now += taken
+            bars += new
+    return Trained(now - begun, bars)
+
+
+def _flat(lengths: Lengths) -> Lengths:
+    return Lengths.fixed(max(1, round(lengths.mean)))
+
+
+def deal(relative: Floats, share: Share) -> list[Floats]:
+    """Of each data-parallel rank: the lengths of its micro-batches, one being a micro-batch of mean length."""
+    ranks: list[list[float]] = [[] for _ in range(share.dp)]
+    room = -(-len(relative) // share.dp)
+    sums = [0.0] * share.dp
+    for length in np.sort(relative)[::-1]:
+        r = min((r for r in range(share.dp) if len(ranks[r]) < room), key=lambda r: (sums[r], r))
+        ranks[r].append(float(length))
+        sums[r] += float(length)
+    count = max(1, -(-max(map(len, ranks)) // share.micro_batch))
+    return [np.array([sum(rank[m::count]) / share.micro_batch for m in range(count)]) for rank in ranks]
+
+
+def _shared(candidate: Candidate, actor: Step, critic: Step) -> bool:
+    """Whether one schedule can hold both models: the same GPUs, tp alike, and pipelines that divide each other."""
+    a, k = candidate.actor_training[0], candidate.critic_training[0]
+    if (a.pool, a.range, a.tp) != (k.pool, k.range, k.tp) or max(a.pp, k.pp) == 1:
+        return False
+    positions = math.lcm(a.pp, k.pp)
+    if positions not in (a.pp, k.pp) or a.dp % (positions // a.pp) or k.dp % (positions // k.pp):
+        return False
+    return actor.micro_batches * positions // a.pp == critic.micro_batches * positions // k.pp
+
+
+def _both(
+    candidate: Candidate, actor: Step, critic: Step, relative: Floats, now: float, drawn: bool
+) -> tuple[float, list[Bar]]:
+    shares = candidate.actor_training[0], candidate.critic_training[0]
+    positions = max(share.pp for share in shares)
+    copies = shares[0].dp // (positions // shares[0].pp)
+    dealt = [deal(relative, share) for share in shares]
+    longest, bars = 0.0, []
+    for copy in range(copies):
+        lengths = []
+        for share, ranks in zip(shares, dealt, strict=True):
+            pipelines = positions // share.pp
+            lengths.append(np.array([ranks[k * copies + copy] for k in range(pipelines)]))
+        schedule = _schedule(actor, critic, lengths[0], lengths[1], candidate.schedule)
+        longest = max(longest, schedule.makespan)
+        share = shares[0]
+        for p in schedule.passes() if drawn else ():
+            for tp in range(share.tp):
+                gpu = share.first + (p.rank * copies + copy) * share.tp + tp
+                bars.append(
+                    Bar(share.pool, gpu, "trainer", f"{p.model} {p.kind}{p.micro_batch}", now + p.start, now + p.end)
+                )
+    fixed = actor.fixed + critic.fixed
+    if not drawn:
+        return longest + fixed, []
+    bars += _steps(shares[0], "optimizer", now + longest, now + longest + fixed)
+    return longest + fixed, bars
+
+
+def _problem(actor: Step, critic: Step, lengths: Sequence[Floats]) -> Problem:
+    models = []
+    for name, step, relative in zip(("actor", "critic"), (actor, critic), lengths, strict=True):
+        each = np.maximum(relative, 1e-3)[:, None, :]
+        pipelines, count = relative.shape
+        shape = (pipelines, step.stages, count)
+        models.append(
+            Model(
+                name,
+                step.stages,
+                count,
+                np.broadcast_to(step.forward * each, shape),
+                np.broadcast_to(step.backward * each, shape),
+                pipelines=pipelines,
+            )
+        )
+    return Problem((models[0], models[1]), max(actor.hop, critic.hop))
+
+
+def _schedule(actor: Step, critic: Step, a: Floats, k: Floats, name: str) -> Schedule:
+    family = FAMILIES[FAMILY[name]]
+    problem = _problem(actor, critic, (a, k))
+    instance = family_instance(problem, family)
+    if family.fixed:
+        return evaluate(instance, fixed_words(instance, family), family.name)
+    words = _words(actor, critic, (a.shape[0], a.shape[1]), (k.shape[0], k.shape[1]), family.name)
+    return evaluate(instance, words, family.name)
+
+
+@lru_cache(maxsize=64)
+def _words(actor: Step, critic: Step, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
+    """The order of passes for micro-batches of equal length."""
+    problem = _problem(actor, critic, (np.ones(a), np.ones(k)))
+    found = find(problem, FAMILIES[family], EFFORT)
+    return found.words
+
+
+def _apart(
+    candidate: Candidate, actor: Step, critic: Step | None, relative: Floats, now: float, drawn: bool
+) -> tuple[float, list[Bar]]:
+    """Each model by 1F1B; after each other where they share GPUs."""
+    mine, bars = candidate.actor_training[0], []
+    first, new = _alone("actor", mine, actor, relative, now, drawn)
+    bars += new
+    if critic is None:
+        return first, bars
+    other = candidate.critic_training[0]
+    start = now + first if mine.overlaps(other) else now
+    second, new = _alone("critic", other, critic, relative, start, drawn)
+    return max(first, start - now + second), bars + new
+
+
+def _alone(model: str, share: Share, step: Step, relative: Floats, now: float, drawn: bool) -> tuple[float, list[Bar]]:
+    longest, bars = 0.0, []
+    for rank, lengths in enumerate(deal(relative, share)):
+        for stage, kind, m, start, end in one_f_one_b(lengths, step):
+            longest = max(longest, end)
+            for tp in range(share.tp if drawn else 0):
+                gpu = share.first + (stage * share.dp + rank) * share.tp + tp
+                bars.append(Bar(share.pool, gpu, "trainer", f"{model} {kind}{m}", now + start, now + end))
+    if drawn:
+        bars += _steps(share, f"{model} step", now + longest, now + longest + step.fixed)
+    return longest + step.fixed, bars
+
+
+def _steps(share: Share, name: str, start: float, end: float) -> list[Bar]:
+    return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in share.range]
+
+
+def one_f_one_b(lengths: Floats, step: Step) -> Iterator[tuple[int, str, int, float, float]]:
+    """(stage, F or B, micro-batch, start, end) of one pipeline."""
+    count, pp = len(lengths), step.stages
+    words = []
+    for stage in range(pp):
+        ahead = min(pp - stage, count)
+        pairs = "".join("BF" for _ in range(count - ahead))
+        words.append("F" * ahead + pairs + "B" * ahead)
+    place, free = [0] * pp, [0.0] * pp
+    ends: dict[tuple[str, int, int], float] = {}
+    numbers = [{"F": 0, "B": 0} for _ in range(pp)]
+    left = 2 * count * pp
+    while left:
+        for stage in range(pp):
+            while place[stage] < len(words[stage]):
+                kind = words[stage][place[stage]]
+                m = numbers[stage][kind]
+                before = stage - 1 if kind == "F" else stage + 1
+                ready = 0.0
+                if 0 <= before < pp:
+                    if (kind, before, m) not in ends:
+                        break
+                    ready = ends[kind, before, m] + step.hop
+                start = max(free[stage], ready)
+                end = start + (step.forward if kind == "F" else step.backward) * float(lengths[m])
+                ends[kind, stage, m] = free[stage] = end
+                numbers[stage][kind] += 1
+                place[stage] += 1
+                left -= 1
+                yield stage, kind, m, start, end

@@ -1,0 +1,118 @@
+"""What an iteration of PPO has to do, whatever it runs on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from dovetail.manifest.types import LoRA
+from dovetail.planner.hashing import hashed_once
+from dovetail.planner.shape import Head, ModelShape
+
+Ints = npt.NDArray[np.int64]
+# RLHFuse figure 2: the 99.9th percentile is about ten times the median, for models of every size. The limit on tokens
+# should lie there.
+TAIL_RATIO = 10.0
+TAIL_QUANTILE = 0.999
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal numbers of tokens, cut off at `longest`. `sigma` 0: all are the median (APP's fixed 256 and 256)."""
+
+    median: float
+    sigma: float
+    longest: int
+
+    @classmethod
+    def fixed(cls, tokens: int) -> Lengths:
+        return cls(float(tokens), 0.0, tokens)
+
+    @classmethod
+    def long_tailed(cls, longest: int) -> Lengths:
+        """The limit at the 99.9th percentile, ten times the median (RLHFuse figure 2)."""
+        return cls(longest / TAIL_RATIO, math.log(TAIL_RATIO) / NormalDist().inv_cdf(TAIL_QUANTILE), longest)
+
+    def quantiles(self, count: int) -> Ints:
+        """(count,) the distribution's middles of `count` equal parts, shortest first: a sample without chance."""
+        z = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+        return self._cut(self.median * np.exp(self.sigma * np.array(z)))
+
+    def draw(self, count: int, rng: np.random.Generator) -> Ints:
+        """(count,) at random."""
+        return self._cut(self.median * np.exp(self.sigma * rng.standard_normal(count)))
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.quantiles(256).mean())
+
+    def _cut(self, tokens: npt.NDArray[np.float64]) -> Ints:
+        return np.clip(np.rint(tokens), 1, self.longest).astype(np.int64)
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Workload:
+    """One iteration: `batch` samples generated, scored, and trained on in `epochs` passes of batch / mini_batch
+    optimizer steps each. `critic` None: no critic model (grpo, rloo, a shared body); `reward` None: a reward function.
+    Actor and reference have the language-model head, critic and reward one value a token; with `value_head` the actor
+    has both in training. `per_prompt`: samples of each prompt.
+
+    `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
+    host memory."""
+
+    actor: ModelShape
+    reference: ModelShape
+    reward: ModelShape | None
+    critic: ModelShape | None
+    batch: int
+    mini_batch: int
+    epochs: int
+    prompt: Lengths
+    response: Lengths
+    # Not part of the hash: a LoRA holds a list.
+    actor_lora: LoRA | None = field(default=None, hash=False)
+    critic_lora: LoRA | None = field(default=None, hash=False)
+    ema: bool = False
+    value_head: bool = False
+    per_prompt: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of each trained model."""
+        return self.epochs * max(1, self.batch // self.mini_batch)
+
+    @property
+    def tokens(self) -> float:
+        """Mean of a whole sample."""
+        return self.prompt.mean + self.response.mean
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sample."""
+        return self.prompt.longest + self.response.longest
+
+    def model(self, task: str) -> tuple[ModelShape, Head] | None:
+        """Shape and head of the model that a task of `candidate.TASKS` runs; None if the job has no such task."""
+        shapes: dict[str, tuple[ModelShape | None, Head]] = {
+            "generation": (self.actor, "lm"),
+            "actor_training": (self.actor, "lm+value" if self.value_head else "lm"),
+            "reference": (self.reference, "lm"),
+            "reward": (self.reward, "value"),
+            "critic": (self.critic, "value"),
+            "critic_training": (self.critic, "value"),
+        }
+        shape, head = shapes[task]
+        return None if shape is None else (shape, head)
+
+    def needed(self, task: str) -> tuple[ModelShape, Head]:
+        """`model` of a task that the job has."""
+        found = self.model(task)
+        assert found is not None, f"the workload has no {task}"
+        return found

@@ -1,0 +1,20 @@
+"""An iteration of a candidate by our cost model of GPUs, for tests."""
+
+from __future__ import annotations
+
+from dovetail.planner.candidate import Candidate
+from dovetail.planner.costs.gpu import Estimate, GPUCosts
+from dovetail.planner.inventory import Inventory
+from dovetail.planner.simulate.iteration import Simulated
+from dovetail.planner.simulate.iteration import simulate as played
+from dovetail.planner.workload import Ints, Workload
+
+
+def estimate(candidate: Candidate, work: Workload, inventory: Inventory) -> Estimate:
+    return GPUCosts(work, inventory).estimate(candidate)
+
+
+def simulate(
+    candidate: Candidate, work: Workload, inventory: Inventory, prompts: Ints, lengths: Ints, drawn: bool = True
+) -> Simulated:
+    return played(candidate, GPUCosts(work, inventory), prompts, lengths, drawn)

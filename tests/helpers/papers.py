@@ -1,0 +1,12 @@
+"""What the papers' benchmark has, for tests: benchmarks/ is not a package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from papers import common, layouts, strategies
+
+__all__ = ["common", "layouts", "strategies"]
