@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,9 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dovetail.trainer.algorithms.advantages import gae, gae_recursive, grpo, whiten
+from dovetail.trainer.algorithms.advantages import gae, grpo, whiten
 from dovetail.trainer.algorithms.balance import partition
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.recursive_gae import gae_recursive
 
 SHAPES = [(512, 1024), (1024, 1024), (2048, 2048), (4096, 4096)]
 ROUNDS = 5

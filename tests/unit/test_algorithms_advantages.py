@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms import advantages as adv
+from helpers.recursive_gae import gae_recursive
 
 unit = st.floats(0.0, 1.0)
 
@@ -39,7 +40,7 @@ def loop_gae(rewards: list[float], values: list[float], gamma: float, lam: float
 def test_gae_equals_its_definition(seed: int, batch: int, time: int, gamma: float, lam: float, holes: bool) -> None:
     rewards, values, mask = random_case(seed, batch, time, holes)
     advantages, returns = adv.gae(rewards, values, mask, gamma, lam)
-    recursive = adv.gae_recursive(rewards, values, mask, gamma, lam)
+    recursive = gae_recursive(rewards, values, mask, gamma, lam)
     torch.testing.assert_close(advantages, recursive[0], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(returns, recursive[1], rtol=1e-9, atol=1e-9)
     for b in range(batch):
@@ -203,7 +204,7 @@ def test_gae_dispatch_is_the_parts_in_order() -> None:
     rewards = -0.1 * kl
     for b, last in enumerate((3, 1, 2, 0)):
         rewards[b, last] += score[b]
-    advantages, returns = adv.gae_recursive(rewards, values, batch["mask"], 0.9, 0.8)
+    advantages, returns = gae_recursive(rewards, values, batch["mask"], 0.9, 0.8)
     torch.testing.assert_close(result.rewards, rewards)
     torch.testing.assert_close(result.kl, kl)
     torch.testing.assert_close(result.advantages, adv.whiten(advantages, batch["mask"]))

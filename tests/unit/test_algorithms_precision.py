@@ -17,6 +17,7 @@ from dovetail.trainer.algorithms.kl import kl_estimate, kl_loss
 from dovetail.trainer.steps.experience import Samples, targets
 from helpers.local_trainer import LocalTrainer
 from helpers.losses import policy_loss
+from helpers.recursive_gae import gae_recursive
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 N, T = 64, 512
@@ -46,7 +47,7 @@ def test_low_precision_is_summed_in_float32() -> None:
             mismatch_metrics(x[0], x[1], mask)["mismatch_abs"],
             truncated_weights(x[0], x[1], mask).sum(),
             adv.token_rewards(x[0][:, 0], kl_estimate(x[0], x[1], mask), mask, 0.1).sum(),
-            adv.gae_recursive(x[0], x[1], mask, 0.99, 0.95)[0].sum(),
+            gae_recursive(x[0], x[1], mask, 0.99, 0.95)[0].sum(),
             adv.gae(x[0], x[1], mask, 0.99, 0.95)[0].sum(),
         ]
 

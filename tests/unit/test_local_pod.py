@@ -174,7 +174,7 @@ def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
     async def stopped():
         running = asyncio.create_task(pod.run())
         deadline = time.monotonic() + SECONDS
-        while pod.last_lines() != {"waits": "up", "deaf": "up"}:
+        while pod._last != {"waits": "up", "deaf": "up"}:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         pod.stop()

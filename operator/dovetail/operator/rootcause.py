@@ -11,7 +11,6 @@ from dovetail.manifest.types import Role
 from dovetail.operator import reasons
 from dovetail.operator.children import Object, condition, deleting, is_ready, is_true, label, parse_time
 
-SIGTERM_EXIT = 143
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
 LONGEST_MESSAGE = 1500

@@ -125,10 +125,6 @@ class Pod:
         """End everything; `run` then returns."""
         self._stop.set()
 
-    def last_lines(self) -> dict[str, str]:
-        """What each process said last."""
-        return dict(self._last)
-
     async def run(self) -> int:
         """The container's exit code: 0 when all finished, 143 when stopped, else that of the first that failed."""
         stopping = asyncio.create_task(self._stop.wait())

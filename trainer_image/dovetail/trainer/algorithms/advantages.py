@@ -82,7 +82,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's last token
     (also of a truncated response). rewards, values, mask (batch, time); values[:, t] is the value of the
     state in which token t was chosen. Returns (advantages, returns = advantages + values), 0 outside the
-    mask, no gradient, in float32 or wider. Equal to `gae_recursive`."""
+    mask, no gradient, in float32 or wider. Equal to the recursion A_t = delta_t + gamma lam A_{t+1}."""
     with torch.no_grad(), _one_thread(rewards.device):
         keep = kept(mask)
         dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
@@ -116,24 +116,6 @@ def _gae_block(
     else:
         advantages.copy_(a)
         returns.copy_(v)
-
-
-def gae_recursive(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """`gae` by its defining recursion A_t = delta_t + gamma lam A_{t+1}, from the last token to the first."""
-    with torch.no_grad():
-        dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
-        keep = kept(mask)
-        rewards, values = rewards.to(dtype), values.to(dtype)
-        advantages = torch.zeros_like(rewards, dtype=dtype)
-        next_advantage = torch.zeros(rewards.shape[0], dtype=dtype, device=rewards.device)
-        next_value = torch.zeros_like(next_advantage)
-        for t in reversed(range(rewards.shape[1])):
-            delta = rewards[:, t] + gamma * next_value - values[:, t]
-            here = delta + gamma * lam * next_advantage
-            next_advantage = torch.where(keep[:, t], here, next_advantage)
-            next_value = torch.where(keep[:, t], values[:, t].to(dtype), next_value)
-            advantages[:, t] = torch.where(keep[:, t], here, 0.0)
-        return advantages, torch.where(keep, advantages + values, 0.0)
 
 
 # ---------------------------------------------------------------- group baselines
