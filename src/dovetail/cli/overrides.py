@@ -1,4 +1,4 @@
-"""--set: fields of a manifest changed from the command line."""
+"""`--set` changes fields of a manifest from the command line."""
 
 from __future__ import annotations
 

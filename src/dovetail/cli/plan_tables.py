@@ -49,12 +49,12 @@ def plan_tables(plan: Plan) -> Group:
     batches.add_column("model")
     for heading in ("per step", "micro-batch", "micro-batches a rank"):
         batches.add_column(heading, justify="right")
-    again = any(row.recompute for row in plan.batching)
-    if again:
+    recomputing = any(row.recompute for row in plan.batching)
+    if recomputing:
         batches.add_column("activations")
     for row in plan.batching:
         sizes = (row.mini_batch_size, row.micro_batch_size, row.micro_batches)
-        kept = ["made again" if row.recompute else "kept"] if again else []
+        kept = ["recomputed" if row.recompute else "kept"] if recomputing else []
         batches.add_row(row.stage.value, row.model, *map(str, sizes), *kept)
 
     tasks = Table(title="Tasks", title_justify="left", show_edge=False)
@@ -70,7 +70,7 @@ def plan_tables(plan: Plan) -> Group:
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:
-    """Those that the job's stages use, by model; with the ranks where a model has some of its own."""
+    """The layouts of the job's stages, by model. A model with ranks of its own is shown with these ranks."""
     for model, layout in plan.parallelism.items():
         if model not in plan.apart:
             yield model, layout
@@ -86,7 +86,7 @@ def _on_gpus(model: str, count: int) -> str:
 
 
 def _runs(processes: Iterable[T], kind: Callable[[T], Any]) -> Iterator[Sequence[T]]:
-    """Neighbours of a kind, together where they are many."""
+    """Neighbours of one kind. Many of them are one group; few of them are a group each."""
     for _, equal in groupby(processes, key=kind):
         found = list(equal)
         yield from [found] if len(found) > TOGETHER else [[each] for each in found]

@@ -33,7 +33,7 @@ SEARCH_SECONDS = 60.0
 
 
 def configurations(spec: RLHFJobSpec, base: Path) -> dict[str, dict[str, Any]]:
-    """config.json of the models: of folders, and of hub repositories that were downloaded before."""
+    """The config.json of each model that is in a folder, or in a hub repository that was downloaded before."""
     found = model_configs(spec, base)
     for name in ("actor", "critic", "reward", "reference"):
         source = getattr(spec.models, name).source
@@ -58,7 +58,7 @@ def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
 
 
 def hardware(path: Path | None) -> dict[str, GPU]:
-    """A hardware file that `dovetail profile` wrote. Raises UsageError."""
+    """The figures in a hardware file, which `dovetail profile` wrote. Raises UsageError."""
     if path is None:
         return {}
     try:
@@ -70,7 +70,7 @@ def hardware(path: Path | None) -> dict[str, GPU]:
 
 
 def inventory(path: Path | None, cluster: bool, measured: Mapping[str, GPU]) -> Inventory | None:
-    """Of a file, or of the nodes that kubectl sees. Raises UsageError, RunError."""
+    """The inventory in a file, or that of the nodes that kubectl shows. Raises UsageError and RunError."""
     if path is None and not cluster:
         return None
     try:
@@ -100,7 +100,7 @@ def _nodes() -> str:
 
 
 def on_groups(spec: RLHFJobSpec, configs: Mapping[str, Any], measured: Mapping[str, GPU]) -> Chosen | None:
-    """The placement behind a plan's prediction; None where it has none."""
+    """The placement behind a plan's prediction; None if the plan has no prediction."""
     try:
         placed = place(spec, configs, measured)
     except (Infeasible, ConfigError):
@@ -125,8 +125,9 @@ def on_inventory(
 
 
 def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
-    """The one given, or the run directory's if it has one; with the response lengths of the run that is there. Raises
-    UsageError."""
+    """The profile of this machine: the given one, or that of the run directory. None if there is none.
+
+    It has the response lengths of the run in that directory, if there is a run. Raises UsageError."""
     from dovetail.cli.profile import read_profile
 
     here = run_dir / "profile.json"
@@ -140,7 +141,7 @@ def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
 
 
 def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profile_path: Path | None) -> str:
-    """Why a job's plan has no prediction, and what would change that."""
+    """Why a job's plan has no prediction, and how to get one."""
     spec, run_dir = job.spec, Path("runs") / job.metadata.name
     command = f"dovetail profile {manifest} --iterations -o {profile_path or run_dir / 'profile.json'}"
     if Stage.PPO not in spec.stages:
@@ -164,7 +165,7 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
 
 
 def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> None:
-    """The plan on the manifest's own groups; `why_not`: the reason where nothing is predicted."""
+    """Show the plan on the manifest's own groups. `why_not` tells why there is no prediction."""
     console.print(plan_tables(plan))
     if plan.prediction is not None:
         console.print(prediction_tables(plan.prediction))
@@ -176,7 +177,7 @@ def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> Non
 
 
 def show_inventory(console: Console, chosen: Chosen, notes: list[str], groups: Plan | str) -> None:
-    """The best on the inventory beside the manifest's own groups (`groups`: their plan, or why there is none)."""
+    """Show the best placement on the inventory, and the plan on the manifest's own groups, or why there is none."""
     console.print(prediction_tables(chosen.prediction, "Best on this inventory, a PPO iteration"))
     if isinstance(groups, str):
         own = f"The manifest's own groups do not fit: {groups}."
@@ -203,7 +204,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -> None:
-    """Raises UsageError where nothing is predicted."""
+    """Write the page of a predicted iteration. Raises UsageError if there is no prediction."""
     if chosen is None:
         raise UsageError("--html shows a predicted iteration, but nothing is predicted for this job; give --inventory.")
     from dovetail.cli.timeline import timeline_page  # it brings the search of schedules with it

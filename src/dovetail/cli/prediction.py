@@ -1,4 +1,4 @@
-"""What the planner expects, as tables."""
+"""A prediction of the planner as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = {
 
 
 def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
-    """Where each task runs, memory by part, times, and what was decided against."""
+    """Where each task runs, its memory by part, its times, and the alternatives that were not chosen."""
     parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
     if found.memory:
         parts += ["", _memory(found)]
@@ -39,7 +39,7 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...] = (), last:
 
 
 def placement_name(placement: str, note: str) -> str:
-    """Separation (reference and reward on halves)."""
+    """A placement with its note, for example "Separation (reference and reward on halves)"."""
     return f"{placement} ({note})" if note else placement
 
 
@@ -55,17 +55,17 @@ def _tasks(found: Prediction, title: str) -> Table:
 
 
 def task_name(task: PredictedTask) -> str:
-    """In words."""
+    """The task's name for users."""
     return _WORDS.get(task.task, task.task)
 
 
 def micro_batch(task: PredictedTask) -> str:
-    """Samples of a pass; a server has no such number."""
+    """Samples of a forward pass. Empty for generation, whose server has no such number."""
     return "" if task.task == "generation" else str(task.micro_batch)
 
 
 def gpu_range(place: PredictedTask | PredictedMemory) -> str:
-    """Numbers of the GPUs in their group, as 0-7."""
+    """The numbers of the GPUs in their group, for example 0-7."""
     return _range(place.first, place.gpus)
 
 
@@ -87,7 +87,7 @@ def _facts(found: Prediction) -> Iterator[str]:
 
 
 def _rate(value: float) -> str:
-    """Three digits."""
+    """A rate with three significant digits."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -99,20 +99,20 @@ def _memory(found: Prediction) -> Table:
 
 
 def memory_row(each: PredictedMemory) -> tuple[str, str, str, str, str]:
-    """Group, GPUs, GiB used and had, and the parts."""
+    """The group, its GPUs, GiB used, GiB available, and the parts."""
     used = sum(each.parts.values())
     return each.group, gpu_range(each), f"{used / GIB:.1f}", f"{each.capacity / GIB:.1f}", _parts(each.parts)
 
 
 def _parts(sizes: Mapping[str, float]) -> str:
-    """GiB of those of at least 0.5%, the largest first."""
+    """The parts of at least 0.5%, in GiB, the largest first."""
     least = 0.005 * sum(sizes.values())
     largest = sorted(((n, s) for n, s in sizes.items() if s >= least), key=lambda part: -part[1])
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
 
 
 def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
-    """Of pods on CPUs; "of": what the manifest gives them."""
+    """Memory of pods on CPUs. The column "of" is the limit in the manifest."""
     table = _table("Memory of a pod in PPO, GiB", ("group", "pods"), ("used", "of"), "by part")
     for each in pods:
         limit = "" if each.limit is None else f"{each.limit / GIB:.1f}"
@@ -128,13 +128,13 @@ def _alternatives(found: Prediction) -> Table:
 
 
 def alternative_row(found: Prediction, other: Alternative) -> tuple[str, str, str]:
-    """Placement, seconds, and why it was not taken."""
+    """The placement, its seconds, and why it was not chosen."""
     seconds = "" if other.seconds is None else f"{other.seconds:.3g}"
     return placement_name(other.placement, other.note), seconds, other.problem or _gap(found, other)
 
 
 def _gap(found: Prediction, other: Alternative) -> str:
-    """How much slower; faster ones gain less than the models of time are exact."""
+    """How much slower it is. A faster one gains less than the error of the time model."""
     if other.seconds is None:
         return ""
     if other.seconds < found.iteration_seconds:

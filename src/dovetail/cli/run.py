@@ -26,14 +26,14 @@ INTERRUPTED = 130
 
 
 class Follower:
-    """The lines that a growing file has gained since the last look."""
+    """Reads the new lines of a growing file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """Whole new lines; [] if there are none or no file."""
+        """The lines that were completed since the last call; [] if there is no file."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -69,10 +69,10 @@ def run_job(
     hint: str,
     profile: Profile | None = None,
 ) -> int:
-    """Run to the end and show it; the command's exit code. `hint`: the command line that would resume it. `profile`:
-    the times that the schedule of training begins with.
+    """Run a job to its end and show its results; returns the exit code. `hint`: the command line that resumes the run.
+    `profile`: times for the first schedule of training.
 
-    Raises RunError (exit code 1) or UsageError (2) if it cannot start."""
+    Raises RunError (exit code 1) if the run fails, and UsageError (2) if it cannot start."""
     display: Display = make_display(job.spec, console)
     launcher = Launcher(job, plan, run_dir, resume=resume, overwrite=overwrite, profile=profile, tell=display.tell)
     with launcher:

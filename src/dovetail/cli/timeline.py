@@ -1,4 +1,4 @@
-"""plan.html: a predicted iteration, GPU by GPU. One file, with no scripts and nothing to load."""
+"""plan.html shows a predicted iteration, GPU by GPU. It is one file without scripts that loads nothing else."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ KINDS = (
     "optimizer",
     "weights",
 )
-# More GPUs than this are shown by one of each kind: those with the same tasks do the same.
+# With more GPUs than this, one GPU of each kind is shown. GPUs with the same tasks look the same.
 EVERY_GPU = 64
 
 
 def played(chosen: Chosen) -> Simulated:
-    """The iteration, event by event, of samples of the workload's own lengths, dealt without chance."""
+    """The simulated iteration. Its samples have the lengths of the workload, without random draws."""
     work = chosen.costs.work
     prompts, responses = work.prompt.quantiles(work.batch), work.response.quantiles(work.batch)
-    # Long and short ones mixed, the same way every time.
+    # Long and short samples are mixed in the same order every time.
     order = sorted(range(work.batch), key=lambda i: i * 0.6180339887 % 1)
     return simulate(chosen.candidate, chosen.costs, prompts, responses[order])
 
 
 def timeline_page(name: str, chosen: Chosen, notes: Sequence[str] = ()) -> str:
-    """The page."""
+    """The HTML page of a job called `name`."""
     found, simulated = chosen.prediction, played(chosen)
     shown = _shown(found, chosen.costs.inventory.gpus)
     bars = [
@@ -73,7 +73,7 @@ def _order(track: str) -> tuple[str, int]:
 
 
 def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
-    """One GPU of each range with the same tasks, and the first of each pipeline stage; None: all of them."""
+    """One GPU of each range with the same tasks, and the first GPU of each pipeline stage. None: all GPUs."""
     if gpus <= EVERY_GPU:
         return None
     kept = {(m.group, m.first) for m in found.memory}
