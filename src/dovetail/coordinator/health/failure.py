@@ -1,4 +1,4 @@
-"""Why a run ends, in one sentence for the user."""
+"""Why a run fails, in one sentence for the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def sentence(error: BaseException, run_dir: Path) -> str:
-    """What to tell of `error`; of one that nobody foresaw its type and where it was raised."""
+    """The sentence for `error`. An unexpected error is told with its type and where it was raised."""
     if (full := disk_full(error)) is not None:
         where = full.filename if isinstance(full.filename, str) else run_dir
         return f"the disk that holds {where} is full; free some space, then resume the run"
@@ -35,8 +35,8 @@ def sentence(error: BaseException, run_dir: Path) -> str:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether a start from the store would only repeat it. A port that is busy, a connection that breaks or an error of
-    ours may be gone a moment later, and nothing is lost by trying: how often, the restarts' limit says."""
+    """Whether a restart from the store would only fail again. A busy port, a broken connection or an error of our own
+    may be gone after a moment, so the coordinator is restarted, as often as the limit of restarts allows."""
     return isinstance(error, (*EXPLAINED, ValueError, TimeoutError)) or disk_full(error) is not None
 
 

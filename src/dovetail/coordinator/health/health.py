@@ -1,4 +1,5 @@
-"""Whether an iteration can be trusted and still learns: verdicts, one plain sentence each. Pure.
+"""Judges an iteration's metrics: can they be trusted, and does the policy still learn? Each verdict is one sentence.
+Pure.
 
 docs/health.md says what each verdict means, where its limit comes from and what to do."""
 
@@ -68,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rules:
-    """What of the job decides which verdicts make sense.
+    """The properties of a job that decide which verdicts make sense.
 
     `exact`: nothing random lies between rollouts and trainers, so a mismatch is an error. `grouped`: advantages
     compare the samples of one prompt. `max_tokens`: the longest response."""
@@ -90,7 +91,7 @@ class Rules:
 def judge(
     metrics: Mapping[str, float], first: Mapping[str, float], previous: Mapping[str, float], rules: Rules
 ) -> list[Verdict]:
-    """What is wrong with an iteration, the worst first; nothing for a healthy one.
+    """The verdicts on an iteration, the worst first; an empty list for a healthy one.
 
     `metrics`: its row of history.jsonl. `first`, `previous`: those of the first iteration that has an entropy and of
     the one before; empty where there is none. A metric that is missing is not judged."""

@@ -1,4 +1,4 @@
-"""Keeps an eye on the iterations' health: what the store, the log, the metrics and the status say of it."""
+"""Judges each iteration's health, and writes it to the store, the log, the metrics and the status."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class HealthWatch:
             gauge.labels(reason).set(0)
 
     def judge(self, iteration: int, metrics: Mapping[str, float]) -> list[Verdict]:
-        """The worst first; changes nothing."""
+        """The verdicts, the worst first. Changes nothing."""
         before = self._trend(iteration)
         return judge(metrics, before["first"], before["previous"], self._rules)
 
     def note(self, iteration: int, metrics: Mapping[str, float], verdicts: list[Verdict]) -> dict[str, Any]:
-        """Remember what was found and tell of what is new; returns the status' `health`."""
+        """Store the verdicts and log those that are new. Returns `health` of the status."""
         fact = self._store.get(FACT) or {"iterations": 0, "unhealthy": 0, "verdicts": [], "reasons": {}}
         earlier = {entry["reason"] for entry in fact["verdicts"]}
         for verdict in verdicts:
@@ -65,7 +65,7 @@ class HealthWatch:
         return {"iteration": iteration, "verdicts": [verdict.as_json() for verdict in verdicts]}
 
     def status(self) -> dict[str, Any]:
-        """The last iteration's, for a coordinator that came back; empty before the first."""
+        """`health` of the status after a restart: that of the last iteration, empty before the first."""
         fact = self._store.get(FACT)
         if not fact:
             return {}
@@ -75,7 +75,7 @@ class HealthWatch:
         return {"iteration": fact["iterations"], "verdicts": told}
 
     def check(self, iteration: int, verdicts: list[Verdict]) -> None:
-        """Raises UnhealthyError where the run must not go on."""
+        """Raises UnhealthyError if the run must end."""
         worst = next((v for v in verdicts if v.stops), None)
         if worst is not None:
             raise UnhealthyError(

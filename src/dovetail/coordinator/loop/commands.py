@@ -15,7 +15,7 @@ from dovetail.protocol.plan import Plan
 
 
 def optimizer_steps(spec: RLHFJobSpec) -> int:
-    """Optimizer steps of the whole PPO stage."""
+    """The number of optimizer steps of the whole PPO stage."""
     ppo = spec.ppo
     return ppo.iterations * ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
 
@@ -27,8 +27,8 @@ def schedule(
     micro_batch_size: int,
     placed: Mapping[str, Parallelism] | None = None,
 ) -> list[list[Action]]:
-    """Serial 1F1B of `models`, one after another, over a mini-batch of `sequences` sequences. `placed`: layouts that
-    replace the plan's."""
+    """Each rank's actions for a mini-batch of `sequences` sequences: 1F1B of one model after another. `placed`: layouts
+    that replace the plan's."""
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
     counts = {name: sequences // (layout.dp * micro_batch_size) for name, layout in layouts.items()}
     return serial_1f1b(layouts, counts, list(models), plan.world_size)

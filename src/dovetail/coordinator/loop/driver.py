@@ -1,4 +1,4 @@
-"""The whole job, on the engines' API: the stages of the manifest, one after another."""
+"""Runs the whole job: the stages of the manifest, one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dovetail.manifest.types import Stage
 
 
 async def run_job(engines: Engines) -> dict[str, Any]:
-    """SFT, reward model and PPO as the manifest says, from wherever the store says the job is. Returns the summary."""
+    """Run SFT, reward-model training and PPO as the manifest says, and go on from where the store says the job is.
+    Returns the summary."""
     stages = engines.spec.stages
     await engines.check_rewards()
     if Stage.SFT in stages:

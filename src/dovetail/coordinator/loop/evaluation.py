@@ -1,7 +1,7 @@
-"""What the policy answers to held-out prompts before and after PPO, graded by measures that no training sees.
+"""Evaluates the policy's answers to held-out prompts before and after PPO, with measures that training does not use.
 
-The learnt reward says how well the policy pleases the reward model; a measure says whether that is worth having. The
-built-in language has one of its own, its quality."""
+The learnt reward says how much the reward model likes the policy. A measure says whether the answers are good. The
+built-in language has such a measure: its quality."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Answer = Callable[[int, Sequence[PromptRecord], Sequence[int]], Awaitable[list[s
 
 
 def measures(spec: RLHFJobSpec) -> dict[str, Measure]:
-    """What a job's answers are measured by: the language's quality, where all its prompts are of the language."""
+    """The measures of a job's answers by name: the language's quality if all prompts are of the built-in language, else
+    none."""
     if spec.data.prompts and all(source.synthetic is not None for source in spec.data.prompts):
         return {"quality": synthetic.qualities}
     return {}
@@ -35,7 +36,8 @@ def measures(spec: RLHFJobSpec) -> dict[str, Measure]:
 class Evaluation:
     """Facts: evaluation.prompts, evaluation.<measure>.before_ppo and .after_ppo, each {mean, ci95}.
 
-    Seeds depend on the prompt alone, so that both moments draw alike; nothing that training reads is changed."""
+    Seeds depend on the prompt alone, so answers before and after PPO are drawn with the same noise. Training reads
+    nothing of it."""
 
     def __init__(
         self, measures: Mapping[str, Measure], held_out: Callable[[], list[PromptRecord]], seed: int, answer: Answer
@@ -46,7 +48,8 @@ class Evaluation:
         self._answer = answer
 
     async def run(self, when: str, iteration: int, store: Store, results: Results) -> None:
-        """Answer with the weights of `iteration` and measure; nothing where that is done, or nothing can be measured.
+        """Answer with the weights of `iteration`, and measure. Does nothing if that is done already, or if there is no
+        measure.
 
         `when`: BEFORE or AFTER, the fact's name."""
         if not self._measures or store.get(f"evaluation/{when}") == iteration:
@@ -65,6 +68,6 @@ class Evaluation:
 
 
 def slot(iteration: int) -> int:
-    """Where the answers of an iteration's weights lie in the table of samples until they are measured: below 0, where
-    no training looks."""
+    """The iteration number under which the table of samples keeps these answers until they are measured. It is
+    negative, so training never reads them."""
     return -1 - iteration

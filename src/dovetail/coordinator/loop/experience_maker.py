@@ -1,4 +1,5 @@
-"""From prompts to experience: generation on the rollouts, inference on the scorers, one iteration's arrays."""
+"""Makes experience of prompts: generation on the rollouts, inference on the scorers, and the arrays of one
+iteration."""
 
 from __future__ import annotations
 
@@ -94,13 +95,13 @@ class ExperienceMaker:
         await self._generator.close()
 
     async def rest(self) -> None:
-        """Before training: the rollouts of groups that also train leave their GPUs to the trainers, until they take
+        """Call it before training. Rollouts of groups that also train free their GPUs for the trainers, until they take
         the new weights."""
         rollouts = self._fleet.instances(ROLLOUT)
         await self._sleepers.rest([i.name for i in rollouts if i.ready and i.group in self._colocated])
 
     def in_batch(self, iteration: int) -> None:
-        """The iteration's samples are what the next step trains on."""
+        """Mark the iteration's samples as those that the next step trains on."""
         self._samples.advance(iteration, State.IN_BATCH)
 
     def trained(self, iteration: int) -> None:
@@ -108,13 +109,13 @@ class ExperienceMaker:
         self._samples.advance(iteration, State.TRAINED)
 
     def discard(self, iteration: int) -> None:
-        """Nothing is learnt from the iteration's samples: others are generated when the run goes on."""
+        """Drop the iteration's samples. Others are generated when the run goes on."""
         self._samples.forget(iteration)
 
     # ------------------------------------------------------------ scorers
 
     async def prepare_instance(self, target: Target) -> None:
-        """Before an instance takes weights: a rollout must be awake, a scorer must hold the models. Raises OSError or
+        """Prepare an instance for new weights: wake a rollout, load a scorer's models. Raises OSError or
         TimeoutError."""
         if target.kind == "rollout":
             await self._sleepers.wake(target.name)
@@ -122,8 +123,8 @@ class ExperienceMaker:
             await self._models.load(Scorer(target.name, target.url, target.incarnation))
 
     async def hold(self) -> None:
-        """Background: scorers that need no weight version still need their models, once PPO has begun. Until then the
-        rollouts beside trainers rest."""
+        """A background task. Once PPO has begun, it loads the models of scorers that need no weight version. Until then
+        it keeps the rollouts beside trainers asleep."""
         while True:
             if self._published():
                 await self._models.load_all()
@@ -134,7 +135,7 @@ class ExperienceMaker:
     # ------------------------------------------------------------ the iteration
 
     async def make(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
-        """Generate and score; what the store already holds of the iteration is not done again."""
+        """Generate and score. What the store already holds of the iteration is not done again."""
         records, fleet = self._records, self._fleet
         self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
         total = len(prompts) * self._spec.ppo.samples_per_prompt
@@ -196,7 +197,8 @@ class ExperienceMaker:
         return self._experience(iteration, prompts)
 
     async def answer(self, slot: int, records: Sequence[PromptRecord], seeds: Sequence[int]) -> list[str]:
-        """One response to each prompt, neither scored nor trained on, kept as iteration `slot`, below 0.
+        """Generate one response to each prompt. They are neither scored nor trained on. `slot`, a negative number, is
+        the iteration under which they are stored.
 
         What the store already holds of them is not generated again."""
         pairs = zip(records, seeds, strict=True)

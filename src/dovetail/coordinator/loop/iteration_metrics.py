@@ -18,8 +18,8 @@ def iteration_metrics(
     wall_seconds: float | None,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One row of history.jsonl: rewards, KL, lengths, the trainers' own metrics, and (with `wall_seconds`) where the
-    time went."""
+    """One row of history.jsonl: rewards, KL, lengths and the trainers' own metrics; with `wall_seconds` also the times
+    of phases."""
     scores = arrays["scores"].tolist()
     reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature)
     lengths = arrays["response_lengths"].astype(np.float64)
@@ -45,22 +45,23 @@ def iteration_metrics(
 
 
 def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """Mean KL per sample to the reference, nats, and its interval. Rollouts report log-probabilities at temperature 1,
-    so at another the trainers' own count."""
+    """The mean KL per sample to the reference in nats, and its interval. Rollouts report log-probabilities at
+    temperature 1, so at another temperature the trainers' KL is taken."""
     if temperature != 1.0 and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     return mean_ci95(kl_per_sample(arrays).tolist())
 
 
 def distinct_responses(arrays: Arrays) -> int:
-    """How many different responses there are, by their tokens."""
+    """The number of different responses, compared by their tokens."""
     begin, length = arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
     rows = zip(arrays["tokens"], begin, length, strict=True)
     return len({np.ascontiguousarray(row[first : first + count]).tobytes() for row, first, count in rows})
 
 
 def equal_groups(arrays: Arrays) -> float:
-    """Share of the prompts with several samples whose samples all have the same score; 0 where there is none."""
+    """Of the prompts with several samples, the fraction whose samples all have the same score. 0 without such
+    prompts."""
     _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
     np.minimum.at(low, group, arrays["scores"])
@@ -70,5 +71,5 @@ def equal_groups(arrays: Arrays) -> float:
 
 
 def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
-    """Time of an iteration that is none of its named phases."""
+    """The seconds of an iteration that belong to none of its named phases."""
     return max(0.0, wall - sum(phases.values()))

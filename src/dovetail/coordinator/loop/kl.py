@@ -1,4 +1,4 @@
-"""Coefficient of the KL penalty: fixed, or adaptive (Ziegler et al. 2019, section 2.2)."""
+"""The coefficient of the KL penalty: fixed or adaptive (Ziegler et al. 2019, section 2.2)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ ERROR_LIMIT = 0.2
 
 @dataclass
 class KLController:
-    """Holds `coef`; with a `target` (KL per sample, nats, summed over its tokens) `update` steers towards it.
+    """Holds `coef`. With a `target` (KL per sample in nats, summed over its tokens), `update` adapts `coef` to reach
+    it.
 
-    The KL is k1, whichever estimator the penalty uses, and wherever it is (`kl.in`). verl steers the token mean: its
-    targets are lower by the response length. `coef` is the whole state: a controller made anew with the saved
-    coefficient goes on as before."""
+    The KL is always k1, whatever the penalty's estimator and place (`kl.in`). verl's controller uses the mean over
+    tokens, so its targets are smaller by the response length. `coef` is the whole state: a new controller with the
+    saved coefficient goes on as the old one."""
 
     coef: float
     target: float | None = None
@@ -28,7 +29,7 @@ class KLController:
         return KLController(config.coef if coef is None else coef, config.target, config.horizon)
 
     def update(self, kl: float, samples: int) -> float:
-        """Take in an iteration's mean KL per sample over `samples` samples; return the next coefficient.
+        """Adapt to an iteration's mean KL per sample, over `samples` samples. Returns the next coefficient.
 
         error = clip(kl / target - 1, -0.2, 0.2); coef *= 1 + error * samples / horizon, where samples /
         horizon is at most 1 (else a large batch could make the coefficient negative). A fixed coefficient

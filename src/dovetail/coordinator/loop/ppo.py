@@ -1,4 +1,4 @@
-"""The PPO stage: one iteration is generation, inference, training, weights; a checkpoint now and then."""
+"""The PPO stage. An iteration is generation, inference, training and weights; some iterations end with a checkpoint."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PPOStage:
             self._placing = asyncio.create_task(self._scheduling.begin())
 
     async def close(self) -> None:
-        """Let go of a checkpoint and a search under way."""
+        """Abandon a checkpoint and a search that are still running."""
         for task in (self._saving, self._placing):
             if task is not None:
                 task.cancel()

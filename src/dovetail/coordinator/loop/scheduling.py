@@ -1,5 +1,5 @@
-"""The schedule of actor and critic training during a job: chosen before the first iteration, refined by what the
-trainers measure, kept with each step so that a replay runs the same.
+"""Chooses the schedule of actor and critic training: before the first iteration, and again with times that the trainers
+measured. The schedule is stored with each step, so a step that is run again runs in the same way.
 
 Made only where there is something to choose (`stored_schedule.applies`): the search loads numba."""
 
@@ -102,7 +102,7 @@ class Scheduling:
         return self._layouts
 
     async def begin(self) -> None:
-        """Choose the first schedule, and with it the placement of the critic's stages, which the job keeps."""
+        """Choose the first schedule. It decides where the critic's stages are, and the job keeps that placement."""
         kept = stored_placement(self._records)
         if kept is not None:
             self._place(*kept)
@@ -112,7 +112,8 @@ class Scheduling:
         self._records.put("ppo/placement", {"reverse": bool(self._reverse), "apart": apart})
 
     async def current(self) -> StoredSchedule | None:
-        """The schedule of the next iteration. Nothing waits for a search under way: what it finds counts later."""
+        """The schedule of the next iteration. It does not wait for a search that is running; a later iteration uses its
+        result."""
         if self._choosing is not None and self._choosing.done():
             await self.close()
         current = self._current
@@ -122,8 +123,9 @@ class Scheduling:
         return StoredSchedule(current.family, current.instance.problem.mini_batches, encode(lists))
 
     def learn(self, result: CommandResult) -> None:
-        """Take in an iteration's measurements and, beside whatever comes next, look for a better schedule: after 1, 2,
-        4, 8, ... iterations, as each adds less to what is known and a search takes a core from the rollouts."""
+        """Take an iteration's measurements. After iterations 1, 2, 4, 8, ... also start a search for a better schedule,
+        in the background. It is not started more often because each iteration adds less knowledge, and a search takes a
+        core from the rollouts."""
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self._layouts)
@@ -141,7 +143,7 @@ class Scheduling:
             self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times)))
 
     async def close(self) -> None:
-        """Wait for a search under way, so that what it finds is in the report."""
+        """Wait for a search that is running, so that the report has its result."""
         if self._choosing is not None:
             choosing, self._choosing = self._choosing, None
             await choosing

@@ -1,4 +1,5 @@
-"""The coordinator's HTTP server: routes for trainers, rollouts and scorers, status and metrics. No logic of its own."""
+"""The coordinator's HTTP server: the routes for trainers, rollouts and scorers, status and metrics. It has no logic of
+its own."""
 
 from __future__ import annotations
 

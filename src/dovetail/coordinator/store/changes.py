@@ -1,4 +1,5 @@
-"""A run that goes on with a changed manifest: what changed, after which step, and what each step is to be run with."""
+"""Runs that are resumed with a changed manifest: what changed, after which step, and with which settings each step is
+run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class RunPosition:
 
 
 def position(stages: list[Stage], records: RunFacts) -> RunPosition:
-    """How far the run is."""
+    """The run's position."""
     for stage in stages:
         if stage is not Stage.PPO and not records.get(f"{stage.value}/done"):
             return RunPosition(stage, int(records.get(f"{stage.value}/step") or 0))
@@ -68,8 +69,9 @@ def remember(spec: dict[str, Any], records: RunFacts) -> None:
 
 
 def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, guarded: bool = False) -> None:
-    """Take up the manifest: record what changed since the run last had one. Raises ChangeError; not where the manifest
-    is `guarded`: on a cluster only a new release's defaults could differ, which are no reason to end a job."""
+    """Use `spec` from now on, and record what changed since the run's last manifest. Raises ChangeError for a change
+    that is not allowed, unless `guarded` is true. On a cluster it is: there only the defaults of a new release can
+    differ, and that is no reason to end a job."""
     if not guarded:
         check(spec, records, fitted=True)
     found = _found(spec, records)
@@ -94,14 +96,14 @@ def _found(spec: RLHFJobSpec, records: RunFacts) -> list[Any]:
 
 
 class Settled:
-    """What each step is run with, the first time and when it is run again."""
+    """The settings of each step. A step that is run again has the settings of its first run."""
 
     def __init__(self, spec: RLHFJobSpec, records: RunFacts) -> None:
         self._spec = spec
         self._changes = list(records.get(CHANGES) or [])
 
     def at(self, field: str, stage: Stage, step: int, current: Any) -> Any:
-        """Value of a field, `current` now, when this step of the stage was or is run first."""
+        """The value that a field had when this step of the stage was first run. `current` is its value now."""
         mine = [c for c in self._changes if c["field"] == field]
         order = [s.value for s in self._spec.stages]
         value = mine[0]["old"] if mine else current
@@ -111,7 +113,7 @@ class Settled:
         return value
 
     def settle(self, command: Step) -> Step:
-        """The command with its learning rates and number of steps, where the run has changed them."""
+        """The command, with its own learning rates and number of steps if the run has changed these."""
         spec, changed = self._spec, {c["field"] for c in self._changes}
         optimizers = {
             Stage.SFT: {"actor": ("spec.sft.optimizer", spec.sft.optimizer)},

@@ -1,4 +1,4 @@
-"""The run's SQLite file: one writer, transactions, a schema version, and errors that say what to do."""
+"""The run's SQLite file, with one writer, transactions, a schema version, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class StoreError(Exception):
 class Database:
     """`run_dir/store.sqlite`, opened by one coordinator at a time.
 
-    WAL with synchronous=NORMAL: a commit is a write to the log without fsync. A killed process loses nothing (the
-    pages are the operating system's); a power failure can only take back the newest transactions, whole, and the run
-    goes on from the state before them, recomputing the same bits."""
+    It uses WAL with synchronous=NORMAL: a commit writes to the log without fsync. A killed process loses nothing,
+    because the operating system has the pages. A power failure can lose the newest transactions, each as a whole. The
+    run then goes on from the state before them and computes the same bits again."""
 
     def __init__(self, path: Path) -> None:
         """Create or open. Raises StoreError: in use by another process, of another version, unreadable, disk full."""
@@ -129,7 +129,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing; nested calls join the outer one. sqlite errors become StoreError."""
+        """A transaction. Nested calls join the outer one. sqlite errors become StoreError."""
         if self._depth:
             yield self._connection
             return

@@ -1,7 +1,7 @@
-"""Which run the files in a run directory are of.
+"""Which run the files in a run directory belong to.
 
-Every run has an id: in run.json, in its store, in each checkpoint and in each exported model. So parts of two runs in
-one folder are noticed before anything is made of them."""
+Every run has an id. It is in run.json, in the store, in each checkpoint and in each exported model. So parts of two
+runs in one folder are noticed before they are used."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def has_store(run_dir: Path) -> bool:
 
 
 def check_complete(run_dir: Path) -> None:
-    """Before the store is opened, which would make an empty one. Raises StoreError if the run has results without."""
+    """Call it before the store is opened, because opening makes an empty store. Raises StoreError if the run has
+    results but no store."""
     if has_store(run_dir):
         return
     found = [f"{name}/" for name in RESULTS if (run_dir / name).is_dir() and any((run_dir / name).iterdir())]
@@ -56,7 +57,8 @@ def check_complete(run_dir: Path) -> None:
 
 
 def identify(run_dir: Path, store: Store) -> str:
-    """The run's id, in run.json and in the store from now on. Raises StoreError if they are of two runs."""
+    """The run's id. If run.json or the store lacks it, it is written there. Raises StoreError if they belong to two
+    runs."""
     written, stored = read_id(run_dir), store.get(KEY)
     if written is not None and stored is not None and written != stored:
         raise StoreError(
@@ -72,7 +74,8 @@ def identify(run_dir: Path, store: Store) -> str:
 
 
 def check_model(folder: Path, run: str) -> None:
-    """An exported model that a later stage begins from. Raises StoreError if it is missing or of another run."""
+    """Check an exported model from which a later stage begins. Raises StoreError if it is missing or belongs to another
+    run."""
     try:
         found = json.loads((folder / "dovetail.json").read_text(encoding="utf-8")).get("run", "")
     except FileNotFoundError:

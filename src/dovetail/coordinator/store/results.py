@@ -1,4 +1,4 @@
-"""What a job has achieved so far, kept in the store, and summary.json made of it."""
+"""What a job has achieved so far: kept in the store, and written as summary.json."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Results:
         self._store.put("ppo/totals", totals)
 
     def note_time(self) -> None:
-        """Keep the wall time now and then, so that a killed coordinator's life counts."""
+        """Store the wall time now and then, so that the time of a coordinator that is killed counts too."""
         now = self._clock()
         if now - self._noted >= NOTE_SECONDS:
             self._noted = now
@@ -84,13 +84,13 @@ class Results:
         return document
 
     def wall_seconds(self) -> float:
-        """Of the job, over all lives of its coordinator."""
+        """The job's wall time, over all restarts of its coordinator."""
         return self._earlier + self._clock() - self._started
 
 
 def leave(run_dir: Path, state: str, reason: str | None) -> None:
-    """Write summary.json for a coordinator that could not: from its store, whatever can be read of it. The store must
-    have no coordinator. Raises OSError."""
+    """Write summary.json in place of a coordinator that could not, from what can be read of its store. No coordinator
+    may have the store open. Raises OSError."""
     document = summarise(_records(run_dir / "store.sqlite"), state, reason)
     # A pod's manifest is elsewhere, and a damaged one may be what failed.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

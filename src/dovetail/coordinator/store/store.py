@@ -1,4 +1,4 @@
-"""Everything the coordinator must not forget, in `run_dir/store.sqlite`."""
+"""The coordinator's store, `run_dir/store.sqlite`: all that a restarted coordinator must know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["KeyValues", "Store", "StoreError", "open_records"]
 
 
 class KeyValues:
-    """The store's records: JSON by key, `<namespace>/<name>`. Every method is one transaction; all raise StoreError."""
+    """The store's records: JSON values by key, `<namespace>/<name>`. Each method is one transaction and raises
+    StoreError."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -51,8 +52,8 @@ class KeyValues:
         return {key: json.loads(value) for key, value in rows}
 
     def sync(self) -> None:
-        """On return, everything put so far survives a power failure. Call it before deleting what an older state of
-        the store would still need."""
+        """When it returns, everything that was put survives a power failure. Call it before you delete what an older
+        state of the store would still need."""
         self._db.sync()
 
     def close(self) -> None:
@@ -61,13 +62,14 @@ class KeyValues:
 
 
 def open_records(run_dir: Path) -> KeyValues:
-    """The records of a run that is not running, its samples left as they are. Close it. Raises StoreError."""
+    """The records of a run that is not running. Its samples stay as they are. The caller closes it. Raises
+    StoreError."""
     return KeyValues(Database(run_dir / "store.sqlite"))
 
 
 class Store(KeyValues):
-    """Opening it recovers from a crash: samples that were being generated are pending again, tokens kept, and
-    `take_interrupted` says which requests may still run on servers.
+    """Opening the store recovers from a crash: samples that were being generated are pending again, with their tokens,
+    and `take_interrupted` says which requests may still run on servers.
 
     `samples`: the iterations' samples. Every method is one transaction; all raise StoreError with one sentence when
     the disk is full, read-only or damaged. Use from one thread."""
