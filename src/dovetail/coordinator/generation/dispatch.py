@@ -1,4 +1,4 @@
-"""Which instance a sample goes to: pure arithmetic on loads and speeds."""
+"""Decides which instance gets a sample, from loads and speeds. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MIN_INTERVAL_SECONDS = 0.1
 class Speeds:
     """Tokens per second of one request on each instance, smoothed.
 
-    A step takes longer with more requests, so instances are compared where they ran about as many."""
+    A step takes longer with more requests, so instances are compared only where they ran about the same number."""
 
     def __init__(self) -> None:
         self._speeds: dict[int, dict[str, float]] = {}
         self._counts: Counter[str] = Counter()
 
     def measured(self, name: str, tokens: int, streams: int, seconds: float) -> None:
-        """`tokens` came from `streams` concurrent requests in `seconds`."""
+        """Add a measurement: `streams` concurrent requests gave `tokens` tokens in `seconds`."""
         if streams < 1 or tokens < 1 or seconds < MIN_INTERVAL_SECONDS:
             return
         now = tokens / (streams * seconds)
@@ -35,7 +35,8 @@ class Speeds:
         speeds[name] = now + (1 - SMOOTHING) * (speeds.get(name, now) - now)
 
     def relative(self, names: Sequence[str]) -> dict[str, float]:
-        """Speeds over their mean, nearer to 1 the less is known; 1 for unknown ones and for those near the mean."""
+        """Each speed divided by the mean. It is nearer to 1 the less is known, and 1 if it is unknown or near the
+        mean."""
         ratios: dict[str, list[float]] = {n: [] for n in names}
         for speeds in self._speeds.values():
             here = {n: speeds[n] for n in names if n in speeds}
@@ -50,9 +51,9 @@ class Speeds:
 
 
 def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], capacity: int) -> list[str]:
-    """Instances for `count` more requests, one by one to the least loaded for its speed; fewer if all are full.
-
-    `loads`: requests in flight on each candidate; `capacity`: most on one instance."""
+    """Instances for `count` more requests. Each request goes to the instance that has the least load for its speed.
+    The list is shorter if all are full. `loads`: requests on each candidate. `capacity`: the most requests on one
+    instance."""
     heap = [((load + 1) / speeds[n], n, load + 1) for n, load in loads.items() if load < capacity]
     heapq.heapify(heap)
     placed: list[str] = []
@@ -65,7 +66,7 @@ def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], cap
 
 
 def excess(loads: Mapping[str, int], newcomers: Sequence[str], capacity: int) -> dict[str, int]:
-    """How many requests to take from each instance so that idle `newcomers` get an even share of all in flight."""
+    """How many requests to take from each instance, so that idle `newcomers` get an even share of all requests."""
     everyone = len(set(loads) | set(newcomers))
     share = -(-sum(loads.values()) // max(1, everyone))
     room = min(share, capacity) * len(newcomers)

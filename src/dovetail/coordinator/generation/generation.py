@@ -1,8 +1,9 @@
-"""Drives an iteration's samples to `generated` over the fleet, whatever happens to its servers.
+"""Generates an iteration's samples on the servers of the fleet, whatever happens to these.
 
-Tokens are kept as they stream in. A sample whose server dies, stalls, aborts, is drained or has too few left (the long
-tail, RLHFuse section 4) goes on elsewhere from prompt + tokens so far; with position-keyed sampling it ends as it would
-have undisturbed."""
+Tokens are stored as they stream in. A sample must leave its server when the server dies, stalls, aborts the request, is
+drained, or has too few samples left (the long tail, RLHFuse section 4). It continues on another server from the prompt
+and its tokens so far. The noise of sampling depends on the position only, so it ends as it would have on the first
+server."""
 
 from __future__ import annotations
 
@@ -45,10 +46,10 @@ Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[
 
 
 class Generator:
-    """One at a time: `generate` runs alone, `drain` may be called while it does.
+    """Only one `generate` may run at a time. `drain` may be called meanwhile.
 
-    `token`: the job's. `clock`: monotonic seconds. `decode`: text of tokens, special ones included; needed
-    where a response may end at a stop string. Close it in the end (`async with`)."""
+    `token`: the job's token. `clock`: monotonic seconds. `decode` gives the text of tokens, with special tokens; it is
+    needed if the job has stop strings. Use it with `async with`, or close it."""
 
     def __init__(
         self,
@@ -105,10 +106,11 @@ class Generator:
     ) -> Generated:
         """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
 
-        `on_finished` gets each sample once it is stored as generated; samples generated before this call, or stored as
-        it is cancelled or fails, are not reported (ask the store). `progress(done, total, tokens)` follows the flushes.
-        Once `tail` has named instances, all that is left migrates to them, as long as one of them lives.
-        Raises GenerationError or StoreError. When cancelled, the requests end and the tokens stay."""
+        `on_finished` gets each sample when it is stored as generated. It does not get samples that were generated
+        before this call, or that are stored while the call is cancelled or fails; ask the store for these.
+        `progress(done, total, tokens)` is called after each flush. When `tail` names instances, all remaining samples
+        migrate to these, as long as one of them lives. When the call is cancelled, the requests end and the tokens
+        stay. Raises GenerationError or StoreError."""
         if self._flying or self._pending:
             raise RuntimeError("generate is already running")
         chosen = self._store.samples.samples(iteration, State.PENDING) if samples is None else samples
@@ -132,13 +134,12 @@ class Generator:
         return result
 
     def idle(self, name: str) -> bool:
-        """Whether an instance has nothing to generate, nor will get anything unless others fail."""
+        """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
         return not self._pending and self._flying.idle(name)
 
     async def drain(self, name: str) -> None:
-        """Give an instance no more work, and move what it has elsewhere, tokens kept; returns when it has none.
-
-        `fleet.drain(name, False)` ends it."""
+        """Give an instance no more work, and move its samples to other instances with their tokens. Returns when it has
+        none left. `fleet.drain(name, False)` ends the draining."""
         self._fleet.drain(name)
         works = self._flying.on(name)
         self._end(works, "drain")
@@ -200,12 +201,13 @@ class Generator:
                 progress(result.samples, total, result.tokens)
 
     def _eligible(self) -> list[Instance]:
-        """Who may get work: once the tail is gathered only its destinations, unless none of them is left."""
+        """The instances that may get work. After the tail was gathered these are its destinations, unless all of them
+        are gone."""
         everyone = self._fleet.eligible(KIND)
         return [i for i in everyone if i.name in self._destinations] or everyone
 
     def _gather(self, tail: Tail | None) -> None:
-        """Ask `tail`; once it answers, end what runs elsewhere."""
+        """Ask `tail` where to gather. When it names destinations, move the samples of all other instances there."""
         if tail is None or self._destinations or not (self._pending or self._flying):
             return
         unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
@@ -218,7 +220,8 @@ class Generator:
             self._end(moving, "tail")
 
     def _greet(self, eligible: Sequence[Instance]) -> None:
-        """First sight of an instance: abort what an earlier coordinator left on it, and give it a share of the work."""
+        """On the first sight of an instance, abort requests that an earlier coordinator left there, and give it a share
+        of the work."""
         new = [i for i in eligible if (i.name, i.incarnation) not in self._known]
         first = not self._known
         for instance in new:
@@ -271,10 +274,10 @@ class Generator:
                 sent = self.kv.nbytes
                 self._started(work, instance, now, arrived(), self.kv.nbytes - sent)
             else:
-                work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.heard
+                work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.last_token
             work.tokens += tokens
             work.logprobs += logprobs
-            work.heard, work.reason = now, reason
+            work.last_token, work.reason = now, reason
 
         departure, work.departure = work.departure, None
         try:
@@ -300,7 +303,8 @@ class Generator:
     def _started(
         self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int
     ) -> None:
-        """A request's first token came: what a prefill, or a migration, took. `nbytes`: of keys and values moved."""
+        """Record the time to a request's first token: of a prefill or a migration. `nbytes`: bytes of KV cache that
+        were moved."""
         work.first = False
         tokens = len(work.prompt) + len(work.tokens)
         mechanism = Mechanism.TOKENS if moved is None else moved[0]
@@ -315,25 +319,25 @@ class Generator:
             self._log("sample.moved", **migration.fields())
 
     def _watch(self) -> None:
-        """End requests that are stalled, whose process is gone, or which did not heed an abort; and move samples away
-        from servers that are about to end, or seem to have."""
+        """End requests that stall, whose process is gone, or that ignored an abort. Move samples away from servers that
+        will end soon or seem to be dead."""
         now, s = self._clock(), self._settings
         if now - self._watched < s.flush:
             return
         self._watched = now
         fleet = {i.name: i for i in self._fleet.instances(KIND)}
         eligible = {i.name for i in self._eligible()}
-        heard: dict[str, float] = {}
+        last_tokens: dict[str, float] = {}
         for work in self._flying:
-            heard[work.instance] = max(heard.get(work.instance, 0.0), work.heard)
-        for name in heard:
-            quiet, others = now - heard[name], bool(eligible - {name})
+            last_tokens[work.instance] = max(last_tokens.get(work.instance, 0.0), work.last_token)
+        for name in last_tokens:
+            quiet, others = now - last_tokens[name], bool(eligible - {name})
             if (reason := leaves(fleet.get(name), quiet, others, s)) is not None:
                 self._end(self._flying.on(name), reason)
         for work in self._flying:
             if work.task is None or work.task.done():
                 continue
-            failure = given_up(work, fleet.get(work.instance), now, heard[work.instance], s)
+            failure = given_up(work, fleet.get(work.instance), now, last_tokens[work.instance], s)
             if failure is not None:
                 work.failure = failure or work.failure
                 work.task.cancel()
@@ -341,7 +345,7 @@ class Generator:
     # ------------------------------------------------------------ inner parts
 
     def _end(self, works: Sequence[Work], reason: str) -> None:
-        """Ask servers to stop requests; their samples then go elsewhere."""
+        """Ask servers to abort requests. Their samples then continue on other servers."""
         works = [w for w in works if w.ending is None and w.reason is None]
         self._store.samples.migrate([(w.key, w.attempt) for w in works])
         now = self._clock()
@@ -355,7 +359,7 @@ class Generator:
                 self._requests.abort(instance, ids)
 
     async def _stop(self) -> None:
-        """Whatever is still under way ends here: its tokens are stored, its sample is pending again."""
+        """End all running requests. Their tokens are stored, and their samples are pending again."""
         flying = list(self._flying)
         await cancel([w.task for w in flying if w.task is not None])
         try:

@@ -1,4 +1,4 @@
-"""The samples that servers work on: what is known of each, when it is given up, what it adds to the store."""
+"""The samples that servers work on: the state of each, when a request is given up, and how new tokens are stored."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EVENT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Seconds, but `stream_interval`: tokens per event (None: by the number of samples, see `interval`), and
-    `max_fruitless`: attempts of one sample in a row without a token.
+    """Times are in seconds. `stream_interval`: tokens per event; None: as `interval` says. `max_fruitless`: how many
+    attempts of a sample in a row may give no token.
 
-    `stall`: silence after which a request is given up, if its whole server is silent; ten times it otherwise (a server
-    may queue requests while it works on others). `suspect`: silence after which the samples of a suspect server go
-    elsewhere."""
+    `stall`: a request is given up after this silence if its whole server is silent, and after ten times this otherwise
+    (a server may queue requests while it works on others). `suspect`: after this silence the samples of a suspect
+    server move to other servers."""
 
     flush: float = 0.25
     stall: float = 60.0
@@ -42,9 +42,9 @@ class GenerationSettings:
     max_fruitless: int = 50
 
     def interval(self, samples: int, step: float | None = None) -> int:
-        """Tokens per event while so many samples are left and a decode step takes `step` seconds, if known: 1, so that
-        a server that dies costs nothing, unless steps are short or one core could not follow; what is lost is generated
-        again identically."""
+        """Tokens per event when `samples` samples are left. `step`: seconds of a decode step, if known. It is 1, so
+        that no token is lost when a server dies. It is more if steps are short, or if one core could not handle the
+        events. Lost tokens are generated again and are the same."""
         if self.stream_interval is not None:
             return self.stream_interval
         short = 1 if not step else int(EVENT_SECONDS / step)
@@ -53,10 +53,10 @@ class GenerationSettings:
 
 @dataclass
 class Activity:
-    """An instance's part in one call: wall-clock span and counts.
+    """What one instance did in one call of `generate`.
 
-    `decode`: by batch size, steps of single requests and the seconds they took. `prefills`: by the time of submission,
-    tokens and seconds to the last first token."""
+    `decode`: by batch size, the number of decode steps of single requests and their seconds. `prefills`: by the time of
+    submission, the tokens, and the seconds until the last request had its first token."""
 
     start: float
     end: float
@@ -83,8 +83,9 @@ class Activity:
 
 @dataclass
 class Generated:
-    """What one call did. `retries`: times a sample had to leave a server; `migrations`: those that went on elsewhere.
-    `tail`: (seconds since the epoch, samples left). Spans: one per instance that worked."""
+    """What one call of `generate` did. `retries`: how often a sample had to leave a server. `migrations`: the samples
+    that continued on another one. `tail`: (seconds since the epoch, samples left). `spans`: one for each instance that
+    worked."""
 
     samples: int = 0
     tokens: int = 0
@@ -98,10 +99,11 @@ class Generated:
 
 @dataclass(eq=False)
 class Work:
-    """One sample on its way. `stored`: how many of `tokens` are in the store; `before`: how many it had when its
-    current attempt began. `heard`, `ending`: when its last token came and when it was asked to end, monotonic seconds.
-    `reason`: the server's finish reason. `failure`, `refusal`: why its stream broke. `fruitless`: attempts in a row
-    without a token. `departure`: where its keys and values may still be. `interval`: tokens per event."""
+    """One sample that is being generated. `stored`: how many of `tokens` are in the store. `before`: how many it had
+    when the current attempt began. `last_token`, `ending`: when its last token came, and when its request was asked to
+    end, in monotonic seconds. `reason`: the server's finish reason. `failure`, `refusal`: why its stream broke.
+    `fruitless`: attempts in a row without a token. `departure`: where its KV cache may still be. `interval`: tokens per
+    event."""
 
     key: Key
     prompt: list[int]
@@ -114,7 +116,7 @@ class Work:
     incarnation: str = ""
     task: asyncio.Task[None] | None = None
     before: int = 0
-    heard: float = 0.0
+    last_token: float = 0.0
     ending: float | None = None
     reason: str | None = None
     failure: str | None = None
@@ -150,31 +152,32 @@ def request_id(key: Key, attempt: int) -> str:
 
 
 def mean_step(activities: Iterable[Activity]) -> float | None:
-    """Seconds of a request's decode step on average; None where none was seen."""
+    """Mean seconds of a request's decode step. None if there was none."""
     seen = [found for activity in activities for found in activity.decode.values()]
     steps = sum(count for count, _ in seen)
     return sum(seconds for _, seconds in seen) / steps if steps else None
 
 
 def given_up(
-    work: Work, instance: Instance | None, now: float, server_heard: float, settings: GenerationSettings
+    work: Work, instance: Instance | None, now: float, server_last_token: float, settings: GenerationSettings
 ) -> str | None:
-    """Why a request's connection is to be dropped, if it is; "" if it did not heed being asked to end.
+    """Why a request's connection is dropped: a phrase, or "" for a request that ignored its abort. None: it is kept.
 
-    `server_heard`: when any of its server's requests last got a token."""
+    `server_last_token`: when any request on its server last got a token."""
     if instance is None or instance.incarnation != work.incarnation or instance.health is InstanceHealth.DEAD:
         return "its process is gone"
     if work.ending is not None and now - work.ending > settings.abort:
         return ""
-    limit = settings.stall if now - server_heard > settings.stall else 10 * settings.stall
-    if now - work.heard > limit:
-        return f"no token for {now - work.heard:.0f} s"
+    limit = settings.stall if now - server_last_token > settings.stall else 10 * settings.stall
+    if now - work.last_token > limit:
+        return f"no token for {now - work.last_token:.0f} s"
     return None
 
 
 def leaves(instance: Instance | None, quiet: float, elsewhere: bool, settings: GenerationSettings) -> str | None:
-    """Why the samples of a server that still answers go on elsewhere, if they do: `drain` before its pod ends or on
-    request, `suspect` when neither it nor its requests (for `quiet` seconds) were heard of and others are there."""
+    """Why the samples of a server that may still answer move to other servers; None: they stay. `drain`: its pod will
+    end, or it was asked. `suspect`: it does not report, its requests got no token for `quiet` seconds, and there is
+    another server (`elsewhere`)."""
     if instance is None:
         return None
     if instance.draining or instance.health is InstanceHealth.RETIRED:
@@ -192,7 +195,7 @@ class GenerationError(Exception):
 
 
 class InFlight:
-    """`activity`: by instance, since `clear`. `clock`: monotonic seconds. `max_fruitless`: see `Settings`."""
+    """`activity`: by instance, since `clear`. `clock`: monotonic seconds. `max_fruitless`: see `GenerationSettings`."""
 
     def __init__(
         self,
@@ -217,30 +220,30 @@ class InFlight:
         return iter(self._works)
 
     def on(self, name: str) -> list[Work]:
-        """Those of one instance."""
+        """The samples on one instance."""
         return [w for w in self._works if w.instance == name]
 
     def loads(self, instances: Sequence[Instance]) -> dict[str, int]:
-        """Requests on each."""
+        """The number of requests on each instance."""
         return {i.name: self._counts[i.name] for i in instances}
 
     def idle(self, name: str) -> bool:
-        """Whether an instance has none."""
+        """Whether an instance has no request."""
         return not self._counts[name]
 
     def speeds(self, names: Sequence[str]) -> dict[str, float]:
-        """Relative ones."""
+        """The relative speeds of instances."""
         return self._speeds.relative(names)
 
     def begin(self, work: Work, now: float, wall: float) -> None:
-        """An instance was given a sample; `wall`: seconds since the epoch."""
-        work.heard, work.begun, work.first = now, now, True
+        """Note that an instance was given a sample. `wall`: seconds since the epoch."""
+        work.last_token, work.begun, work.first = now, now, True
         self._works[work] = None
         self._counts[work.instance] += 1
         self.activity.setdefault(work.instance, Activity(wall, wall)).end = wall
 
     def ended(self, work: Work) -> None:
-        """Its request is over, for whatever reason: `sort_out` will see."""
+        """Note that its request is over, for whatever reason. `sort_out` looks at it."""
         self._ended.append(work)
 
     def _remove(self, work: Work) -> None:
@@ -253,7 +256,7 @@ class InFlight:
         self._ended.clear()
 
     def flush(self, seconds: float) -> list[Key]:
-        """Store what came in since the last flush, `seconds` ago; returns the samples that are finished by it.
+        """Store the tokens since the last flush, `seconds` ago. Returns the samples that are finished now.
 
         Raises StoreError."""
         deltas: list[Delta] = []
@@ -287,9 +290,8 @@ class InFlight:
         return done
 
     def sort_out(self) -> list[Work]:
-        """After a flush: those whose request ended without finishing them are pending again.
-
-        Raises GenerationError when a server refused one, or when one never gets a token."""
+        """Call it after a flush. Samples whose request ended before they were finished are pending again, and are
+        returned. Raises GenerationError if a server refused a sample, or if a sample never gets a token."""
         ended, self._ended = self._ended, []
         unfinished = [w for w in ended if w in self._works]
         for work in unfinished:

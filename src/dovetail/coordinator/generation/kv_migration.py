@@ -1,7 +1,7 @@
-"""Per sample that goes on elsewhere: are its keys and values moved, and what do the two servers have to be told?
+"""Decides for each sample that changes servers whether its KV cache moves too, and tells both servers what to do.
 
-Only between servers that both announce it (`Register.abilities["kv"]`), with the same layout and the same weights.
-Whatever fails, the destination prefills: nothing here can lose a sample."""
+A KV cache moves only between servers that both announce it (`Register.abilities["kv"]`) and have the same layout and
+weights. If anything fails, the destination prefills, so no sample can be lost here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEG_SECONDS = 10.0
 
 
 def ability(instance: Instance) -> KVAbility | None:
-    """What an instance announces; None for nothing, or nothing that this coordinator understands."""
+    """What an instance announces. None if it announces nothing, or nothing that this coordinator understands."""
     announced = instance.abilities.get("kv")
     if announced is None:
         return None
@@ -37,7 +37,8 @@ def ability(instance: Instance) -> KVAbility | None:
 
 
 class KVMigration:
-    """`moves` counts, by mechanism, the samples that went on elsewhere; `nbytes`: of keys and values asked for."""
+    """`moves`: the number of samples that changed servers, by mechanism. `nbytes`: the bytes of KV cache that were
+    asked for."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,8 +54,9 @@ class KVMigration:
         departure: Departure | None,
         resumed: bool,
     ) -> Callable[[], tuple[Mechanism, float] | None]:
-        """Add to a request what `target` has to know of moves. Returns what to call whenever tokens arrive: the first
-        time, and if the sample is a `resumed` one, it says how the sample came and in how many seconds."""
+        """Add to a request what `target` must know about moves. Returns a function to call when tokens arrive. On the
+        first call, if the sample is a `resumed` one, it returns the mechanism by which the sample came and the seconds
+        that this took."""
         tokens = body["token_ids"]
         pull = await self._pull(session, departure, target, tokens) if resumed else {}
         if params := pull | self._hold(target, body["request_id"]):
@@ -73,7 +75,8 @@ class KVMigration:
         return arrived
 
     def left(self, source: Instance, request_id: str) -> Departure | None:
-        """A request was aborted by `source` (as it was when the request began) after it had made tokens."""
+        """Where the KV cache is after `source` aborted a request that had made tokens. `source` is as it was when the
+        request began."""
         if source.weight_version is None or ability(source) is None:
             return None
         return Departure(source, request_id, source.weight_version, self._clock())
@@ -127,8 +130,9 @@ class KVMigration:
 
 
 async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> dict[str, Any]:
-    """NIXL hands over only what ended by its length: run one more token on the old server, whose prefix cache still
-    has all but the last block, and take the parameters that its answer carries. None of them if that fails."""
+    """The parameters of a NIXL transfer. NIXL gives away only requests that ended by their length. So one more token is
+    generated on the old server, whose prefix cache still has all but the last block; its answer has the parameters.
+    They are empty if that fails."""
     body = {
         "model": "actor",
         "token_ids": tokens,

@@ -39,8 +39,8 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Leave:
-    """A sample's request was ended on purpose (`reason`: tail, drain, newcomer), or failed (failure), at `time`
-    (monotonic seconds)."""
+    """A sample left its server at `time` (monotonic seconds). `reason`: tail, drain, newcomer or suspect if the request
+    was ended on purpose; failure if it failed."""
 
     instance: str
     reason: str
@@ -49,8 +49,9 @@ class Leave:
 
 @dataclass(frozen=True)
 class Migration:
-    """A sample that went on elsewhere. `mechanism`: tokens or kv; `tokens`: of prompt and response; `nbytes`: what was
-    sent of them; `seconds`: from the decision to its first new token, at `ended` (since the epoch)."""
+    """A sample that continued on another server. `mechanism`: tokens or kv. `tokens`: the number of prompt and response
+    tokens. `nbytes`: the bytes that were sent. `seconds`: from the decision to the first new token, which came at
+    `ended` (seconds since the epoch)."""
 
     key: Key
     source: str
@@ -77,7 +78,8 @@ class Migration:
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a sample's blocks were left, under which key, by which weights, at which time (monotonic seconds)."""
+    """Where a sample's KV cache was left: the server, the key, the version of the weights, and the time (monotonic
+    seconds)."""
 
     source: Instance
     key: str

@@ -38,9 +38,8 @@ class RequestRefused(Exception):
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_tokens: OnTokens) -> None:
-    """Send the request and hand on tokens as they come; returns after the part with a finish reason.
-
-    Raises ServerFailure (also when the stream ends early or makes no sense) or RequestRefused."""
+    """Send the request and pass tokens to `on_tokens` as they come. Returns after the event with a finish reason.
+    Raises ServerFailure (also if the stream ends early or cannot be read) or RequestRefused."""
     try:
         async with session.post(url + ROUTE, data=json.dumps(body).encode()) as response:
             if response.status != 200:
@@ -58,7 +57,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any],
 
 
 def _take(events: list[bytes], on_tokens: OnTokens) -> bool:
-    """Hand on what was read at once, all together; True if it ends the response."""
+    """Pass on all tokens that were read at once. Returns True if they end the response."""
     if not events:
         return False
     tokens: list[int] = []
@@ -98,7 +97,8 @@ def _message(text: str) -> str:
 
 
 async def abort(session: aiohttp.ClientSession, url: str, request_ids: Sequence[str], seconds: float) -> str | None:
-    """Ask a server to stop requests: their streams then end with reason `abort`. What went wrong, or None."""
+    """Ask a server to abort requests; their streams then end with the reason `abort`. Returns what went wrong, or
+    None."""
     body = {"request_ids": [ABORT_PREFIX + i for i in request_ids]}
     timeout = aiohttp.ClientTimeout(total=seconds)
     try:
@@ -112,7 +112,7 @@ MODEL = "actor"
 
 
 def body(work: Work, generation: Generation, instance: Instance, left: int, interval: int) -> dict[str, Any]:
-    """One request: `left` more tokens after the prompt and what there is, `interval` of them in an event."""
+    """The request for `left` more tokens after the prompt and the tokens so far. `interval`: tokens per event."""
     sampler = instance.abilities.get("sampler", "counter")
     params = sampling_params(generation, work.seed, left, sampler, generated=len(work.tokens))
     params["stream_interval"] = interval
@@ -126,7 +126,7 @@ def body(work: Work, generation: Generation, instance: Instance, left: int, inte
 
 
 class Requests:
-    """The connections to all servers, opened on first use; close it in the end."""
+    """The connections to all servers. They are opened on first use; close them at the end."""
 
     def __init__(self, token: str, settings: GenerationSettings, log: Callable[..., None]) -> None:
         self._token = token
@@ -146,7 +146,7 @@ class Requests:
         return self._session
 
     def abort(self, instance: Instance, ids: Sequence[str]) -> None:
-        """Ask, and do not wait: the streams tell."""
+        """Ask a server to abort requests. Does not wait: their streams show the end."""
 
         async def send() -> None:
             error = await abort(self.session, instance.url, ids, self._settings.abort)
@@ -165,7 +165,7 @@ class Requests:
 
 
 async def cancel(tasks: Any) -> None:
-    """Cancel all, and wait for them."""
+    """Cancel all tasks, and wait for them."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

@@ -51,7 +51,7 @@ ORDER = (State.GENERATED, State.SCORED, State.IN_BATCH, State.TRAINED)
 
 
 class IllegalTransition(StoreError):
-    """A sample was asked to go where it cannot go from its state."""
+    """The sample cannot go from its state to the new one."""
 
 
 class Key(NamedTuple):
@@ -73,10 +73,10 @@ class NewSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """`tokens` (R,) int32 and `logprobs` (R,) float32: the response so far, or whole from `generated` on.
+    """`tokens` (R,) int32 and `logprobs` (R,) float32: the response so far; from the state `generated` on, all of it.
 
-    `instance`, `incarnation`, `attempt`: latest assignment. `first_version` and `weight_version`: weights of the first
-    kept token and of the latest assignment (equal unless weights changed in between)."""
+    `instance`, `incarnation`, `attempt`: the latest assignment. `first_version`, `weight_version`: the weights of the
+    first token that was kept and of the latest assignment. They are equal unless the weights changed in between."""
 
     key: Key
     state: State
@@ -98,14 +98,14 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """Ended by an end token or stop string, not by its length."""
+        """Whether an end token or a stop string ended the response, and not its length."""
         return self.finish_reason == "stop"
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Give a sample to an instance, keeping its first `keep` response tokens (fewer than stored: the rest is
-    generated again, as stop strings across the cut need)."""
+    """Give a sample to an instance with its first `keep` response tokens. Stored tokens after these are generated
+    again; stop strings need that (`generation.migrations.StopStrings`)."""
 
     key: Key
     instance: str
@@ -116,7 +116,8 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Delta:
-    """Response tokens from position `start` on, streamed for assignment `attempt`; `finish_reason` with the last."""
+    """Response tokens from position `start` on, streamed for the assignment `attempt`. The last delta has the
+    `finish_reason`."""
 
     key: Key
     attempt: int
@@ -128,7 +129,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """`ref_logprobs` and `values` (R,) float32, each None where not wanted; `reward` in the units of the scorer."""
+    """`ref_logprobs` and `values` (R,) float32, each None if it is not wanted. `reward` is in the scorer's units."""
 
     key: Key
     ref_logprobs: Floats | None
@@ -146,7 +147,7 @@ def _float32(values: Sequence[float] | Floats) -> bytes:
 
 
 class SampleTable:
-    """Every method is one transaction."""
+    """Each method is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -154,9 +155,8 @@ class SampleTable:
     # ------------------------------------------------------------ life of an iteration
 
     def begin_iteration(self, iteration: int, samples: Sequence[NewSample]) -> bool:
-        """Store an iteration's samples as pending. False if they are stored already, whatever their state.
-
-        Raises StoreError if the iteration was begun with other prompts or seeds."""
+        """Store an iteration's samples as pending. Returns False if they are stored already, in whatever state. Raises
+        StoreError if the iteration was begun with other prompts or seeds."""
         if not samples:
             raise StoreError(f"iteration {iteration} has no prompts")
         rows = [
@@ -187,9 +187,8 @@ class SampleTable:
         return True
 
     def recover(self) -> list[Sample]:
-        """After a crash: what was being generated is pending again, with its tokens.
-
-        Returns the samples concerned as they were before, so that their requests can be aborted."""
+        """Call it after a crash: samples that were being generated are pending again, with their tokens. Returns these
+        samples as they were before, so that their requests can be aborted."""
         busy = (State.GENERATING, State.MIGRATING)
         with self._db.transaction() as db:
             interrupted = self._select(db, "state IN (?,?)", busy)
@@ -197,7 +196,7 @@ class SampleTable:
         return interrupted
 
     def advance(self, iteration: int, state: State) -> None:
-        """All samples of an iteration to IN_BATCH or TRAINED; those already there or beyond stay."""
+        """Move all samples of an iteration to IN_BATCH or TRAINED. Samples that are there already, or beyond, stay."""
         if state not in (State.IN_BATCH, State.TRAINED):
             raise IllegalTransition(f"an iteration cannot be advanced to {state}")
         before = ORDER[ORDER.index(state) - 1]
@@ -216,7 +215,7 @@ class SampleTable:
                 db.execute(f"DELETE FROM {table} WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
 
     def forget(self, iteration: int) -> None:
-        """Delete one iteration; its prompts can be answered anew."""
+        """Delete one iteration, so that its prompts can be answered again."""
         with self._db.transaction() as db:
             for table in _TABLES:
                 db.execute(f"DELETE FROM {table} WHERE iteration=?", (iteration,))
@@ -224,7 +223,7 @@ class SampleTable:
     # ------------------------------------------------------------ generation
 
     def assign(self, assignments: Sequence[Assignment]) -> list[int]:
-        """Pending or migrating -> generating; the attempt numbers, in order. All or none."""
+        """Pending or migrating -> generating, for all assignments or none. Returns the attempt numbers in order."""
         attempts = []
         with self._db.transaction() as db:
             for a in assignments:
@@ -252,9 +251,8 @@ class SampleTable:
         return attempts
 
     def record(self, deltas: Iterable[Delta]) -> list[bool]:
-        """Append streamed tokens, and finish responses whose delta has a reason; one transaction for all.
-
-        False for a delta of an assignment that is over: it is dropped. Raises StoreError for a gap or an overlap
+        """Append streamed tokens, and finish responses whose delta has a reason, in one transaction. Returns one bool
+        for each delta: False if it is dropped because its assignment is over. Raises StoreError for a gap or an overlap
         within the current assignment."""
         accepted = []
         with self._db.transaction() as db:
@@ -279,11 +277,12 @@ class SampleTable:
         return accepted
 
     def migrate(self, keys: Iterable[tuple[Key, int]]) -> None:
-        """Generating -> migrating for (key, attempt); its stream may still deliver until it ends."""
+        """Generating -> migrating for each (key, attempt). Its stream may still deliver tokens until it ends."""
         self._leave(keys, State.MIGRATING)
 
     def release(self, keys: Iterable[tuple[Key, int]]) -> None:
-        """Generating or migrating -> pending for (key, attempt), tokens kept. Assignments that are over are skipped."""
+        """Generating or migrating -> pending for each (key, attempt), with its tokens. Assignments that are over are
+        skipped."""
         self._leave(keys, State.PENDING)
 
     def _leave(self, keys: Iterable[tuple[Key, int]], state: State) -> None:
@@ -294,9 +293,8 @@ class SampleTable:
                     db.execute(f"UPDATE samples SET state=? WHERE {_WHERE}", (state, *key))
 
     def score(self, rows: Iterable[ScoreRow]) -> int:
-        """Generated -> scored; how many were. Samples scored before keep their first scores.
-
-        Raises StoreError for lengths that do not fit the response or values that are not finite."""
+        """Generated -> scored. Returns how many. Samples that were scored before keep their first scores. Raises
+        StoreError for lengths that do not fit the response, and for values that are not finite."""
         done = 0
         with self._db.transaction() as db:
             for row in rows:
@@ -325,7 +323,7 @@ class SampleTable:
         return done
 
     def add_rewards(self, function: str, rewards: Mapping[Key, float]) -> None:
-        """What one call of a reward function gave."""
+        """Store what one call of a reward function returned."""
         with self._db.transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)",
@@ -335,7 +333,7 @@ class SampleTable:
     # ------------------------------------------------------------ queries
 
     def rewards(self, iteration: int) -> dict[Key, dict[str, float]]:
-        """What reward functions gave so far, by sample and function."""
+        """The rewards that functions returned so far, by sample and function."""
         found: dict[Key, dict[str, float]] = {}
         with self._db.reading() as db:
             rows = db.execute(
@@ -346,7 +344,7 @@ class SampleTable:
         return found
 
     def samples(self, iteration: int, *states: State) -> list[Sample]:
-        """An iteration's samples in order of (prompt, sample); only those in `states`, if any are given."""
+        """An iteration's samples in order of (prompt, sample): all, or those in one of `states` if any are given."""
         where = "iteration=?" + (f" AND state IN ({','.join('?' * len(states))})" if states else "")
         with self._db.reading() as db:
             return self._select(db, where, (iteration, *states))
@@ -398,7 +396,7 @@ class SampleTable:
 
     @staticmethod
     def _extend(db: sqlite3.Connection, delta: Delta) -> bool:
-        """Count a delta's tokens; False unless they follow those stored for the current assignment."""
+        """Count a delta's tokens. Returns False unless they follow those stored for the current assignment."""
         cursor = db.execute(
             f"UPDATE samples SET kept=? WHERE {_WHERE} AND attempt=? AND kept=? AND state IN (?,?)",
             (
