@@ -12,11 +12,19 @@ import time
 
 from bench_table3 import PAPER, clock_of, row_problem, serial_time
 
-from dovetail.pipelines.families import FAMILIES, family_names
-from dovetail.pipelines.instance import zero_bubble_limit
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.problem import Problem, ProblemError, fused_problem, serial_memory
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Problem,
+    ProblemError,
+    check_steps,
+    family_names,
+    find,
+    fused_problem,
+    serial_memory,
+    steps,
+    zero_bubble_limit,
+)
 
 EQUAL = [(stages, count, mini) for stages, count in ((4, 4), (8, 8), (8, 16), (16, 16)) for mini in (1, 6)]
 

@@ -18,12 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dovetail.pipelines.export import document
-from dovetail.pipelines.families import FAMILIES
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.problem import Model, Problem, fused_problem, serial_memory
-from dovetail.pipelines.schedule import Schedule
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Model,
+    Problem,
+    Schedule,
+    check_steps,
+    document,
+    find,
+    fused_problem,
+    serial_memory,
+    steps,
+)
 
 # Models, stages of actor and critic, micro-batches; printed in the paper: speed-up greedy, its own, its bound; memory
 # greedy and its own, in units of serial 1F1B. Its 1.30 of the second row is above its own bound, 1.2823.

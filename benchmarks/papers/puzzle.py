@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 
-from dovetail.pipelines.families import FAMILIES
-from dovetail.pipelines.problem import fused_problem
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import FAMILIES, Effort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.costs.rooflines import DEFAULT
 from dovetail.planner.hardware import gpu

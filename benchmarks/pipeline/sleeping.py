@@ -11,8 +11,7 @@ from torch import nn
 
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines.problem import Model, Problem
-from dovetail.pipelines.search import Effort
+from dovetail.pipelines import Effort, Model, Problem
 from dovetail.planner.training import choose_schedule, rank_actions, shared_layouts
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.batches import Sequences

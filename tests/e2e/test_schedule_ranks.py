@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines.families import DEDICATED, FAMILIES
-from dovetail.pipelines.problem import Model, Problem
-from dovetail.pipelines.schedule import Schedule
-from dovetail.pipelines.search import Effort
+from dovetail.pipelines import DEDICATED, FAMILIES, Effort, Model, Problem, Schedule
 from dovetail.planner.placement.division import divisions, same_batches
 from dovetail.planner.training import (
     PINS,

@@ -15,9 +15,8 @@ from dovetail.cli.profile import read_profile
 from dovetail.local.rundir import RunDir
 from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError
-from dovetail.pipelines.families import FAMILIES, family_instance
-from dovetail.pipelines.measured import profiled_problem, stage_layers
-from dovetail.pipelines.problem import ProblemError
+from dovetail.pipelines import FAMILIES, ProblemError, family_instance
+from dovetail.planner.measured import profiled_problem, stage_layers
 from dovetail.planner.training import Times, shared_layouts, training_problem
 from dovetail.protocol.messages import ModelRef, StageTimes
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile

@@ -14,7 +14,7 @@ from rich.console import Console
 from dovetail.cli.plan_tables import plan_tables
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
-from dovetail.pipelines.families import FAMILIES
+from dovetail.pipelines import FAMILIES
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.groups import supervised
 from dovetail.planner.placement.manifest import groups_inventory

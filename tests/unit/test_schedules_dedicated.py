@@ -10,15 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.pipelines.actions import ScheduleError
-from dovetail.pipelines.choose import choose
-from dovetail.pipelines.dedicated import dedicated, dedicated_schedule
-from dovetail.pipelines.draw import svg, text_rows
-from dovetail.pipelines.export import document
-from dovetail.pipelines.families import FAMILIES
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Model,
+    Problem,
+    ProblemError,
+    ScheduleError,
+    check_steps,
+    choose,
+    dedicated,
+    dedicated_schedule,
+    document,
+    find,
+    fused_problem,
+    steps,
+    svg,
+    text_rows,
+)
 
 
 @settings(deadline=None, max_examples=20)

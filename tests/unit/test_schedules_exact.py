@@ -8,14 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedules_search import exhaustive, problems
 
-from dovetail.pipelines.exact import ExactSearch, time_unit
-from dovetail.pipelines.families import FAMILIES, family_instance
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.pareto import front, pareto
-from dovetail.pipelines.periodic import shorter, unroll
-from dovetail.pipelines.problem import Model, Problem, fused_problem, serial_memory
-from dovetail.pipelines.schedule import evaluate
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Model,
+    Problem,
+    check_steps,
+    evaluate,
+    family_instance,
+    find,
+    front,
+    fused_problem,
+    pareto,
+    serial_memory,
+    steps,
+)
+from dovetail.pipelines.search.exact import ExactSearch, time_unit
+from dovetail.pipelines.search.steady_state import shorten, unroll
 
 pytest.importorskip("ortools")
 
@@ -33,10 +42,10 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
     instance = family_instance(Problem((model("actor", 2), model("critic", 1)), edges), FAMILIES[name])
     best = exhaustive(instance)
     found = ExactSearch(instance, best, None).run(10, 0)
-    assert evaluate(instance, found.words).makespan == best
+    assert evaluate(instance, found.orders).makespan == best
     assert not found.impossible
     none = ExactSearch(instance, best - 1, None).run(10, 0)
-    assert none.words is None
+    assert none.orders is None
     assert none.impossible
 
 
@@ -48,8 +57,8 @@ def test_what_it_finds_holds(problem, name, data):
     limit = data.draw(st.sampled_from([None, known.peak]))
     answer = ExactSearch(instance, known.makespan, limit).run(2, 0)
     assert not answer.impossible, "the other searches found one"
-    if answer.words is not None:
-        found = evaluate(instance, answer.words, name)
+    if answer.orders is not None:
+        found = evaluate(instance, answer.orders, name)
         check_steps(problem, steps(found))
         assert found.makespan <= known.makespan
         assert limit is None or found.peak <= limit
@@ -61,7 +70,7 @@ def test_times_without_a_common_unit_are_searched_but_nothing_is_proved():
     assert time_unit(instance) is None
     known = find(problem, FAMILIES["fused"], Effort(scale=0.003, exact=False)).makespan
     answer = ExactSearch(instance, known * 1.001, None).run(5, 0)
-    assert evaluate(instance, answer.words).makespan <= known * 1.001
+    assert evaluate(instance, answer.orders).makespan <= known * 1.001
     assert not ExactSearch(instance, known / 2, None).run(5, 0).impossible
 
 
@@ -79,7 +88,7 @@ def test_a_row_of_the_papers_table_that_the_other_searches_miss():
     problem = fused_problem(8, 4, 8, 5, 2, critic_activation=40 * 5120 / (60 * 6656))
     instance = family_instance(problem, FAMILIES["fused"])
     answer = ExactSearch(instance, 225, serial_memory(problem) * 1.0045).run(5, 0)
-    found = evaluate(instance, answer.words)
+    found = evaluate(instance, answer.orders)
     assert found.makespan == 225
     assert found.peak <= serial_memory(problem) * 1.0045
 
@@ -89,7 +98,7 @@ def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
     ranks = max(actor, critic)
     problem = fused_problem(actor, critic, 6 * ranks, 5, 2)
     family = FAMILIES["fused"]
-    fewer = shorter(problem, family)
+    fewer = shorten(problem, family)
     assert fewer.models[0].micro_batches < problem.models[0].micro_batches
     short = find(fewer, family, Effort(scale=0.02, exact=False))
     found = unroll(problem, family, short)
@@ -101,13 +110,13 @@ def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
 
 
 def test_few_micro_batches_are_not_unrolled():
-    assert shorter(fused_problem(4, 4, 16, 5, 2), FAMILIES["fused"]) is None
-    assert shorter(fused_problem(2, 2, 64, 5, 2, mini_batches=2), FAMILIES["fused"]) is None
+    assert shorten(fused_problem(4, 4, 16, 5, 2), FAMILIES["fused"]) is None
+    assert shorten(fused_problem(2, 2, 64, 5, 2, mini_batches=2), FAMILIES["fused"]) is None
 
 
 def test_the_front_gives_memory_for_time():
     problem = fused_problem(4, 4, 8, 2, 1)
-    found = pareto(problem, FAMILIES["fused"], Effort(scale=0.01), points=4)
+    found = pareto(problem, "fused", Effort(scale=0.01), points=4)
     assert len(found) >= 2
     for fast, small in itertools.pairwise(found):
         assert fast.makespan < small.makespan
@@ -115,4 +124,4 @@ def test_the_front_gives_memory_for_time():
     for schedule in found:
         check_steps(problem, steps(schedule))
     assert front([*found, *found[::-1]]) == found
-    assert len(pareto(problem, FAMILIES["stitched"], Effort())) == 1
+    assert len(pareto(problem, "stitched", Effort())) == 1

@@ -8,12 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.pipelines.families import FAMILIES, Family, family_instance, fixed_words
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.problem import Model, Problem, fused_problem, serial_memory
-from dovetail.pipelines.rounds import Rounds
-from dovetail.pipelines.schedule import evaluate, mirror, unmirror
-from dovetail.pipelines.search import Effort
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Family,
+    Model,
+    Problem,
+    check_steps,
+    evaluate,
+    family_instance,
+    fixed_orders,
+    fused_problem,
+    serial_memory,
+    steps,
+)
+from dovetail.pipelines.instance import mirror, unmirror
+from dovetail.pipelines.search.rounds import Rounds
 
 QUICK = Effort(scale=0.01, workers=1, memory=False)
 SEARCHED = ["fused", "fused-rolled", "fused-split", "fused-split-rolled", "shared"]
@@ -38,7 +48,7 @@ def problems(draw):
 def plain(problem, name):
     """One model's 1F1B after the other's."""
     instance = family_instance(problem, FAMILIES[name])
-    return evaluate(instance, fixed_words(instance, Family("overlapped", "", instance.coupling)), name)
+    return evaluate(instance, fixed_orders(instance, Family("overlapped", "", instance.coupling)), name)
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,8 +73,8 @@ def test_the_mirror_image_of_the_mirror_image_is_the_instance(problem, name):
     twice = mirror(mirror(instance))
     for field in ("duration", "activation", "latency"):
         assert (getattr(twice, field) == getattr(instance, field)).all()
-    words = plain(problem, name).words
-    assert (unmirror(instance, unmirror(instance, words)) == words).all()
+    orders = plain(problem, name).orders
+    assert (unmirror(instance, unmirror(instance, orders)) == orders).all()
 
 
 def test_justification_fills_bubbles_that_rules_leave():
@@ -84,10 +94,10 @@ def test_justification_fills_bubbles_that_rules_leave():
 def test_justification_does_not_depend_on_the_number_of_threads(workers):
     problem = fused_problem(4, 4, 8, 5, 2)
     family, start = FAMILIES["fused-split"], plain(problem, "fused-split")
-    words = []
+    orders = []
     for count in (1, workers):
         with ThreadPoolExecutor(count) as pool:
             rounds = Rounds(start.instance, family, replace(QUICK, workers=count, seed=5), pool)
-            words.append([s.words for s in rounds.justify([start], 4.0, rounds.bound, 1.0)])
-    assert len(words[0]) == len(words[1]) > 0
-    assert all((a == b).all() for a, b in zip(*words, strict=True))
+            orders.append([s.orders for s in rounds.justify([start], 4.0, rounds.bound, 1.0)])
+    assert len(orders[0]) == len(orders[1]) > 0
+    assert all((a == b).all() for a, b in zip(*orders, strict=True))

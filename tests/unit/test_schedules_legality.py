@@ -6,11 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.pipelines.actions import ScheduleError
-from dovetail.pipelines.families import FAMILIES
-from dovetail.pipelines.legality import Step, check_steps, steps, transfer_order
-from dovetail.pipelines.problem import Model, Problem, fused_problem
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Model,
+    Problem,
+    ScheduleError,
+    Step,
+    check_steps,
+    find,
+    fused_problem,
+    steps,
+)
 
 QUICK = Effort(scale=0.01, workers=1, memory=False)
 
@@ -104,56 +111,6 @@ def test_shuffled_lists_are_accepted_exactly_if_they_run(problem, name, seed):
         assert simulate(problem, lists, rng) is not None
 
 
-@settings(max_examples=40, deadline=None)
-@given(small(), st.sampled_from(["fused", "fused-rolled", "fused-split", "stitched"]), st.integers(0, 2**32))
-def test_the_transfer_order_is_safe_where_both_sides_of_a_transfer_wait(problem, name, seed):
-    """Ranks with one stream of computation and one of transfers, each in order; a transfer needs both its sides."""
-    rng = random.Random(seed)
-    lists = steps(find(problem, FAMILIES[name], QUICK))
-    order = transfer_order(problem, lists)
-    queues = [[t for t in order if rank in t[:2]] for rank in range(len(lists))]
-    stages = {m.name: m.stages for m in problem.models}
-    groups = {m.name: m.micro_batches for m in problem.models}
-    total = {
-        (m.name, k): m.micro_batches * m.stages * m.pipelines
-        for m in problem.models
-        for k in range(problem.mini_batches)
-    }
-    place, computed, arrived = [0] * len(lists), set(), set()
-
-    def may_compute(step):
-        model, pipeline, stage, q, kind = step
-        if kind == "W":
-            return (model, pipeline, stage, q, "I") in computed
-        if kind == "F":
-            block = q // groups[model]
-            over = sum(s[0] == model and s[3] // groups[model] == block - 1 and s[4] in "BW" for s in computed)
-            opened = block == 0 or over == total[model, block - 1]
-            return opened and (stage == 0 or ("F", model, pipeline, stage, q) in arrived)
-        own = (model, pipeline, stage, q, "F") in computed
-        return own and (stage + 1 == stages[model] or ("B", model, pipeline, stage, q) in arrived)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank in rng.sample(range(len(lists)), len(lists)):
-            if place[rank] < len(lists[rank]) and may_compute(lists[rank][place[rank]]):
-                computed.add(tuple(lists[rank][place[rank]]))
-                place[rank] += 1
-                moved = True
-            if queues[rank]:
-                sender, receiver, step = queues[rank][0]
-                if queues[sender][0] == queues[receiver][0] == queues[rank][0] and tuple(step) in computed:
-                    queues[sender].pop(0)
-                    queues[receiver].pop(0)
-                    onward = 1 if step.kind == "F" else -1
-                    kind = "F" if step.kind == "F" else "B"
-                    arrived.add((kind, step.model, step.pipeline, step.stage + onward, step.micro_batch))
-                    moved = True
-    assert not any(queues)
-    assert all(p == len(mine) for p, mine in zip(place, lists, strict=True))
-
-
 @pytest.fixture
 def lists():
     problem = fused_problem(2, 2, 2, 2, 1)
@@ -208,11 +165,3 @@ def test_memory_above_the_limit_is_refused():
         ScheduleError, match=r"rank 0 holds 4 of activations at F of actor's micro-batch 3 .* limit is 3"
     ):
         check_steps(tight, steps(found))
-
-
-def test_blocking_sends_need_receives_ahead():
-    problem = fused_problem(2, 2, 4, 2, 1)
-    lists = steps(find(problem, FAMILIES["serial"], QUICK))
-    check_steps(problem, lists, receives_ahead=1)
-    with pytest.raises(ScheduleError, match="deadlocks"):
-        check_steps(problem, lists, receives_ahead=0)

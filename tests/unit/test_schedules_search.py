@@ -7,15 +7,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.pipelines.choose import choose
-from dovetail.pipelines.export import cached_find, document
-from dovetail.pipelines.families import FAMILIES, family_instance, family_names, fixed_words
-from dovetail.pipelines.instance import lower_bound, zero_bubble_limit
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.periodic import thicken, thinner
-from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem, serial_memory
-from dovetail.pipelines.schedule import DeadlockError, evaluate
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    DeadlockError,
+    Effort,
+    Model,
+    Problem,
+    ProblemError,
+    cached_find,
+    check_steps,
+    choose,
+    document,
+    evaluate,
+    family_instance,
+    family_names,
+    find,
+    fixed_orders,
+    fused_problem,
+    lower_bound,
+    serial_memory,
+    steps,
+    zero_bubble_limit,
+)
+from dovetail.pipelines.search.steady_state import drop, restore
 
 QUICK = Effort(scale=0.003, workers=1, memory=False)
 
@@ -118,11 +132,11 @@ def test_a_memory_limit_is_never_exceeded(problem, slack, name):
 
 
 def exhaustive(instance):
-    """The best makespan over all words; for tiny problems."""
+    """The best makespan over all orders; for tiny problems."""
     codes = [3 * m + k for m in (0, 1) for k in range(instance.kinds) for _ in range(int(instance.total[m]))]
-    words = sorted(set(itertools.permutations(codes)))
+    orders = sorted(set(itertools.permutations(codes)))
     best = np.inf
-    for chosen in itertools.product(words, repeat=instance.ranks):
+    for chosen in itertools.product(orders, repeat=instance.ranks):
         try:
             found = evaluate(instance, np.array(chosen))
         except DeadlockError:
@@ -188,7 +202,7 @@ def test_zero_bubble_reaches_its_formula():
 def test_the_answer_depends_on_the_seed_and_not_on_the_number_of_threads():
     problem = fused_problem(4, 2, 8, 5, 3, communication=0.5)
     found = [find(problem, FAMILIES["fused"], Effort(scale=0.005, workers=w, seed=3)) for w in (1, 2, 4)]
-    assert all((f.words == found[0].words).all() for f in found)
+    assert all((f.orders == found[0].orders).all() for f in found)
 
 
 def test_a_deadline_ends_the_search_with_the_best_so_far():
@@ -232,7 +246,7 @@ def test_known_answers_are_not_searched_again():
             raise AssertionError("searched again")
 
     again = cached_find(problem, "fused", QUICK, Refuse(kept))
-    assert (again.words == first.words).all()
+    assert (again.orders == first.orders).all()
     assert again.makespan == first.makespan
     for damaged in ("", "{}", '{"words": [[0]], "how": "rules", "makespan": 1}'):
         spoilt = dict.fromkeys(kept, damaged)
@@ -263,9 +277,9 @@ def test_the_document_holds_every_pass_in_order():
     assert {(a["pipeline"], a["stage"]) for a in critic} == {(0, 0)}, "reversed inside its block of ranks"
 
 
-def test_fixed_words_of_serial_are_1f1b():
+def test_fixed_orders_of_serial_are_1f1b():
     instance = family_instance(fused_problem(2, 2, 3, 2, 1), FAMILIES["serial"])
-    assert fixed_words(instance, FAMILIES["serial"]).tolist() == [
+    assert fixed_orders(instance, FAMILIES["serial"]).tolist() == [
         [0, 0, 1, 0, 1, 1, 3, 3, 4, 3, 4, 4],
         [0, 1, 0, 1, 0, 1, 3, 4, 3, 4, 3, 4],
     ]
@@ -285,22 +299,22 @@ def test_a_known_schedule_is_a_start_and_no_more():
 def test_a_steady_part_is_repeated_for_the_larger_model_alone(split):
     problem = fused_problem(4, 2, 16, 5, 2, critic_activation=0.5)
     family = FAMILIES["fused-split" if split else "fused"]
-    fewer = thinner(problem)
+    fewer = drop(problem)
     assert fewer is not None
     assert [m.micro_batches for m in fewer.models] == [4 + 2, problem.models[1].micro_batches]
     # One model after the other, whose actor has a steady part that can be repeated without loss.
     short_instance, instance = family_instance(fewer, family), family_instance(problem, family)
-    short = evaluate(short_instance, fixed_words(short_instance, FAMILIES["overlapped"]), family.name)
-    words = thicken(instance, short, limit=100.0)
-    assert words is not None
-    longer = evaluate(instance, words)
+    short = evaluate(short_instance, fixed_orders(short_instance, FAMILIES["overlapped"]), family.name)
+    orders = restore(instance, short, limit=100.0)
+    assert orders is not None
+    longer = evaluate(instance, orders)
     assert longer.makespan == pytest.approx(short.makespan + 10 * 15)
     assert longer.peak == pytest.approx(short.peak)
     check_steps(problem, steps(longer))
-    assert thicken(instance, short, limit=short.peak / 2) is None
-    assert thinner(fused_problem(4, 2, 8, 5, 2)) is None, "little would be left out"
+    assert restore(instance, short, limit=short.peak / 2) is None
+    assert drop(fused_problem(4, 2, 8, 5, 2)) is None, "little would be left out"
     # Where the critic is the larger one, its micro-batches are left out.
-    turned = thinner(fused_problem(4, 4, 16, 2, 5))
+    turned = drop(fused_problem(4, 4, 16, 2, 5))
     assert turned is not None
     assert [m.micro_batches for m in turned.models] == [16, 6]
 

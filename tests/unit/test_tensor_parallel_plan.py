@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.manifest import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.pipelines import serial_1f1b
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool

@@ -19,7 +19,7 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, e
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.pipelines.search import Effort
+from dovetail.pipelines import Effort
 from dovetail.planner.plan import make_plan
 from dovetail.planner.training import (
     PINS,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -15,16 +17,30 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.extras import DISTRIBUTION
-from dovetail.pipelines.families import DEDICATED, FAMILIES, family_of
-from dovetail.pipelines.problem import Problem, ProblemError, fused_problem, serial_memory
-from dovetail.pipelines.store import FolderStore
+from dovetail.pipelines import (
+    COMPILED,
+    DEDICATED,
+    FAMILIES,
+    Choice,
+    Effort,
+    Problem,
+    ProblemError,
+    Schedule,
+    cached_find,
+    check_steps,
+    choose,
+    document,
+    family_of,
+    find,
+    fused_problem,
+    pareto,
+    serial_memory,
+    steps,
+    svg,
+    text_rows,
+    zero_bubble_limit,
+)
 from dovetail.supervision.errors import UsageError
-
-# What needs numba, a second's import, is imported where it is used: the other commands do not need it.
-if TYPE_CHECKING:
-    from dovetail.pipelines.choose import Choice
-    from dovetail.pipelines.schedule import Schedule
-    from dovetail.pipelines.search import Effort
 
 _positive = click.FloatRange(0, min_open=True)
 _count = click.IntRange(1)
@@ -76,7 +92,7 @@ _count = click.IntRange(1)
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
 @click.option("--workers", type=_count, help="Threads.  [default: the number of cores]")
-@click.option("--pareto", is_flag=True, help="Show what less memory costs the best family, or --family.")
+@click.option("--pareto", "show_front", is_flag=True, help="Show what less memory costs the best family, or --family.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the schedule as JSON.")
 @click.option("--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw the timeline.")
 @click.option("--no-cache", is_flag=True, help="Search again, even where the answer is known from an earlier call.")
@@ -88,7 +104,7 @@ def schedule(
     output: Path | None,
     svg_path: Path | None,
     no_cache: bool,
-    pareto: bool,
+    show_front: bool,
     profile_path: Path | None,
     micro_batch_size: int,
     memory: float | None,
@@ -104,13 +120,6 @@ def schedule(
       dovetail schedule --actor-stages 8 --critic-stages 4 --micro-batches 16 \\
           --actor-forward 5 --critic-forward 2 --svg schedule.svg
     """
-    from dovetail.pipelines.choose import Choice, choose
-    from dovetail.pipelines.draw import svg
-    from dovetail.pipelines.export import cached_find
-    from dovetail.pipelines.jit import COMPILED
-    from dovetail.pipelines.legality import check_steps, steps
-    from dovetail.pipelines.search import Effort
-
     try:
         if profile_path is None:
             problem = _problem(memory, **numbers)
@@ -129,7 +138,7 @@ def schedule(
 
     effort = Effort(seconds, time.monotonic, workers or os.cpu_count() or 1, seed, progress=progress)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dovetail" / "schedules"
-    store = {} if no_cache else FolderStore(folder)
+    store = {} if no_cache else _FolderStore(folder)
 
     def finder(p: Problem, name: str, e: Effort) -> Schedule:
         return cached_find(p, name, e, store)
@@ -147,7 +156,7 @@ def schedule(
         raise UsageError(f"{error}.") from error
     check_steps(choice.best.instance.problem, steps(choice.best))
     _show(console, problem, choice)
-    if pareto:
+    if show_front:
         with console.status("searching"):
             _show_front(console, problem, choice, effort, finder)
     for path, write in ((output, _json), (svg_path, svg)):
@@ -169,7 +178,7 @@ def _problem(memory: float | None, **numbers: Any) -> Problem:
 
 def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> Problem:
     from dovetail.cli.profile import read_profile
-    from dovetail.pipelines.measured import profiled_problem
+    from dovetail.planner.measured import profiled_problem
 
     read = read_profile(path)
     stages = (numbers["actor_stages"], numbers["critic_stages"])
@@ -185,10 +194,8 @@ def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers
 
 
 def _show_front(console: Console, problem: Problem, choice: Choice, effort: Effort, finder: Any) -> None:
-    from dovetail.pipelines.pareto import pareto
-
     family = choice.best.family
-    found = pareto(problem, family_of(family), effort, finder=lambda p, f, e: finder(p, f.name, e))
+    found = pareto(problem, family, effort, finder=finder)
     serial = choice.schedules.get("serial")
     baseline, unit = serial.makespan if serial else _serial(problem), serial_memory(problem)
     table = Table(title=f"{family}: less memory for more time", title_justify="left", show_edge=False)
@@ -201,8 +208,6 @@ def _show_front(console: Console, problem: Problem, choice: Choice, effort: Effo
 
 
 def _others(problem: Problem, names: list[str], effort: Effort, finder: Any) -> dict[str, Schedule]:
-    from dovetail.pipelines.choose import choose
-
     try:
         return choose(problem, effort, names, finder).schedules
     except ProblemError:  # none of the fixed families fits; the searched one does
@@ -210,15 +215,10 @@ def _others(problem: Problem, names: list[str], effort: Effort, finder: Any) -> 
 
 
 def _json(found: Schedule) -> str:
-    from dovetail.pipelines.export import document
-
     return json.dumps(document(found)) + "\n"
 
 
 def _show(console: Console, problem: Problem, choice: Choice) -> None:
-    from dovetail.pipelines.draw import text_rows
-    from dovetail.pipelines.instance import zero_bubble_limit
-
     serial = choice.schedules.get("serial")
     baseline = serial.makespan if serial else _serial(problem)
     unit = serial_memory(problem)
@@ -266,6 +266,48 @@ def _show(console: Console, problem: Problem, choice: Choice) -> None:
 
 
 def _serial(problem: Problem) -> float:
-    from dovetail.pipelines.search import Effort, find
-
     return find(replace(problem, memory_limit=None), FAMILIES["serial"], Effort()).makespan
+
+
+class _FolderStore(MutableMapping[str, str]):
+    """A folder as a mapping from keys to text: it keeps answers of searches between commands.
+
+    Keys must be plain file names. Writes are atomic, so several commands may share a folder. The store only saves time:
+    a file that cannot be read counts as absent, and a failed write is ignored."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, key: str) -> Path:
+        if not key or not all(c.isalnum() or c in "-_" for c in key):
+            raise KeyError(key)
+        return self.folder / f"{key}.json"
+
+    def __getitem__(self, key: str) -> str:
+        try:
+            return self._path(key).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, value: str) -> None:
+        path = self._path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".tmp")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(value)
+            os.replace(name, path)
+        except OSError:
+            return
+
+    def __delitem__(self, key: str) -> None:
+        try:
+            self._path(key).unlink()
+        except OSError:
+            raise KeyError(key) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.stem for path in sorted(self.folder.glob("*.json")))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,5 +1,79 @@
-"""Training schedules: action lists and their checker; fused pipelines, their search and evaluation in submodules."""
+"""Pipeline schedules that train two models at once on the same ranks: a library that imports nothing else of Dovetail.
 
-from dovetail.pipelines.actions import ScheduleError, one_f_one_b, serial_1f1b, validate_schedule
+A `Problem` goes in: two models, their stages, times and memory. A `Schedule` comes out: a list of passes for each rank.
 
-__all__ = ["ScheduleError", "one_f_one_b", "serial_1f1b", "validate_schedule"]
+    problem = fused_problem(8, 4, 16, actor_forward=5, critic_forward=2)
+    found = find(problem, FAMILIES["fused"], Effort(seconds=5, clock=time.monotonic))
+    check_steps(problem, steps(found))
+    print(found.makespan, found.bound, found.peak)
+    Path("schedule.svg").write_text(svg(found))
+    Path("schedule.json").write_text(json.dumps(document(found)))
+
+`choose` compares families and `pareto` memory limits. docs/schedules.md explains the problem, the families and the
+search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
+
+from dovetail.pipelines.check import ScheduleError, Step, check_steps, steps
+from dovetail.pipelines.draw import svg, text_rows
+from dovetail.pipelines.export import document
+from dovetail.pipelines.families import (
+    DEDICATED,
+    FAMILIES,
+    Family,
+    dedicated,
+    dedicated_schedule,
+    family_instance,
+    family_names,
+    family_of,
+    fixed_orders,
+)
+from dovetail.pipelines.instance import Coupling, Instance, lower_bound, zero_bubble_limit
+from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem, serial_memory
+from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, evaluate
+from dovetail.pipelines.search.compare import Choice, cached_find, choose, front, pareto
+from dovetail.pipelines.search.find import find
+from dovetail.pipelines.search.rounds import Effort
+from dovetail.pipelines.simulate import COMPILED, Floats, Ints, one_f_one_b, simulate_1f1b
+
+__all__ = [
+    "COMPILED",
+    "DEDICATED",
+    "FAMILIES",
+    "Choice",
+    "Coupling",
+    "DeadlockError",
+    "Effort",
+    "Family",
+    "Floats",
+    "Instance",
+    "Ints",
+    "Model",
+    "Pass",
+    "Problem",
+    "ProblemError",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "cached_find",
+    "check_steps",
+    "choose",
+    "dedicated",
+    "dedicated_schedule",
+    "document",
+    "evaluate",
+    "family_instance",
+    "family_names",
+    "family_of",
+    "find",
+    "fixed_orders",
+    "front",
+    "fused_problem",
+    "lower_bound",
+    "one_f_one_b",
+    "pareto",
+    "serial_memory",
+    "simulate_1f1b",
+    "steps",
+    "svg",
+    "text_rows",
+    "zero_bubble_limit",
+]

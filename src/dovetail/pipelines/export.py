@@ -1,26 +1,20 @@
-"""Schedules as JSON documents and as words, and the key under which a search's answer is kept."""
+"""A schedule as a JSON document."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import MutableMapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dovetail.pipelines.families import family_instance, family_of
-from dovetail.pipelines.problem import Problem
-from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
-from dovetail.pipelines.search import Effort, find
-
-VERSION = 2  # of the search: answers kept by an older one are not used
+from dovetail.pipelines.schedule import Schedule
 
 
 def document(schedule: Schedule) -> dict[str, Any]:
-    """What `dovetail schedule -o` writes. Times and sizes of a model are one number where they are uniform, else a list
-    per pipeline, stage and micro-batch. `micro_batches` is per pipeline and mini-batch; actions count through all."""
+    """What `dovetail schedule -o` writes.
+
+    Times and sizes of a model are one number where they are uniform, else a list by pipeline, stage and micro-batch. A
+    model's `micro_batches` are those of one pipeline and mini-batch; the numbers of actions count through all
+    mini-batches."""
     problem = schedule.instance.problem
     models = []
     for index, m in enumerate(problem.models):
@@ -56,29 +50,3 @@ def document(schedule: Schedule) -> dict[str, Any]:
 def _number(value: float) -> float | int:
     value = float(value)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMapping[str, str]) -> Schedule:
-    """`find`, with the answer kept in `store` under a hash of problem, family and effort. A kept answer is evaluated
-    anew, so a damaged or foreign entry is noticed and searched for again."""
-    if family_of(family).fixed:
-        return find(problem, family_of(family), effort)
-    key = hashlib.sha256(
-        json.dumps([VERSION, problem.digest, family, effort.seed, effort.seconds, effort.scale, effort.memory]).encode()
-    ).hexdigest()
-    kept = store.get(key)
-    if kept is not None:
-        try:
-            entry = json.loads(kept)
-            instance = family_instance(problem, family_of(family))
-            words = np.array(entry["words"], dtype=np.int64)
-            counts = np.array([np.bincount(w, minlength=6) for w in words])
-            if words.shape == (instance.ranks, instance.length) and (counts.max(0) == counts.min(0)).all():
-                found = evaluate(instance, words, family, str(entry["how"]))
-                if found.peaks.min() >= 0 and abs(found.makespan - entry["makespan"]) <= 1e-6 * found.makespan:
-                    return replace(found, seed=effort.seed)
-        except (ValueError, KeyError, TypeError, DeadlockError):
-            pass
-    found = find(problem, family_of(family), effort)
-    store[key] = json.dumps({"words": found.words.tolist(), "how": found.how, "makespan": found.makespan})
-    return found

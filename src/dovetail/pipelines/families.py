@@ -1,19 +1,21 @@
-"""The families of schedules, and the ones that need no search."""
+"""The families of schedules, and the schedules that a rule builds without a search."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.pipelines.instance import KINDS, B, Coupling, F, Instance, Ints, make_instance
-from dovetail.pipelines.problem import Problem, ProblemError
+from dovetail.pipelines.instance import Coupling, Instance, make_instance
+from dovetail.pipelines.problem import Model, Problem, ProblemError
+from dovetail.pipelines.schedule import Schedule, evaluate
+from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
 
 
 @dataclass(frozen=True)
 class Family:
-    """`reverse`: the critic runs against the actor. `split`: backward as input and weight gradient. `fixed`: built by
-    rule; else searched for."""
+    """`reverse`: the critic's pipelines run against the actor's. `split`: a backward is split into input gradient and
+    weight gradient. `fixed`: a rule builds the schedule; other families are searched."""
 
     name: str
     description: str
@@ -56,48 +58,129 @@ def family_instance(problem: Problem, family: Family) -> Instance:
     return make_instance(problem, reverse=family.reverse, split=family.split, coupling=family.coupling)
 
 
-def fixed_words(instance: Instance, family: Family) -> Ints:
-    """The words (N, length) of a family that is built by rule."""
-    orders: list[list[list[int]]] = []
+def fixed_schedule(problem: Problem, family: Family) -> Schedule:
+    """The schedule of a family that is built by rule. Raises ProblemError for other families, and where it exceeds the
+    problem's memory limit."""
+    if family is DEDICATED:
+        return dedicated(problem)
+    instance = family_instance(problem, family)
+    found = evaluate(instance, fixed_orders(instance, family), family.name)
+    limit = problem.memory_limit
+    if not found.fits(limit):
+        raise ProblemError(
+            f"the family {family.name} needs {found.peak:g} of activation memory, the limit is {limit:g}; "
+            "raise the limit or choose a searched family"
+        )
+    return found
+
+
+def fixed_orders(instance: Instance, family: Family) -> Ints:
+    """The orders (N, length) of a family that is built by rule and shares all ranks."""
+    mini_batches = instance.problem.mini_batches
+    rows: list[list[int]] = []
     for rank in range(instance.ranks):
         if family.name in ("serial", "overlapped"):
-            parts = [one_f_one_b(instance, rank, m) for _ in range(instance.problem.mini_batches) for m in (0, 1)]
-            orders.append(parts)
+            rows.append((_one_f_one_b(instance, rank, 0) + _one_f_one_b(instance, rank, 1)) * mini_batches)
         elif family.name == "stitched":
-            orders.append([_stitched(instance, rank, 1)] * instance.problem.mini_batches)
+            rows.append(_stitched(instance, rank, 1) * mini_batches)
         elif family.name == "stitched-rolled":
-            orders.append([_stitched(instance, rank, instance.problem.mini_batches)])
+            rows.append(_stitched(instance, rank, mini_batches))
         else:
             raise ProblemError(f"schedules of the family {family.name} are searched for, not built by rule")
-    return np.array([[code for part in parts for code in part] for parts in orders], dtype=np.int64)
+    return np.array(rows, dtype=np.int64)
 
 
-def one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
+def _one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
     """1F1B of one mini-batch of one model on one rank."""
-    count = int(instance.group[m])
-    ahead = min(int(instance.stages[m] - instance.position[m, rank]), count)
-    f, b = [KINDS * m + F], [KINDS * m + kind for kind in range(B, instance.kinds)]
-    return f * ahead + (b + f) * (count - ahead) + b * ahead
+    stages, stage, count = int(instance.stages[m]), int(instance.position[m, rank]), int(instance.group[m])
+    return [KINDS * m + kind for kind in one_f_one_b(stages, stage, count, range(B, instance.kinds))]
 
 
 def _stitched(instance: Instance, rank: int, mini_batches: int) -> list[int]:
-    """One 1F1B over the micro-batches of actor and critic in turn: where one model's forwards end, the next model's
-    fill its cool-down (PUZZLE section 4.2, figure 5b). With stages of unequal number the rank keeps as many in
-    flight as the model whose forwards are due needs."""
+    """One 1F1B over the micro-batches of actor and critic in turn (PUZZLE section 4.2, figure 5b).
+
+    Where one model has no forwards left, the next model's forwards fill its cool-down. Where the models have different
+    numbers of stages, a rank keeps as many micro-batches in flight as the model needs whose forward is due."""
     group = instance.group
-    order = [m for _ in range(mini_batches) for m in (0, 1) for _ in range(int(group[m]))]
+    turns = [m for _ in range(mini_batches) for m in (0, 1) for _ in range(int(group[m]))]
     room = [int(instance.stages[m] - instance.position[m, rank]) for m in (0, 1)]
-    word: list[int] = []
+    order: list[int] = []
     forwards, backwards = [0, 0], [0, 0]
-    for m in order:
-        while sum(forwards) < len(order):
-            due = order[sum(forwards)]
+    for m in turns:
+        while sum(forwards) < len(turns):
+            due = turns[sum(forwards)]
             # A model's next mini-batch waits for its optimizer step, so for its own backwards.
             stepped = backwards[due] >= forwards[due] // group[due] * group[due]
             if sum(forwards) - sum(backwards) >= max(1, room[due]) or not stepped:
                 break
-            word.append(KINDS * due + F)
+            order.append(KINDS * due + F)
             forwards[due] += 1
-        word.append(KINDS * m + B)
+        order.append(KINDS * m + B)
         backwards[m] += 1
-    return word
+    return order
+
+
+def dedicated(problem: Problem) -> Schedule:
+    """Each model on ranks of its own, both at once: the fastest division of the ranks of a problem whose models share
+    all ranks (PUZZLE section 3: single-model-dedicated-device; APP: interleaving).
+
+    Each model has one pipeline. Its layers are divided evenly, and each micro-batch takes the mean time. Neither model
+    waits for the other, so 1F1B is optimal for whole backwards, and only the division is searched. Raises ProblemError
+    where no division fits the memory limit."""
+    found = []
+    for actor in range(1, problem.ranks):
+        try:
+            found.append(dedicated_schedule(_divided(problem, actor)))
+        except ProblemError:
+            continue
+    if not found:
+        raise ProblemError(
+            f"actor and critic do not fit on ranks of their own: {problem.ranks} ranks"
+            + ("" if problem.memory_limit is None else f", each with {problem.memory_limit:g} for activations")
+        )
+    return min(found, key=lambda s: (round(s.makespan, 9), s.peak))
+
+
+def dedicated_schedule(problem: Problem) -> Schedule:
+    """1F1B of both models of a problem in which each model has ranks of its own. Raises ProblemError above the memory
+    limit."""
+    instance = family_instance(problem, DEDICATED)
+    rows = [
+        _one_f_one_b(instance, rank, index) * problem.mini_batches
+        for index, m in enumerate(problem.models)
+        for rank in m.ranks
+    ]
+    orders = np.full((problem.ranks, max(map(len, rows))), -1, dtype=np.int64)
+    for rank, row in enumerate(rows):
+        orders[rank, : len(row)] = row
+    found = evaluate(instance, orders, DEDICATED.name)
+    if not found.fits(problem.memory_limit):
+        raise ProblemError(
+            f"with ranks of their own the models need {found.peak:g} of activation memory, the limit is "
+            f"{problem.memory_limit:g}"
+        )
+    return found
+
+
+def _divided(problem: Problem, actor: int) -> Problem:
+    """The problem with the first `actor` ranks for the actor alone and the others for the critic."""
+    models = []
+    for index, (first, ranks) in enumerate(((0, actor), (actor, problem.ranks - actor))):
+        m = problem.models[index]
+        count = m.micro_batches * m.pipelines * problem.mini_batches
+        forward, backward, activation = (
+            float(problem.array(index, field).sum()) / count / ranks for field in ("forward", "backward", "activation")
+        )
+        models.append(
+            Model(
+                m.name,
+                ranks,
+                m.micro_batches * m.pipelines,
+                forward,
+                backward,
+                activation,
+                optimizer_step=m.optimizer_step,
+                first=first,
+            )
+        )
+    return replace(problem, models=(models[0], models[1]), communication=float(problem.latencies.max()))

@@ -1,19 +1,14 @@
-"""A problem under one family's rules, as arrays for the kernels; and its lower bound."""
+"""A problem under one family's rules, as arrays for the kernels; its lower bound and its mirror image in time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-from dovetail.pipelines.problem import Floats, Problem
-
-Ints = npt.NDArray[np.int64]
-F, B, W = 0, 1, 2
-KINDS = 3
-"""Operation code = KINDS * model + kind. B is the whole backward, or the input gradient (I) where it is split."""
+from dovetail.pipelines.problem import Problem
+from dovetail.pipelines.simulate import KINDS, B, F, Floats, Ints, W
 
 
 class Coupling(Enum):
@@ -26,25 +21,29 @@ class Coupling(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """Arrays over (model, rank) and (model, kind, rank, micro-batch); micro-batches count through all mini-batches."""
+    """What `simulate` takes, and what a search needs beside. Chunk 0 is the actor, chunk 1 the critic.
+
+    `position` (C, N): stage on a rank, -1 where a rank holds none. `stages` (C,): of a pipeline. `tail` (C, 3, N, Q):
+    least time from a pass's end to the last end that depends on it. `mirrored`: the kinds are in the order of the
+    mirror image in time. For the other arrays see `simulate`."""
 
     problem: Problem
     reverse: bool
     split: bool
     coupling: Coupling
-    duration: Floats  # (2, 3, N, Q)
-    activation: Floats  # (2, N, Q)
-    before: Ints  # (2, N): rank of the previous stage, -1 at the first
-    after: Ints  # (2, N)
-    position: Ints  # (2, N): stage
-    stages: Ints  # (2,)
-    total: Ints  # (2,): micro-batches of one pipeline, all mini-batches
-    group: Ints  # (2,): micro-batches of one mini-batch
-    wait: Ints  # (2, n, 2): mini-batches of each model to be finished everywhere before this mini-batch's forwards
-    step: Floats  # (2,)
-    latency: Floats  # (2, 2, N): before a rank's forward, from the previous stage; before its backward, from the next
-    tail: Floats  # (2, 3, N, Q): least time from an operation's end to the last end that depends on it
-    mirrored: bool = False  # kinds are in the order of the mirror image in time
+    duration: Floats
+    activation: Floats
+    before: Ints
+    after: Ints
+    position: Ints
+    stages: Ints
+    total: Ints
+    group: Ints
+    wait: Ints
+    step: Floats
+    latency: Floats
+    tail: Floats
+    mirrored: bool = False
 
     @property
     def ranks(self) -> int:
@@ -56,43 +55,46 @@ class Instance:
 
     @property
     def form(self) -> int:
-        """Kinds as the list scheduler takes them. 0: F and whole B; 1: F, I, W; 2, the latter's mirror image: W, I, F,
-        where the passes that come from the previous stage are the second kind, from the next stage the third."""
+        """Order of kinds, for the list scheduler. 0: F, B. 1: F, I, W. 2: the mirror image of 1, that is W, I, F. There
+        the second kind waits for the previous stage and the third for the next stage."""
         return 0 if not self.split else 2 if self.mirrored else 1
 
     @property
     def length(self) -> int:
-        """Operations of one rank."""
+        """Passes of one rank."""
         return int(self.kinds * self.total.sum())
 
 
 def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Coupling) -> Instance:
-    """`reverse`: the critic's pipelines run against the actor's, inside each block of ranks."""
+    """Arrays of a problem. `reverse`: the critic's pipelines run against the actor's, inside each block of ranks."""
     n, count = problem.ranks, problem.mini_batches
     total = np.array([m.micro_batches * count for m in problem.models], dtype=np.int64)
     duration = np.zeros((2, KINDS, n, int(total.max())))
     activation = np.zeros((2, n, int(total.max())))
-    before, after, position = (np.full((2, n), -1, dtype=np.int64) for _ in range(3))
+    position = np.full((2, n), -1, dtype=np.int64)
+    before, after = (np.full((2, n, 2), -1, dtype=np.int64) for _ in range(2))
     latency, edges = np.zeros((2, 2, n)), problem.latencies
     for index, m in enumerate(problem.models):
         backwards = reverse and index == 1
+        times = [problem.array(index, "forward"), problem.array(index, "input_gradient" if split else "backward")]
+        if split:
+            times.append(problem.array(index, "weight_gradient"))
+        sizes = problem.array(index, "activation")
         for k in range(m.pipelines):
             block = list(m.ranks[k * m.stages : (k + 1) * m.stages])
             path = block[::-1] if backwards else block
             for stage, rank in enumerate(path):
                 position[index, rank] = stage
-                before[index, rank] = path[stage - 1] if stage else -1
-                after[index, rank] = path[stage + 1] if stage + 1 < m.stages else -1
                 if stage:
+                    before[index, rank] = index, path[stage - 1]
                     latency[index, F, rank] = edges[path[stage - 1], rank]
                 if stage + 1 < m.stages:
+                    after[index, rank] = index, path[stage + 1]
                     latency[index, B, rank] = edges[path[stage + 1], rank]
                 source, q = block[stage], slice(0, int(total[index]))
-                duration[index, F, rank, q] = problem.array(index, "forward")[source]
-                duration[index, B, rank, q] = problem.array(index, "input_gradient" if split else "backward")[source]
-                if split:
-                    duration[index, W, rank, q] = problem.array(index, "weight_gradient")[source]
-                activation[index, rank, q] = problem.array(index, "activation")[source]
+                for kind, values in enumerate(times):
+                    duration[index, kind, rank, q] = values[source]
+                activation[index, rank, q] = sizes[source]
     wait = np.zeros((2, count, 2), dtype=np.int64)
     for k in range(count):
         for index in (0, 1):
@@ -129,10 +131,10 @@ def _fill_tails(instance: Instance) -> None:
         by_stage = np.argsort(instance.position[m], kind="stable")
         for rank in by_stage:
             t[m, B, rank] = d[m, W, rank]
-            if (back := instance.before[m, rank]) >= 0:
+            if (back := instance.before[m, rank, 1]) >= 0:
                 t[m, B, rank] = np.maximum(t[m, B, rank], latency[m, B, back] + d[m, B, back] + t[m, B, back])
         for rank in by_stage[::-1]:
-            onward = instance.after[m, rank]
+            onward = instance.after[m, rank, 1]
             if onward < 0:
                 t[m, F, rank] = d[m, B, rank] + t[m, B, rank]
             else:
@@ -140,11 +142,12 @@ def _fill_tails(instance: Instance) -> None:
 
 
 def lower_bound(instance: Instance) -> float:
-    """No schedule of the instance is faster (RLHFuse section 7.3, with what its printed values need beside).
+    """A makespan that no schedule of the instance beats (RLHFuse section 7.3; its printed values also need the bound of
+    one model alone).
 
-    On each rank: the earliest arrival of any task, all tasks of both models, the least that remains after the last; and
-    the same of one model's tasks alone. Mini-batches are separated by optimizer steps: of the same model where
-    schedules are rolled, else of both."""
+    For each rank: the earliest arrival of a pass, plus all passes of both models, plus the least time after the last
+    pass. The same for the passes of one model alone. Optimizer steps separate mini-batches: those of the same model in
+    rolled families, else those of both."""
     n = instance.problem.mini_batches
     alone = np.zeros((2, n))
     both = np.zeros(n)
@@ -159,7 +162,7 @@ def lower_bound(instance: Instance) -> float:
             work[m] = instance.duration[m, :, :, first:last].sum(axis=(0, 2))
             chained[m] = instance.duration[m, :W, :, first:last].sum(axis=(0, 2))
             b_tail = instance.tail[m, B, :, last - 1]
-            # The last task may be a weight gradient, which nothing waits for.
+            # The last pass may be a weight gradient. Nothing waits for it.
             tail[m] = 0.0 if instance.split else b_tail
             alone[m, k] = max((arrival[m] + chained[m] + b_tail).max(), (arrival[m] + work[m] + tail[m]).max())
         both[k] = max((arrival.min(axis=0) + work.sum(axis=0) + tail.min(axis=0)).max(), alone[:, k].max())
@@ -174,24 +177,48 @@ def lower_bound(instance: Instance) -> float:
         return float(alone.sum() + instance.step.sum() * (n - 1))
     if instance.coupling is Coupling.MINI_BATCH:
         return max(float(both.sum() + steps.min()), chains)
-
     return max(float((rank_arrival + rank_work + rank_tail).max()), chains)
 
 
 def zero_bubble_limit(problem: Problem) -> float:
-    """The work of the busiest rank: no schedule of any family is faster."""
-    work = [problem.array(m, "forward").sum(1) + problem.array(m, "backward").sum(1) for m in (0, 1)]
-    forward_only = work[0] + work[1]
-    # The critic may be placed the other way round.
+    """The work of the busiest rank. No schedule of any family is faster."""
+    actor, critic = (problem.array(m, "forward").sum(1) + problem.array(m, "backward").sum(1) for m in (0, 1))
+    # The critic's stages may be placed in the opposite order.
     m = problem.models[1]
-    flipped = work[0] + work[1].reshape(m.pipelines, m.stages)[:, ::-1].reshape(-1)
-    return float(min(forward_only.max(), flipped.max()))
+    reverse = critic.reshape(m.pipelines, m.stages)[:, ::-1].reshape(-1)
+    return float(min((actor + critic).max(), (actor + reverse).max()))
 
 
 def _arrival(instance: Instance, m: int, q: int) -> Floats:
     """Earliest start of micro-batch q's forward on each rank."""
     result = np.zeros(instance.ranks)
     for rank in np.argsort(instance.position[m], kind="stable"):
-        if (back := instance.before[m, rank]) >= 0:
+        if (back := instance.before[m, rank, 1]) >= 0:
             result[rank] = result[back] + instance.duration[m, F, back, q] + instance.latency[m, F, rank]
     return result
+
+
+def mirror(instance: Instance) -> Instance:
+    """The instance run backwards in time: the first and the last kind of passes change places. This is valid only where
+    barriers between mini-batches look the same from both ends."""
+    duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
+    latency, last = np.zeros_like(instance.latency), instance.kinds - 1
+    for m in (0, 1):
+        n = int(instance.total[m])
+        for kind in range(instance.kinds):
+            duration[m, kind, :, :n] = instance.duration[m, last - kind, :, :n][:, ::-1]
+        for rank in range(instance.ranks):
+            if (back := instance.before[m, rank, 1]) >= 0:
+                latency[m, 0, rank] = instance.latency[m, 1, back]
+            if (onward := instance.after[m, rank, 1]) >= 0:
+                latency[m, 1, rank] = instance.latency[m, 0, onward]
+        activation[m, :, :n] = instance.activation[m, :, :n][:, ::-1]
+    return replace(instance, duration=duration, activation=activation, latency=latency, mirrored=True)
+
+
+_SWAPPED = {2: np.array([1, 0, 2, 4, 3, 5]), 3: np.array([2, 1, 0, 5, 4, 3])}
+
+
+def unmirror(instance: Instance, orders: Ints) -> Ints:
+    """Orders of the instance itself, from those of its mirror image."""
+    return np.ascontiguousarray(_SWAPPED[instance.kinds][orders[:, ::-1]])

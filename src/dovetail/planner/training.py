@@ -11,14 +11,25 @@ import numpy as np
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines.choose import Choice, choose
-from dovetail.pipelines.dedicated import dedicated_schedule
-from dovetail.pipelines.families import DEDICATED, FAMILIES, Family, family_names
-from dovetail.pipelines.legality import check_steps, steps
-from dovetail.pipelines.measured import stage_times, transfer_seconds
-from dovetail.pipelines.problem import Floats, Model, Problem, ProblemError
-from dovetail.pipelines.schedule import Schedule
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    DEDICATED,
+    FAMILIES,
+    Choice,
+    Effort,
+    Family,
+    Floats,
+    Model,
+    Problem,
+    ProblemError,
+    Schedule,
+    check_steps,
+    choose,
+    dedicated_schedule,
+    family_names,
+    find,
+    steps,
+)
+from dovetail.planner.measured import stage_times, transfer_seconds
 from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at
 from dovetail.protocol.profile import Profile

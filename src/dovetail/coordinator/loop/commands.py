@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
-from dovetail.pipelines import serial_1f1b
 from dovetail.protocol.messages import Action, ModelRef, Step
 from dovetail.protocol.plan import Plan
 

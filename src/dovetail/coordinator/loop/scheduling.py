@@ -19,12 +19,19 @@ from dovetail.coordinator.loop.commands import optimizer_steps
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
-from dovetail.pipelines.choose import Choice
-from dovetail.pipelines.export import document
-from dovetail.pipelines.families import DEDICATED, FAMILIES, Family, family_of
-from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
-from dovetail.pipelines.schedule import Schedule
-from dovetail.pipelines.search import Effort
+from dovetail.pipelines import (
+    DEDICATED,
+    FAMILIES,
+    Choice,
+    Effort,
+    Family,
+    Problem,
+    ProblemError,
+    Schedule,
+    document,
+    family_of,
+    serial_memory,
+)
 from dovetail.planner.placement.division import divisions, same_batches
 from dovetail.planner.training import (
     PINS,

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from dovetail.pipelines.families import FAMILIES, family_instance, fixed_words
-from dovetail.pipelines.problem import Model, Problem
-from dovetail.pipelines.schedule import Schedule, evaluate
-from dovetail.pipelines.search import Effort, find
+from dovetail.pipelines import (
+    FAMILIES,
+    Effort,
+    Model,
+    Problem,
+    Schedule,
+    evaluate,
+    family_instance,
+    find,
+    fixed_orders,
+    simulate_1f1b,
+)
 from dovetail.planner.candidate import Candidate, Share
 from dovetail.planner.costs.generation import Floats
 from dovetail.planner.costs.gpu import GPUCosts
@@ -148,17 +156,17 @@ def _schedule(actor: Step, critic: Step, a: Floats, k: Floats, name: str) -> Sch
     problem = _problem(actor, critic, (a, k))
     instance = family_instance(problem, family)
     if family.fixed:
-        return evaluate(instance, fixed_words(instance, family), family.name)
-    words = _words(actor, critic, (a.shape[0], a.shape[1]), (k.shape[0], k.shape[1]), family.name)
-    return evaluate(instance, words, family.name)
+        return evaluate(instance, fixed_orders(instance, family), family.name)
+    orders = _orders(actor, critic, (a.shape[0], a.shape[1]), (k.shape[0], k.shape[1]), family.name)
+    return evaluate(instance, orders, family.name)
 
 
 @lru_cache(maxsize=64)
-def _words(actor: Step, critic: Step, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
+def _orders(actor: Step, critic: Step, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
     """The order of passes for micro-batches of equal length."""
     problem = _problem(actor, critic, (np.ones(a), np.ones(k)))
     found = find(problem, FAMILIES[family], EFFORT)
-    return found.words
+    return found.orders
 
 
 def _apart(
@@ -179,11 +187,15 @@ def _apart(
 def _alone(model: str, share: Share, step: Step, relative: Floats, now: float, drawn: bool) -> tuple[float, list[Bar]]:
     longest, bars = 0.0, []
     for rank, lengths in enumerate(deal(relative, share)):
-        for stage, kind, m, start, end in one_f_one_b(lengths, step):
-            longest = max(longest, end)
-            for tp in range(share.tp if drawn else 0):
+        times = np.multiply.outer([step.forward, step.backward], np.tile(lengths, (step.stages, 1)))
+        ends = simulate_1f1b(times[0], times[1], step.hop)
+        longest = max(longest, float(ends.max()))
+        for (kind, stage, m), ended in np.ndenumerate(ends) if drawn else ():
+            end = now + float(ended)
+            start, name = end - float(times[kind, stage, m]), f"{model} {'FB'[kind]}{m}"
+            for tp in range(share.tp):
                 gpu = share.first + (stage * share.dp + rank) * share.tp + tp
-                bars.append(Bar(share.pool, gpu, "trainer", f"{model} {kind}{m}", now + start, now + end))
+                bars.append(Bar(share.pool, gpu, "trainer", name, start, end))
     if drawn:
         bars += _steps(share, f"{model} step", now + longest, now + longest + step.fixed)
     return longest + step.fixed, bars
@@ -191,35 +203,3 @@ def _alone(model: str, share: Share, step: Step, relative: Floats, now: float, d
 
 def _steps(share: Share, name: str, start: float, end: float) -> list[Bar]:
     return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in share.range]
-
-
-def one_f_one_b(lengths: Floats, step: Step) -> Iterator[tuple[int, str, int, float, float]]:
-    """(stage, F or B, micro-batch, start, end) of one pipeline."""
-    count, pp = len(lengths), step.stages
-    words = []
-    for stage in range(pp):
-        ahead = min(pp - stage, count)
-        pairs = "".join("BF" for _ in range(count - ahead))
-        words.append("F" * ahead + pairs + "B" * ahead)
-    place, free = [0] * pp, [0.0] * pp
-    ends: dict[tuple[str, int, int], float] = {}
-    numbers = [{"F": 0, "B": 0} for _ in range(pp)]
-    left = 2 * count * pp
-    while left:
-        for stage in range(pp):
-            while place[stage] < len(words[stage]):
-                kind = words[stage][place[stage]]
-                m = numbers[stage][kind]
-                before = stage - 1 if kind == "F" else stage + 1
-                ready = 0.0
-                if 0 <= before < pp:
-                    if (kind, before, m) not in ends:
-                        break
-                    ready = ends[kind, before, m] + step.hop
-                start = max(free[stage], ready)
-                end = start + (step.forward if kind == "F" else step.backward) * float(lengths[m])
-                ends[kind, stage, m] = free[stage] = end
-                numbers[stage][kind] += 1
-                place[stage] += 1
-                left -= 1
-                yield stage, kind, m, start, end

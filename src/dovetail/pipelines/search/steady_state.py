@@ -1,8 +1,8 @@
-"""Many micro-batches: the schedule of a few, its steady part repeated (after Tessel, arXiv 2311.15269).
+"""Many micro-batches: a schedule of a few, whose steady state is repeated (after Tessel, arXiv 2311.15269).
 
-A search costs in proportion to the number of micro-batches and finds less the longer a schedule is. Far from both ends
-a good schedule repeats itself, so one of a few micro-batches is found, and in each rank's word a stretch that holds
-the same passes on every rank is repeated."""
+The cost of a search grows with the number of micro-batches, and a search finds less in a longer schedule. Between
+warm-up and cool-down a good schedule repeats itself. So a schedule of a few micro-batches is found first. Then a
+stretch of each rank's order is repeated, which holds the same passes on all ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from dataclasses import replace
 import numpy as np
 
 from dovetail.pipelines.families import Family, family_instance
-from dovetail.pipelines.instance import KINDS, Instance, Ints
-from dovetail.pipelines.problem import Floats, Model, Problem
+from dovetail.pipelines.instance import Instance
+from dovetail.pipelines.problem import Model, Problem
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
+from dovetail.pipelines.simulate import KINDS, Floats, Ints
 
 _CUTS = 24
 
 
-def shorter(problem: Problem, family: Family) -> Problem | None:
-    """The problem with fewer micro-batches that a schedule of `problem` can be unrolled from, or None.
+def shorten(problem: Problem, family: Family) -> Problem | None:
+    """The problem with fewer micro-batches, from whose schedule one of `problem` can be unrolled, or None.
 
-    Only for one mini-batch, of at least five times as many micro-batches as there are ranks. Times are the mean
-    over micro-batches."""
+    Only for one mini-batch with at least five times as many micro-batches as there are ranks. Times are the mean over
+    micro-batches."""
     unit = _unit(problem)
-    # A multiple of the unit, three ranks' worth: filling, a steady part, draining.
+    # Three times the ranks, for warm-up, steady state and cool-down; a multiple of the unit.
     count = max(unit[0], -(-3 * problem.ranks // unit[0]) * unit[0])
     if problem.mini_batches > 1 or family.fixed or problem.models[0].micro_batches < 5 * problem.ranks:
         return None
@@ -35,7 +36,7 @@ def shorter(problem: Problem, family: Family) -> Problem | None:
 
 
 def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None:
-    """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model; None where no
+    """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model. None where no
     stretch can be repeated."""
     instance, unit, old = family_instance(problem, family), _unit(problem), short.instance
     missing = [problem.models[m].micro_batches - old.problem.models[m].micro_batches for m in (0, 1)]
@@ -53,26 +54,26 @@ def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None
         actor = [_stretches(short, ends, [period[0], 0], float(t)) for t in moments[:: len(moments) // 6]]
         critic = [_stretches(short, ends, [0, period[1]], float(t)) for t in moments[:: len(moments) // 6]]
         for spans in [[s] for s in together] + [[s, t] for s in actor for t in critic]:
-            words = _repeat(old, short.words, spans, copies)
-            if words is None:
+            orders = _repeat(old, short.orders, spans, copies)
+            if orders is None:
                 continue
             try:
-                found = evaluate(instance, words, family.name, "period")
+                found = evaluate(instance, orders, family.name, "period")
             except DeadlockError:
                 continue
-            if found.peaks.min() < 0 or found.peak > (problem.memory_limit or math.inf) * (1 + 1e-9):
+            if found.peaks.min() < 0 or not found.fits(problem.memory_limit):
                 continue
             if best is None or (found.makespan, found.peak) < (best.makespan, best.peak):
                 best = found
     return best
 
 
-def thinner(problem: Problem, spare: int = 1) -> Problem | None:
-    """The problem with only as many micro-batches of the larger model as fill its pipeline and `spare` quarters of
-    that, or None where this leaves few out.
+def drop(problem: Problem, spare: int = 1) -> Problem | None:
+    """The problem without the larger model's steady state, or None where this leaves out only a few micro-batches.
 
-    Where memory is scarce the larger model runs 1F1B and the smaller one fits in its filling and draining; the steady
-    part between holds the larger one alone, however long. Times are the mean over micro-batches."""
+    Where memory is scarce, the larger model runs 1F1B, and the smaller one fits in its warm-up and cool-down. Between
+    them, in the steady state, the larger model runs alone. The problem keeps as many of its micro-batches as its
+    pipeline has stages, and `spare` quarters of that more. Times are the mean over micro-batches."""
     work = [float((problem.array(m, "forward") + problem.array(m, "backward")).sum()) for m in (0, 1)]
     index = 0 if work[0] >= work[1] else 1
     larger = problem.models[index]
@@ -84,26 +85,28 @@ def thinner(problem: Problem, spare: int = 1) -> Problem | None:
     return replace(problem, models=(models[0], models[1]))
 
 
-def thicken(instance: Instance, short: Schedule, limit: float) -> Ints | None:
-    """Words of `instance` from a schedule of its `thinner` problem: one micro-batch's passes of the larger model, which
-    are neighbours on every rank, repeated; the fastest within `limit`."""
+def restore(instance: Instance, short: Schedule, limit: float) -> Ints | None:
+    """Orders of `instance` from a schedule of its problem without the steady state (`drop`).
+
+    One micro-batch's passes of the larger model, which are neighbours on every rank, are repeated. The result is the
+    fastest within `limit`, or None."""
     counts = [m.micro_batches for m in short.instance.problem.models]
     missing = [m.micro_batches - count for m, count in zip(instance.problem.models, counts, strict=True)]
     period = [int(more > 0) for more in missing]
     ends = [_ends(short, rank) for rank in range(short.instance.ranks)]
     best: Schedule | None = None
     for moment in np.linspace(0.1, 0.9, 4 * _CUTS) * short.makespan:
-        words = _repeat(short.instance, short.words, [_stretches(short, ends, period, float(moment))], max(missing))
-        if words is None:
+        orders = _repeat(short.instance, short.orders, [_stretches(short, ends, period, float(moment))], max(missing))
+        if orders is None:
             continue
         try:
-            found = evaluate(instance, words)
+            found = evaluate(instance, orders)
         except DeadlockError:
             continue
-        fits = found.peaks.min() >= 0 and found.peak <= limit * (1 + 1e-9)
+        fits = found.peaks.min() >= 0 and found.fits(limit)
         if fits and (best is None or (found.makespan, found.peak) < (best.makespan, best.peak)):
             best = found
-    return None if best is None else best.words
+    return None if best is None else best.orders
 
 
 def _unit(problem: Problem) -> list[int]:
@@ -136,45 +139,45 @@ Spans = list[tuple[int, int]] | None
 
 
 def _stretches(short: Schedule, ends: list[Floats], period: list[int], moment: float) -> Spans:
-    """On each rank the stretch of exactly `period` micro-batches' passes that begins nearest to `moment`."""
+    """On each rank the stretch of the passes of exactly `period` micro-batches that begins nearest to `moment`."""
     i = short.instance
     wanted = np.zeros(2 * KINDS, dtype=np.int64)
     for m in (0, 1):
         wanted[KINDS * m : KINDS * m + i.kinds] = period[m]
     found = []
     for rank in range(i.ranks):
-        span = _stretch(short.words[rank], ends[rank], wanted, moment)
+        span = _stretch(short.orders[rank], ends[rank], wanted, moment)
         if span is None:
             return None
         found.append(span)
     return found
 
 
-def _repeat(i: Instance, words: Ints, stretches: list[Spans], copies: int) -> Ints | None:
-    """The words with these stretches, which must not overlap, repeated."""
+def _repeat(i: Instance, orders: Ints, stretches: list[Spans], copies: int) -> Ints | None:
+    """The orders with these stretches repeated, or None where they overlap."""
     rows = []
     for rank in range(i.ranks):
-        word, last = words[rank], words.shape[1]
+        order, last = orders[rank], orders.shape[1]
         for begin, end in sorted((spans[rank] for spans in stretches if spans is not None), reverse=True):
             if end > last:
                 return None
-            word = np.concatenate([word[:end], np.tile(word[begin:end], copies), word[end:]])
+            order = np.concatenate([order[:end], np.tile(order[begin:end], copies), order[end:]])
             last = begin
-        rows.append(word)
+        rows.append(order)
     return None if any(spans is None for spans in stretches) else np.array(rows)
 
 
 def _ends(short: Schedule, rank: int) -> Floats:
     count, ends = np.zeros(2 * KINDS, dtype=np.int64), []
-    for code in map(int, short.words[rank]):
+    for code in map(int, short.orders[rank]):
         ends.append(short.finish[code // KINDS, code % KINDS, rank, count[code]])
         count[code] += 1
     return np.array(ends)
 
 
-def _stretch(word: Ints, ends: Floats, wanted: Ints, moment: float) -> tuple[int, int] | None:
-    counts = np.zeros((len(word) + 1, len(wanted)), dtype=np.int64)
-    counts[np.arange(1, len(word) + 1), word] = 1
+def _stretch(order: Ints, ends: Floats, wanted: Ints, moment: float) -> tuple[int, int] | None:
+    counts = np.zeros((len(order) + 1, len(wanted)), dtype=np.int64)
+    counts[np.arange(1, len(order) + 1), order] = 1
     counts = counts.cumsum(axis=0)
     length = int(wanted.sum())
     starts = np.flatnonzero((counts[length:] - counts[:-length] == wanted).all(axis=1))

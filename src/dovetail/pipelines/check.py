@@ -1,4 +1,4 @@
-"""The check that every list of passes passes before it runs, apart from the search and its evaluator."""
+"""The check that every schedule passes before it runs. It shares no code with the search and the simulator."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dovetail.pipelines.actions import ScheduleError
 from dovetail.pipelines.problem import Problem
 from dovetail.pipelines.schedule import Schedule
 
 
+class ScheduleError(ValueError):
+    """A schedule that would not run. The message names the rank and the pass."""
+
+
 class Step(NamedTuple):
-    """One entry of a rank's list; kind F, B, I or W."""
+    """One pass in a rank's list. `kind`: F, B, I or W."""
 
     model: str
     pipeline: int
@@ -25,44 +28,23 @@ Key = tuple[str, int, int, int, str]
 
 
 def steps(schedule: Schedule) -> list[list[Step]]:
-    """A schedule as lists of steps, one per rank."""
+    """A schedule as lists of steps, one list a rank."""
     lists: list[list[Step]] = [[] for _ in range(schedule.instance.ranks)]
     for p in schedule.passes():
         lists[p.rank].append(Step(p.model, p.pipeline, p.stage, p.micro_batch, p.kind))
     return lists
 
 
-def check_steps(problem: Problem, lists: Sequence[Sequence[Step]], receives_ahead: int | None = None) -> None:
+def check_steps(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
     """Raise ScheduleError, with the reason, unless the lists train both models and cannot deadlock.
 
-    Checked: every pass of every micro-batch once, on one rank a stage; the order of micro-batches on each channel alike
-    at both ends; no cycle among passes; no forward of a mini-batch before the model's optimizer step; the memory
-    limit.
-
-    `receives_ahead` None: a rank goes on computing while its sends wait, as the executor does; transfers may then
-    still rendezvous, if every rank issues them in `transfer_order`. A number n: a send blocks its rank until
-    the receive is posted, n passes before the one that needs it; few schedules survive that."""
+    Every pass of every micro-batch must be there once, and each stage on one rank. Both ends of a channel must have the
+    same order of micro-batches. No pass may depend on itself. A mini-batch's forwards come after the model's optimizer
+    step. The memory limit holds. A rank goes on computing while its sends wait, as the executor does."""
     places = _places(problem, lists)
-    _channels(problem, lists)
+    _channels(lists)
     _memory(problem, lists)
-    _cycles(problem, lists, places, receives_ahead)
-
-
-def transfer_order(problem: Problem, lists: Sequence[Sequence[Step]]) -> list[tuple[int, int, Step]]:
-    """All transfers (sender, receiver, the pass whose output travels) in one order that is safe for all ranks.
-
-    A rank that issues its own sends and receives in this order on one stream cannot deadlock, even where both
-    sides of a transfer wait for each other: a pass needs only transfers of passes that come earlier here. Raises
-    ScheduleError where the lists have a cycle."""
-    places = _places(problem, lists)
-    stages = {m.name: m.stages for m in problem.models}
-    order = []
-    for rank, at in _cycles(problem, lists, places, None):
-        step = lists[rank][at]
-        receiver = _receiver(step, stages[step.model], places)
-        if receiver is not None:
-            order.append((rank, places[receiver][0], step))
-    return order
+    _cycles(problem, lists, places)
 
 
 def _places(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[Key, tuple[int, int]]:
@@ -103,8 +85,8 @@ def _places(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[Key, tupl
     return found
 
 
-def _channels(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
-    """Per model, pipeline and direction, neighbouring stages must agree on the order of micro-batches."""
+def _channels(lists: Sequence[Sequence[Step]]) -> None:
+    """Neighbouring stages must agree on the order of micro-batches, for each model, pipeline and direction."""
     orders: dict[tuple[str, int, int, str], list[int]] = {}
     for mine in lists:
         for step in mine:
@@ -141,70 +123,38 @@ def _memory(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
                 )
 
 
-def _cycles(
-    problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key, tuple[int, int]], ahead: int | None
-) -> list[tuple[int, int]]:
-    """Kahn's algorithm over two nodes a pass, computed and sent; (rank, place) of the passes as they are computed."""
-    offsets = [0]
-    for mine in lists:
-        offsets.append(offsets[-1] + 2 * len(mine))
-    total = offsets[-1]
-    follow: list[list[int]] = [[] for _ in range(total)]
-    missing = [0] * total
-
-    def done(at: tuple[int, int]) -> int:
-        return offsets[at[0]] + 2 * at[1]
-
-    def edge(first: int, second: int) -> None:
-        follow[first].append(second)
-        missing[second] += 1
-
+def _cycles(problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key, tuple[int, int]]) -> None:
+    """No pass may depend on itself: Kahn's algorithm on the graph of passes."""
     models = {m.name: m for m in problem.models}
-    last_of: dict[tuple[str, int], list[int]] = {}
+    last_of: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for key, place in places.items():
         if key[4] in ("B", "W"):
-            last_of.setdefault((key[0], key[3] // models[key[0]].micro_batches), []).append(done(place))
+            last_of.setdefault((key[0], key[3] // models[key[0]].micro_batches), []).append(place)
+    follow: dict[tuple[int, int], list[tuple[int, int]]] = {place: [] for place in places.values()}
+    missing = dict.fromkeys(follow, 0)
     for rank, mine in enumerate(lists):
         for at, step in enumerate(mine):
-            here = done((rank, at))
-            edge(here, here + 1)
+            earlier = [places[need] for need in _needs(step, models[step.model].stages, places)]
             if at:
-                # The previous pass must be sent, or only computed.
-                edge(here - 1 if ahead is not None else here - 2, here)
-            for need in _needs(step, models[step.model].stages, places):
-                edge(done(places[need]), here)
+                earlier.append((rank, at - 1))
             if step.kind == "F" and (block := step.micro_batch // models[step.model].micro_batches):
-                for before in last_of[step.model, block - 1]:
-                    edge(before, here)
-            receiver = _receiver(step, models[step.model].stages, places)
-            if ahead is not None and receiver is not None:
-                # The receive is posted once the pass `ahead` places earlier has been reached.
-                other, index = places[receiver]
-                if index - ahead > 0:
-                    edge(offsets[other] + 2 * (index - ahead) - 1, here + 1)
-    ready = deque(node for node in range(total) if not missing[node])
-    finished = 0
-    order: list[tuple[int, int]] = []
-    where = [(rank, at) for rank, mine in enumerate(lists) for at in range(len(mine))]
+                earlier += last_of[step.model, block - 1]
+            missing[rank, at] = len(earlier)
+            for place in earlier:
+                follow[place].append((rank, at))
+    ready = deque(place for place, count in missing.items() if not count)
     while ready:
-        node = ready.popleft()
-        finished += 1
-        if node % 2 == 0:
-            order.append(where[node // 2])
-        for nxt in follow[node]:
-            missing[nxt] -= 1
-            if not missing[nxt]:
-                ready.append(nxt)
-    if finished < total:
-        for rank, mine in enumerate(lists):
-            for at, step in enumerate(mine):
-                if missing[done((rank, at))] or missing[done((rank, at)) + 1]:
-                    stuck = sum(any(missing[offsets[r] : offsets[r + 1]]) for r in range(len(lists)))
-                    raise ScheduleError(
-                        f"the schedule deadlocks: rank {rank} waits at {_name(step)}, "
-                        f"and {stuck} of {len(lists)} ranks never finish"
-                    )
-    return order
+        for after in follow[ready.popleft()]:
+            missing[after] -= 1
+            if not missing[after]:
+                ready.append(after)
+    stuck = sorted(place for place, count in missing.items() if count)
+    if stuck:
+        rank, at = stuck[0]
+        raise ScheduleError(
+            f"the schedule deadlocks: rank {rank} waits at {_name(lists[rank][at])}, "
+            f"and {len({r for r, _ in stuck})} of {len(lists)} ranks never finish"
+        )
 
 
 def _needs(step: Step, stages: int, places: dict[Key, tuple[int, int]]) -> list[Key]:
@@ -218,16 +168,6 @@ def _needs(step: Step, stages: int, places: dict[Key, tuple[int, int]]) -> list[
         whole: Key = (model, pipeline, stage + 1, q, "B")
         needs.append(whole if whole in places else (model, pipeline, stage + 1, q, "I"))
     return needs
-
-
-def _receiver(step: Step, stages: int, places: dict[Key, tuple[int, int]]) -> Key | None:
-    model, pipeline, stage, q, kind = step
-    if kind == "F":
-        return (model, pipeline, stage + 1, q, "F") if stage + 1 < stages else None
-    if kind == "W" or stage == 0:
-        return None
-    whole: Key = (model, pipeline, stage - 1, q, "B")
-    return whole if whole in places else (model, pipeline, stage - 1, q, "I")
 
 
 def _name(step: Step) -> str:

@@ -1,57 +1,48 @@
-"""Kernel: simulated annealing by moves on the critical path, under a hard limit of activation memory.
+"""Kernel: simulated annealing by moves on the critical path, under a limit of activation memory.
 
-A move takes one operation some places forward or back within its rank's word. Two things make it fast: the peak
-memory of a rank depends on its word alone, so a move that breaks the limit is refused before any time is computed; and
-times are updated only where they change, given up as soon as one operation's end plus the least that must follow it
-(`tail`) exceeds what would be accepted. A move that closes a cycle grows past that bound and is refused as well."""
+A move takes one pass some places forward or back within its rank's order. Two things make a move fast. The peak memory
+of a rank depends on its order alone, so a move that exceeds the limit is rejected before any time is computed. Times
+are updated only where they change, and the update ends as soon as one pass's end plus the least time that must follow
+it (`tail`) exceeds what would be accepted. A move that closes a cycle exceeds that too."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from dovetail.pipelines.jit import kernel
-from dovetail.pipelines.timing import run_words, word_peak
+from dovetail.pipelines.simulate import kernel, order_peak, run_orders
 
 
 @kernel
 def anneal(  # type: ignore[no-untyped-def]
-    words, length, duration, tail, activation, before, after, total, group, wait, step, comm, split, limit,
-    price, target, moves, hot, cold, reach, seed, stop, task, best_words,
+    orders, duration, before, after, total, group, wait, step, latency, split, tail, activation, limit,
+    target, moves, hot, cold, reach, seed, stop, task, best_orders,
 ):  # fmt: skip
-    """Minimise max(makespan, target) + price * (memory above `limit`, summed over ranks); price < 0: a hard limit.
+    """Minimise the makespan of `orders`, which are within `limit`; fills `best_orders` and returns their makespan.
 
-    `limit` (N,). Temperatures `hot` to `cold` in units of time over `moves` moves of up to `reach` places. Returns
-    (best energy, its makespan); stops at `target` within the limit, or where stop[i] is set for some i < task or for
-    the last i, which says that time is up."""
+    Temperatures `hot` to `cold` in units of time, over `moves` moves of up to `reach` places. Stops at `target`, or
+    where stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
     np.random.seed(seed)
-    n = words.shape[0]
+    n, length = orders.shape
+    chunks = duration.shape[0]
     finish = np.zeros(duration.shape)
-    word = words.copy()
-    index = np.zeros(word.shape, np.int64)
+    order = orders.copy()
+    index = np.zeros(order.shape, np.int64)
     where = np.zeros(duration.shape, np.int64)
     for x in range(n):
-        count = np.zeros(6, np.int64)
+        count = np.zeros(3 * chunks, np.int64)
         for i in range(length):
-            code = word[x, i]
+            code = order[x, i]
             index[x, i] = count[code]
             where[code // 3, code % 3, x, count[code]] = i
             count[code] += 1
-    makespan = run_words(word, length, duration, before, after, total, group, wait, step, comm, split, finish)
-    peaks = np.zeros(n)
-    over = 0.0
-    for x in range(n):
-        peaks[x] = word_peak(word[x], length, x, activation, split)
-        over += max(0.0, peaks[x] - limit[x])
-    hard = price < 0.0
-    weight = max(price, 0.0)
-    energy = max(makespan, target) + weight * over
-    best = energy
-    best_makespan = makespan
-    best_words[:] = word
+    makespan = run_orders(order, duration, before, after, total, group, wait, step, latency, split, finish)
+    energy = max(makespan, target)
+    best = makespan
+    best_orders[:] = order
     tiny = 1e-9 * max(1.0, target)
-    if makespan <= target + tiny and over <= 1e-9:
+    if makespan <= target + tiny:
         stop[task] = 1
-        return best, best_makespan
+        return best
     last_kind = 2 if split else 1
     size = n * length
     queue_x = np.zeros(size, np.int64)
@@ -68,20 +59,20 @@ def anneal(  # type: ignore[no-untyped-def]
     stale = True
     save_code = np.zeros(length, np.int64)
     save_index = np.zeros(length, np.int64)
-    lowest = np.zeros(6, np.int64)
+    lowest = np.zeros(3 * chunks, np.int64)
     ratio = np.log(cold / hot)
     for move in range(moves):
         if move % 64 == 0:
             if stop[-1]:
-                return best, best_makespan
+                return best
             for i in range(task):
                 if stop[i]:
-                    return best, best_makespan
+                    return best
         heat = hot * np.exp(ratio * move / moves)
         if stale and makespan > target + tiny:
             path_length = _critical_path(
-                word, index, where, finish, duration, before, after, group, wait, step, comm, length, makespan,
-                last_kind, path_x, path_i,
+                order, index, where, finish, duration, before, after, group, wait, step, latency, makespan, last_kind,
+                path_x, path_i,
             )  # fmt: skip
             stale = False
         chance = np.random.random()
@@ -91,11 +82,6 @@ def anneal(  # type: ignore[no-untyped-def]
             i = path_i[r]
         else:
             x = np.random.randint(n)
-            if not hard and over > 1e-9 and chance < 0.9:
-                for _ in range(4 * n):
-                    if peaks[x] > limit[x] + 1e-9:
-                        break
-                    x = np.random.randint(n)
             i = np.random.randint(length)
         jump = 1 + int(np.random.random() ** 2 * reach)
         if np.random.random() < 0.5:
@@ -103,40 +89,38 @@ def anneal(  # type: ignore[no-untyped-def]
         to = i + jump
         if to < 0 or to >= length:
             continue
-        code = word[x, i]
+        code = order[x, i]
         low = min(i, to)
         high = max(i, to)
         changes = False
         for z in range(low, high + 1):
-            save_code[z] = word[x, z]
+            save_code[z] = order[x, z]
             save_index[z] = index[x, z]
-            if word[x, z] != code:
+            if order[x, z] != code:
                 changes = True
         if not changes:
             continue
         if jump < 0:
             for z in range(i, to, -1):
-                word[x, z] = word[x, z - 1]
+                order[x, z] = order[x, z - 1]
         else:
             for z in range(i, to):
-                word[x, z] = word[x, z + 1]
-        word[x, to] = code
-        peak = word_peak(word[x], length, x, activation, split)
+                order[x, z] = order[x, z + 1]
+        order[x, to] = code
+        peak = order_peak(order[x], x, activation, split)
         accepted = False
         logged = 0
-        if peak >= 0.0 and (not hard or peak <= limit[x] + 1e-9):
-            new_over = over - max(0.0, peaks[x] - limit[x]) + max(0.0, peak - limit[x])
+        if 0.0 <= peak <= limit + 1e-9:
             allowed = energy - heat * np.log(np.random.random() + 1e-300)
-            bound = allowed - weight * new_over
-            if target <= bound:
+            if target <= allowed:
                 # Micro-batches stay in order: renumber the occurrences within the range.
-                for c in range(6):
+                for c in range(3 * chunks):
                     lowest[c] = 1 << 60
                 for z in range(low, high + 1):
                     c = save_code[z]
                     lowest[c] = min(lowest[c], save_index[z])
                 for z in range(low, high + 1):
-                    c = word[x, z]
+                    c = order[x, z]
                     index[x, z] = lowest[c]
                     where[c // 3, c % 3, x, lowest[c]] = z
                     lowest[c] += 1
@@ -149,7 +133,7 @@ def anneal(  # type: ignore[no-untyped-def]
                     held += 1
                 fits = True
                 budget = 8 * size
-                limit_time = bound + tiny
+                limit_time = allowed + tiny
                 while held > 0:
                     y = queue_x[head]
                     j = queue_i[head]
@@ -159,29 +143,29 @@ def anneal(  # type: ignore[no-untyped-def]
                     held -= 1
                     pending[y, j] = False
                     budget -= 1
-                    c = word[y, j]
+                    c = order[y, j]
                     q = index[y, j]
                     m = c // 3
                     kind = c % 3
                     start = 0.0
                     if j > 0:
-                        c0 = word[y, j - 1]
+                        c0 = order[y, j - 1]
                         start = finish[c0 // 3, c0 % 3, y, index[y, j - 1]]
                     if kind == 0:
-                        prior = before[m, y]
+                        prior = before[m, y, 1]
                         if prior >= 0:
-                            start = max(start, finish[m, 0, prior, q] + comm[m, 0, y])
+                            start = max(start, finish[before[m, y, 0], 0, prior, q] + latency[m, 0, y])
                         if q % group[m] == 0:
-                            for other in range(2):
+                            for other in range(chunks):
                                 need = wait[m, q // group[m], other]
                                 if need > 0:
                                     last = need * group[other] - 1
                                     for z in range(n):
                                         start = max(start, finish[other, last_kind, z, last] + step[other])
                     elif kind == 1:
-                        onward = after[m, y]
+                        onward = after[m, y, 1]
                         if onward >= 0:
-                            start = max(start, finish[m, 1, onward, q] + comm[m, 1, y])
+                            start = max(start, finish[after[m, y, 0], 1, onward, q] + latency[m, 1, y])
                         else:
                             start = max(start, finish[m, 0, y, q])
                     else:
@@ -201,7 +185,7 @@ def anneal(  # type: ignore[no-untyped-def]
                         log_t[logged] = old
                         logged += 1
                     finish[m, kind, y, q] = t
-                    # Whatever starts after this operation.
+                    # The passes that start after this one.
                     for way in range(3):
                         ny = -1
                         nj = -1
@@ -211,16 +195,16 @@ def anneal(  # type: ignore[no-untyped-def]
                                 nj = j + 1
                         elif way == 1:
                             if kind == 0:
-                                ny = after[m, y]
+                                ny = after[m, y, 1]
                                 if ny >= 0:
-                                    nj = where[m, 0, ny, q]
+                                    nj = where[after[m, y, 0], 0, ny, q]
                                 else:
                                     ny = y
                                     nj = where[m, 1, y, q]
                             elif kind == 1:
-                                ny = before[m, y]
+                                ny = before[m, y, 1]
                                 if ny >= 0:
-                                    nj = where[m, 1, ny, q]
+                                    nj = where[before[m, y, 0], 1, ny, q]
                         elif kind == 1 and split:
                             ny = y
                             nj = where[m, 2, y, q]
@@ -234,7 +218,7 @@ def anneal(  # type: ignore[no-untyped-def]
                             held += 1
                     if kind == last_kind and (q + 1) % group[m] == 0:
                         done = q // group[m] + 1
-                        for other in range(2):
+                        for other in range(chunks):
                             for k in range(wait.shape[1]):
                                 if wait[other, k, m] == done:
                                     for ny in range(n):
@@ -256,23 +240,19 @@ def anneal(  # type: ignore[no-untyped-def]
                 if fits:
                     new_makespan = 0.0
                     for y in range(n):
-                        c = word[y, length - 1]
+                        c = order[y, length - 1]
                         new_makespan = max(new_makespan, finish[c // 3, c % 3, y, index[y, length - 1]])
-                    new_energy = max(new_makespan, target) + weight * new_over
-                    if new_energy <= allowed + tiny:
+                    if max(new_makespan, target) <= allowed + tiny:
                         accepted = True
                         makespan = new_makespan
-                        energy = new_energy
-                        over = new_over
-                        peaks[x] = peak
+                        energy = max(makespan, target)
                         stale = True
-                        if energy < best - tiny or (energy <= best + tiny and makespan < best_makespan - tiny):
-                            best = energy
-                            best_makespan = makespan
-                            best_words[:] = word
-                            if makespan <= target + tiny and over <= 1e-9:
+                        if makespan < best - tiny:
+                            best = makespan
+                            best_orders[:] = order
+                            if makespan <= target + tiny:
                                 stop[task] = 1
-                                return best, best_makespan
+                                return best
                 if not accepted:
                     for z in range(logged - 1, -1, -1):
                         c = log_op[z]
@@ -280,22 +260,22 @@ def anneal(  # type: ignore[no-untyped-def]
         if not accepted:
             for z in range(low, high + 1):
                 c = save_code[z]
-                word[x, z] = c
+                order[x, z] = c
                 index[x, z] = save_index[z]
                 where[c // 3, c % 3, x, save_index[z]] = z
-    return best, best_makespan
+    return best
 
 
 @kernel
 def _critical_path(  # type: ignore[no-untyped-def]
-    word, index, where, finish, duration, before, after, group, wait, step, comm, length, makespan, last_kind,
+    order, index, where, finish, duration, before, after, group, wait, step, latency, makespan, last_kind,
     path_x, path_i,
 ):  # fmt: skip
-    """Positions of one path, chosen at random at each fork, that determines the makespan; returns its length."""
-    n = word.shape[0]
+    """Positions of one path, chosen at random at each fork, that determines the makespan. Returns its length."""
+    n, length = order.shape
     x = np.random.randint(n)
     for _ in range(n):
-        c = word[x, length - 1]
+        c = order[x, length - 1]
         if finish[c // 3, c % 3, x, index[x, length - 1]] == makespan:
             break
         x = (x + 1) % n
@@ -305,24 +285,25 @@ def _critical_path(  # type: ignore[no-untyped-def]
         path_x[found] = x
         path_i[found] = i
         found += 1
-        c = word[x, i]
+        c = order[x, i]
         m = c // 3
         kind = c % 3
         q = index[x, i]
         t = finish[m, kind, x, q]
         own = False
         if i > 0:
-            c0 = word[x, i - 1]
+            c0 = order[x, i - 1]
             own = finish[c0 // 3, c0 % 3, x, index[x, i - 1]] + duration[m, kind, x, q] == t
         other_x = -1
         other_i = -1
         if kind == 0:
-            prior = before[m, x]
-            if prior >= 0 and (finish[m, 0, prior, q] + comm[m, 0, x]) + duration[m, 0, x, q] == t:
+            prior = before[m, x, 1]
+            p = before[m, x, 0]
+            if prior >= 0 and (finish[p, 0, prior, q] + latency[m, 0, x]) + duration[m, 0, x, q] == t:
                 other_x = prior
-                other_i = where[m, 0, prior, q]
+                other_i = where[p, 0, prior, q]
             elif q % group[m] == 0:
-                for other in range(2):
+                for other in range(duration.shape[0]):
                     need = wait[m, q // group[m], other]
                     if need > 0:
                         last = need * group[other] - 1
@@ -331,11 +312,12 @@ def _critical_path(  # type: ignore[no-untyped-def]
                                 other_x = z
                                 other_i = where[other, last_kind, z, last]
         elif kind == 1:
-            onward = after[m, x]
+            onward = after[m, x, 1]
+            p = after[m, x, 0]
             if onward >= 0:
-                if (finish[m, 1, onward, q] + comm[m, 1, x]) + duration[m, 1, x, q] == t:
+                if (finish[p, 1, onward, q] + latency[m, 1, x]) + duration[m, 1, x, q] == t:
                     other_x = onward
-                    other_i = where[m, 1, onward, q]
+                    other_i = where[p, 1, onward, q]
             elif finish[m, 0, x, q] + duration[m, 1, x, q] == t:
                 other_x = x
                 other_i = where[m, 0, x, q]

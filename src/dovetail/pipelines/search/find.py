@@ -1,10 +1,9 @@
-"""The search: latency first, then memory at that latency (in place of RLHFuse's annealing, section 5.2).
+"""The search: the shortest makespan first, then less memory at that makespan (RLHFuse, section 5.2, anneals instead).
 
 1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
-2. From the best of those: where backwards are split, justification, which lists passes anew from both ends in turn;
-   annealing on the critical path, under a hard limit of activation memory.
-   Many micro-batches: from the schedule of a few, its steady part repeated.
-3. CP-SAT, where OR-Tools is installed, on what these do not reach; it also proves that nothing is faster."""
+2. From the best of those: justification, where backwards are split, and annealing on the critical path, under a limit
+   of activation memory. For many micro-batches: a schedule of a few, whose steady state is repeated.
+3. CP-SAT, where OR-Tools is installed, on what these do not reach. It also proves that nothing is faster."""
 
 from __future__ import annotations
 
@@ -14,25 +13,33 @@ from dataclasses import replace
 
 import numpy as np
 
-from dovetail.pipelines.dedicated import dedicated
-from dovetail.pipelines.exact import time_unit
-from dovetail.pipelines.families import DEDICATED, Family, family_instance, fixed_words
-from dovetail.pipelines.instance import Instance, Ints, lower_bound
-from dovetail.pipelines.periodic import shorter, thicken, thinner, unroll
+from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule
+from dovetail.pipelines.instance import Instance, lower_bound
 from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
-from dovetail.pipelines.rounds import UNLIMITED, Effort, Rounds, rank
-from dovetail.pipelines.rungs import CLOSING, LATENCY, MEMORY, NEAR, POLISH, SPARES, SPLIT_LATENCY, THINNED, Rung
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
-
-__all__ = ["Effort", "find"]
+from dovetail.pipelines.search.exact import time_unit
+from dovetail.pipelines.search.levels import (
+    CLOSING,
+    LATENCY,
+    MEMORY,
+    NEAR,
+    POLISH,
+    SPARES,
+    SPLIT_LATENCY,
+    THINNED,
+    Level,
+)
+from dovetail.pipelines.search.rounds import UNLIMITED, Effort, Rounds, rank
+from dovetail.pipelines.search.steady_state import drop, restore, shorten, unroll
+from dovetail.pipelines.simulate import KINDS, Ints
 
 
 class _Search(Rounds):
-    def thinned(self, limit: float, target: float, rung: Rung, most: float = 0.0) -> bool:
-        """Whether a schedule of fewer micro-batches of the larger model was found that becomes one of `target` within
-        `limit` when its steady part is repeated. `most`: worth keeping on the way, though longer than `target`."""
-        for number in range(rung.thin):
-            fewer = thinner(self.instance.problem, SPARES[number % len(SPARES)])
+    def without_steady_state(self, limit: float, target: float, level: Level, most: float = 0.0) -> bool:
+        """Whether a schedule without the larger model's steady state was found that becomes one of `target` within
+        `limit` when the steady state is restored. A makespan below `most` is kept, even if it is above `target`."""
+        for number in range(level.thin):
+            fewer = drop(self.instance.problem, SPARES[number % len(SPARES)])
             if self.rounds and self.left() <= 0:
                 return False
             if fewer is None:
@@ -44,15 +51,15 @@ class _Search(Rounds):
             search = Rounds(instance, self.family, effort, self.pool)
             for step in THINNED:
                 near = search.best is not None and search.best.makespan + shift <= target * step.near
-                if step.part > rung.part or (step.annealing and not near):
+                if step.part > level.part or (step.annealing and not near):
                     continue
                 short = search.attempt(limit, target - shift, step)
                 if short is None or short.makespan + shift > max(target, most) * (1 + 1e-9):
                     continue
-                longer = thicken(self.instance, short, limit)
+                longer = restore(self.instance, short, limit)
                 if longer is not None:
-                    found = self.keep(longer, "steady part")
-                    self.report("steady part")
+                    found = self.keep(longer, "steady state")
+                    self.report("steady state")
                     if found.makespan > target * (1 + 1e-9) and found.makespan <= target * POLISH:
                         found = min([found, *self.anneal([found], limit, target, step.part)], key=rank)
                     if found.makespan <= target * (1 + 1e-9):
@@ -65,17 +72,18 @@ class _Search(Rounds):
     def run(self, known: Sequence[Ints]) -> Schedule | None:
         limit = self.instance.problem.memory_limit
         cap = UNLIMITED if limit is None else limit
-        for words in self._starts(cap, known):
-            self.keep(words, "rule")
-        for rung in SPLIT_LATENCY if self.family.split else LATENCY:
+        for orders in self._starts(cap, known):
+            self.keep(orders, "rule")
+        for level in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
-            self.attempt(cap, self.bound, rung)
-            if rung.thin and not (self.best is not None and self.best.at_bound):
-                self.thinned(cap, self.bound, rung, UNLIMITED if self.best is None else self.best.makespan)
+            self.attempt(cap, self.bound, level)
+            if level.thin and not (self.best is not None and self.best.at_bound):
+                most = UNLIMITED if self.best is None else self.best.makespan
+                self.without_steady_state(cap, self.bound, level, most)
             near = self.best is None or (not self.best.at_bound and self.best.makespan <= self.bound * NEAR)
-            if rung.work and near and self.proved <= self.bound:
-                self._prove(cap, self.bound, rung.work, rung.runs)
+            if level.work and near and self.proved <= self.bound:
+                self._prove(cap, self.bound, level.work, level.runs)
         if self.best is None:
             return None
         if self.effort.memory:
@@ -85,23 +93,23 @@ class _Search(Rounds):
         return replace(self.best, proved=self.proved)
 
     def _starts(self, cap: float, known: Sequence[Ints]) -> Iterable[Ints]:
-        """Known schedules, and plain 1F1B of one model after the other, where they fit: never worse than those."""
-        words = fixed_words(self.instance, Family("overlapped", "", self.instance.coupling))
-        for start in (*known, words):
+        """Known schedules, and 1F1B of one model after the other, where they fit. The search never ends with less."""
+        plain = fixed_orders(self.instance, Family("overlapped", "", self.instance.coupling))
+        for start in (*known, plain):
             try:
-                if evaluate(self.instance, start).peak <= cap * (1 + 1e-9):
+                if evaluate(self.instance, start).fits(cap):
                     yield start
             except DeadlockError:
                 continue
 
     def _prove(self, cap: float, target: float, work: float, runs: int) -> bool:
-        """Whether CP-SAT settled it: a schedule of `target`, or the proof that all are slower."""
+        """Whether CP-SAT found a schedule of `target`, or proved that all are slower."""
         answer = self.exact(cap, target, work, runs)
         if answer.impossible:
             unit = time_unit(self.instance)
             if unit is not None:
                 self.proved = max(self.proved, unit * (np.floor(target / unit + 1e-6) + 1))
-        return answer.impossible or answer.words is not None
+        return answer.impossible or answer.orders is not None
 
     def _close(self, cap: float) -> None:
         """Narrow the gap between what is proved and what was found, while CP-SAT answers."""
@@ -119,83 +127,73 @@ class _Search(Rounds):
                 return
 
     def _less_memory(self, serial: float) -> None:
-        """Down to serial 1F1B's memory, or what is enough: halve the interval between what failed and what was reached.
+        """Less memory at the same makespan, down to that of serial 1F1B or to what is enough: a bisection between the
+        limit that failed and the one that was reached.
 
-        What can be found is often found at once and what can not takes a whole round, so rounds begin small."""
+        What can be found is often found at once, and a failure takes a whole round. So rounds begin small."""
         assert self.best is not None
         target = self.best.makespan
         goal = max(serial * 1.0045, self.effort.enough)  # 1.00 in two decimals
         impossible = 0.0
-        for rung in MEMORY:
+        for level in MEMORY:
             failed = impossible
             while self.left() > 0 and self.best.peak > max(goal, failed * 1.01):
                 trial = goal if not failed else (failed + self.best.peak) / 2
-                if rung.thin:
-                    reached = self.thinned(trial, target, rung)
-                elif rung.work:
-                    answer = self.exact(trial, target, rung.work, rung.runs)
+                if level.thin:
+                    reached = self.without_steady_state(trial, target, level)
+                elif level.work:
+                    answer = self.exact(trial, target, level.work, level.runs)
                     if answer.impossible:
                         impossible = trial
-                    reached = answer.words is not None
+                    reached = answer.orders is not None
                 else:
-                    found = self.attempt(trial, target, rung)
+                    found = self.attempt(trial, target, level)
                     reached = found is not None and found.makespan <= target * (1 + 1e-9)
                 if not reached:
                     failed = trial
-                    if rung.work:  # it takes long to fail, and what it did not settle it rarely settles nearby
+                    if level.work:  # CP-SAT takes long to fail, and seldom decides a limit nearby
                         break
 
 
 def _same_shape(instance: Instance, start: Schedule | None) -> Ints | None:
-    if start is None or start.words.shape != (instance.ranks, instance.length):
+    """The orders of a known schedule, if they hold exactly the passes of the instance."""
+    if start is None or start.orders.shape != (instance.ranks, instance.length) or start.orders.min() < 0:
         return None
-    counts = np.zeros(6, np.int64)
+    counts = np.zeros(2 * KINDS, np.int64)
     for m in (0, 1):
-        counts[3 * m : 3 * m + instance.kinds] = instance.total[m]
-    same = all((np.bincount(word, minlength=6) == counts).all() for word in start.words)
-    return start.words if same else None
+        counts[KINDS * m : KINDS * m + instance.kinds] = instance.total[m]
+    same = all((np.bincount(order, minlength=2 * KINDS) == counts).all() for order in start.orders)
+    return start.orders if same else None
 
 
 def _unrolled(problem: Problem, family: Family, effort: Effort, pool: ThreadPoolExecutor) -> Ints | None:
-    """Words from a schedule of fewer micro-batches, which takes a third of the time to find."""
-    fewer = shorter(problem, family)
+    """Orders from a schedule of fewer micro-batches, found in a third of the time."""
+    fewer = shorten(problem, family)
     if fewer is None:
         return None
     part = replace(effort, seconds=effort.seconds / 3)
     found = _Search(family_instance(fewer, family), family, part, pool).run([])
     longer = None if found is None else unroll(problem, family, found)
-    return None if longer is None else longer.words
+    return None if longer is None else longer.orders
 
 
 def find(problem: Problem, family: Family, effort: Effort, start: Schedule | None = None) -> Schedule:
-    """The family's best schedule within the problem's memory limit: the fastest, of those the one of the lowest peak.
+    """The family's best schedule within the problem's memory limit: the fastest, and of those the one with the lowest
+    peak memory.
 
-    `start`: a schedule to improve on, as of the same problem with other times; without effect if its words are
-    no schedule of this one. Raises ProblemError where nothing within the limit was found."""
+    `start`: a known schedule to improve, for example one of the same problem with other times. It is ignored where it
+    does not hold the passes of this problem. Raises ProblemError where nothing within the limit was found."""
     started = effort.clock()
-    if family is DEDICATED:
-        return replace(dedicated(problem), seconds=effort.clock() - started)
-    instance = family_instance(problem, family)
-    limit = problem.memory_limit
     if family.fixed:
-        found = evaluate(instance, fixed_words(instance, family), family.name)
-        if limit is not None and found.peak > limit * (1 + 1e-9):
-            raise ProblemError(
-                f"the family {family.name} needs {found.peak:g} of activation memory, the limit is {limit:g}; "
-                "raise the limit or choose a searched family"
-            )
-        return replace(found, seconds=effort.clock() - started)
+        return replace(fixed_schedule(problem, family), seconds=effort.clock() - started)
+    instance = family_instance(problem, family)
     with ThreadPoolExecutor(effort.workers) as pool:
-        known = [
-            words
-            for words in (_same_shape(instance, start), _unrolled(problem, family, effort, pool))
-            if words is not None
-        ]
+        starts = (_same_shape(instance, start), _unrolled(problem, family, effort, pool))
         left = replace(effort, seconds=effort.seconds - (effort.clock() - started))
-        best = _Search(instance, family, left, pool).run(known)
+        best = _Search(instance, family, left, pool).run([orders for orders in starts if orders is not None])
     if best is None:
         raise ProblemError(
-            f"no {family.name} schedule within a memory limit of {limit:g} was found; serial 1F1B takes "
+            f"no {family.name} schedule within a memory limit of {problem.memory_limit:g} was found; serial 1F1B takes "
             f"{serial_memory(problem):g} and one micro-batch at a time {problem.least_memory:g}"
         )
     return replace(best, seconds=effort.clock() - started)

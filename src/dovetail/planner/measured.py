@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dovetail.pipelines.problem import Floats, Model, Problem, ProblemError
+from dovetail.pipelines import Floats, Model, Problem, ProblemError
 from dovetail.protocol.profile import ModelTimes, PassTimes, Profile
 
 # Seconds, where nothing was measured: a problem's times are above 0.

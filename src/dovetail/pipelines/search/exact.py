@@ -1,8 +1,8 @@
 """CP-SAT (OR-Tools) on the question: is there a schedule of this makespan within this memory?
 
-Complete, unlike the other searches: it can prove that there is none. Micro-batches pass every stage in order; memory is
-a cumulative constraint from a forward's start to its backward's end. OR-Tools is an optional dependency
-(`dovetail-rlhf[schedules]`): ask `available` first."""
+Unlike the other searches, CP-SAT can prove that there is none. Micro-batches pass every stage in order. Memory is a
+cumulative constraint from the start of a forward to the end of its backward. OR-Tools is an optional dependency
+(`dovetail-rlhf[schedules]`); `available` says whether it is installed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.pipelines.instance import KINDS, B, F, Instance, Ints, W
+from dovetail.pipelines.instance import Instance
+from dovetail.pipelines.simulate import KINDS, B, F, Ints, W
 
 _SCALES = (1, 2, 4, 5, 8, 10, 20, 25, 40, 50, 100, 1000, 10_000)
-_TIMES, _SIZES = 1e6, 1e4  # steps in the target and in the limit, where there is no common unit
+_TIMES, _SIZES = 1e6, 1e4
+"""Steps of the target and of the limit, where values have no common unit."""
 
 
 def available() -> bool:
@@ -26,18 +28,18 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """`words` of a schedule, or None. `impossible`: it is proved that there is none."""
+    """`orders` of a schedule, or None. `impossible`: it is proved that there is none."""
 
-    words: Ints | None
+    orders: Ints | None
     impossible: bool = False
 
 
 class ExactSearch:
-    """One question. `run` may be called in a thread; `stop`, from another one, ends it soon.
+    """One question. `stop` may be called from another thread while `run` is running, and ends it soon.
 
-    `target`: largest makespan allowed; `limit`: largest activation memory of a rank, or None. Times that are no
-    multiples of a common unit are rounded up to a millionth of the target, sizes to a ten-thousandth of the limit: what
-    is found holds, but nothing is proved then."""
+    `target`: largest makespan allowed. `limit`: largest activation memory of a rank, or None. Times without a common
+    unit are rounded up to a millionth of the target, and sizes to a ten-thousandth of the limit. What is then found is
+    valid, but nothing is proved."""
 
     def __init__(self, instance: Instance, target: float, limit: float | None) -> None:
         from ortools.sat.python import cp_model
@@ -66,27 +68,25 @@ class ExactSearch:
             self._rank(rank, limit)
 
     def run(self, work: float, seed: int, stopped: Callable[[], bool] = lambda: False) -> Answer:
-        """`work`: limit in CP-SAT's deterministic seconds, each some seconds of a core. One thread.
+        """The answer, by one thread. `work`: limit in CP-SAT's deterministic seconds, each some seconds of a core.
 
-        Equal arguments give equal answers, unless stopped."""
+        Equal arguments give equal answers, unless `stopped` or `stop` ends the run."""
         if stopped():
             return Answer(None)
         p = self._solver.parameters
         p.num_workers, p.random_seed, p.max_deterministic_time = 1, seed % (2**31 - 1), work
         status = self._solver.solve(self._model)
         if status in (self._api.OPTIMAL, self._api.FEASIBLE):
-            return Answer(self._words())
+            return Answer(self._orders())
         return Answer(None, impossible=self._exact and status == self._api.INFEASIBLE)
 
     def stop(self) -> None:
         self._solver.stop_search()
 
-    # ------------------------------------------------------------ the model
-
     def _window(self, m: int) -> tuple[Ints, Ints]:
-        """Earliest and latest starts (kinds, N, Q) of a model's passes, whatever else runs.
+        """Earliest and latest starts (kinds, N, Q) of a model's passes, as if it ran alone.
 
-        Both by the same recursion, the latest ones on the problem run backwards in time."""
+        One recursion gives both: the latest starts are those of the problem run backwards in time."""
         i, count, kinds = self.instance, int(self.instance.total[m]), self.instance.kinds
         length = self._length[m, :kinds, :, :count]
         path = np.argsort(i.position[m], kind="stable")
@@ -97,7 +97,7 @@ class ExactSearch:
             p = count - 1 - q
             for rank in path:
                 low = earliest[F, rank, q - 1] + length[F, rank, q - 1] if q else 0
-                if (back := i.before[m, rank]) >= 0:
+                if (back := i.before[m, rank, 1]) >= 0:
                     low = max(low, earliest[F, back, q] + length[F, back, q] + self._latency[m, F, rank])
                 earliest[F, rank, q] = low
                 if i.split:
@@ -109,7 +109,7 @@ class ExactSearch:
                     high = min(high, latest[B, back, p] - self._latency[m, B, back])
                 latest[B, rank, p] = high - length[B, rank, p]
             for rank in path[::-1]:
-                onward = i.after[m, rank]
+                onward = i.after[m, rank, 1]
                 low = earliest[B, rank, q - 1] + length[B, rank, q - 1] if q else 0
                 high = latest[F, rank, p + 1] if q else self._target
                 if onward >= 0:
@@ -137,7 +137,7 @@ class ExactSearch:
 
     def _precedence(self, m: int, rank: int) -> None:
         i, add = self.instance, self._model.add
-        back, onward = int(i.before[m, rank]), int(i.after[m, rank])
+        back, onward = int(i.before[m, rank, 1]), int(i.after[m, rank, 1])
         for q in range(int(i.total[m])):
             for kind in range(i.kinds):
                 if q:
@@ -171,7 +171,7 @@ class ExactSearch:
                         self._model.add(start >= closed[other, need] + int(self._step[other]))
 
     def _rank(self, rank: int, limit: float | None) -> None:
-        """A rank runs one pass at a time and holds no more than `limit`."""
+        """A rank runs one pass at a time and holds at most `limit` of activations."""
         i, model = self.instance, self._model
         sizes = np.concatenate([i.activation[m, rank, : int(i.total[m])] for m in (0, 1)])
         memory = _scale(np.append(sizes, limit), limit, _SIZES) if limit is not None and limit > 0 else None
@@ -192,7 +192,7 @@ class ExactSearch:
             self._exact &= memory[1]
             model.add_cumulative(held, demands, int(np.floor(limit * memory[0] + 1e-6)))
 
-    def _words(self) -> Ints:
+    def _orders(self) -> Ints:
         ordered: list[list[tuple[int, int, int]]] = [[] for _ in range(self.instance.ranks)]
         for (m, kind, rank, q), start in self._start.items():
             ordered[rank].append((self._solver.value(start), q, KINDS * m + kind))
@@ -200,7 +200,7 @@ class ExactSearch:
 
 
 def time_unit(instance: Instance) -> float | None:
-    """A unit that all times are multiples of, and so every schedule's makespan, or None."""
+    """A unit of which all times are multiples, and so is every makespan; None where there is none."""
     scale, exact = _scale(_times(instance), 1.0, _TIMES)
     return 1 / scale if exact else None
 
@@ -210,7 +210,7 @@ def _times(instance: Instance) -> Any:
 
 
 def _scale(values: Any, largest: float, steps: float) -> tuple[float, bool]:
-    """A factor that makes all `values` whole numbers; else one that gives them enough digits, and False."""
+    """A factor that makes all `values` whole numbers, and True. Else one that gives them enough digits, and False."""
     for scale in _SCALES:
         scaled = values * scale
         if (np.abs(scaled - np.round(scaled)) <= 1e-6).all():

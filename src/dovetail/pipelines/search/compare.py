@@ -1,0 +1,124 @@
+"""Searches over several families or memory limits, and answers that are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dovetail.pipelines.families import DEDICATED, family_instance, family_names, family_of
+from dovetail.pipelines.problem import Problem, ProblemError
+from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
+from dovetail.pipelines.search.find import find
+from dovetail.pipelines.search.rounds import Effort
+from dovetail.pipelines.simulate import KINDS
+
+VERSION = 2
+"""Of the search. Answers that an older search has kept are not used."""
+Finder = Callable[[Problem, str, Effort], Schedule]
+
+
+def _find(problem: Problem, family: str, effort: Effort) -> Schedule:
+    return find(problem, family_of(family), effort)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`schedules`: the best schedule of each family that fits. `refused`: why the other families do not fit."""
+
+    best: Schedule
+    schedules: dict[str, Schedule]
+    refused: dict[str, str]
+
+    def loss(self, family: str) -> float:
+        """How much longer the family takes than the best one: 0.08 is 8 % longer."""
+        return self.schedules[family].makespan / self.best.makespan - 1
+
+
+def choose(problem: Problem, effort: Effort, families: Sequence[str] | None = None, finder: Finder = _find) -> Choice:
+    """The fastest of `families` (default: all) within the memory limit. Of equally fast ones the one of less memory is
+    taken, then the first.
+
+    The searched families share `effort.seconds`. Raises ProblemError where no family fits."""
+    names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 else [])])
+    searched = sum(not family_of(n).fixed for n in names)
+    share = replace(effort, seconds=effort.seconds / max(1, searched))
+    found: dict[str, Schedule] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = finder(problem, name, share)
+        except ProblemError as error:
+            refused[name] = str(error)
+    if not found:
+        raise ProblemError("no family fits: " + "; ".join(refused.values()))
+    best = min(found.values(), key=lambda s: (round(s.makespan, 9), s.peak))
+    return Choice(best, found, refused)
+
+
+def pareto(problem: Problem, family: str, effort: Effort, points: int = 6, finder: Finder = _find) -> list[Schedule]:
+    """The front of makespan against peak activation memory of one family: no schedule of it is both faster and smaller
+    than another. The fastest comes first.
+
+    The first is the fastest within the problem's own limit. The others keep to limits that are evenly spaced from its
+    peak down to the least that any schedule needs. The `points` share `effort.seconds`. Raises ProblemError where
+    nothing fits."""
+    if points < 1:
+        raise ProblemError(f"points is {points}; a front has at least 1")
+    share = replace(effort, seconds=effort.seconds / points)
+    found = [finder(problem, family, share)]
+    least, step = problem.least_memory, (found[0].peak - problem.least_memory) / max(1, points - 1)
+    limit = found[0].peak
+    while step > 0 and limit > least * (1 + 1e-9) and len(found) < points:
+        # Beside the even steps, never again what was reached already.
+        limit = max(least, min(limit - step, found[-1].peak * (1 - 1e-6)))
+        try:
+            found.append(finder(replace(problem, memory_limit=limit), family, share))
+        except ProblemError:
+            break  # less memory will not help
+    return front(found)
+
+
+def front(schedules: list[Schedule]) -> list[Schedule]:
+    """Those that no other one beats in both, fastest first."""
+    kept: list[Schedule] = []
+    for schedule in sorted(schedules, key=lambda s: (round(s.makespan, 9), s.peak)):
+        if not kept or schedule.peak < kept[-1].peak * (1 - 1e-9):
+            kept.append(schedule)
+    return kept
+
+
+def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMapping[str, str]) -> Schedule:
+    """`find`, whose answer is kept in `store` under a hash of problem, family and effort.
+
+    A kept answer is simulated again. An entry that is damaged or belongs to another problem is searched for anew."""
+    if family_of(family).fixed:
+        return _find(problem, family, effort)
+    key = hashlib.sha256(
+        json.dumps([VERSION, problem.digest, family, effort.seed, effort.seconds, effort.scale, effort.memory]).encode()
+    ).hexdigest()
+    known = _read(problem, family, store.get(key))
+    if known is not None:
+        return replace(known, seed=effort.seed)
+    found = _find(problem, family, effort)
+    store[key] = json.dumps({"words": found.orders.tolist(), "how": found.how, "makespan": found.makespan})
+    return found
+
+
+def _read(problem: Problem, family: str, text: str | None) -> Schedule | None:
+    """A kept answer, or None where it does not belong to the problem."""
+    try:
+        entry = json.loads(text or "")
+        instance = family_instance(problem, family_of(family))
+        orders = np.array(entry["words"], dtype=np.int64)
+        counts = np.array([np.bincount(order, minlength=2 * KINDS) for order in orders])
+        if orders.shape != (instance.ranks, instance.length) or (counts.max(0) != counts.min(0)).any():
+            return None
+        found = evaluate(instance, orders, family, str(entry["how"]))
+        same = found.peaks.min() >= 0 and abs(found.makespan - entry["makespan"]) <= 1e-6 * found.makespan
+        return found if same else None
+    except (ValueError, KeyError, TypeError, DeadlockError):
+        return None
