@@ -1,4 +1,4 @@
-"""The SFT and reward-model stages: evaluate, steps with checkpoints, evaluate, export."""
+"""The SFT and reward-model stages: an evaluation, steps with checkpoints, an evaluation, and the export."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """`recompute`: models that make their activations again in the backward pass. `centred`: a reward model, whose mean
-    score over `demonstrations` becomes 0 when it is exported; without any, that over the preferred responses."""
+    """`recompute`: models with activation checkpointing. `centred`: it is a reward model, which is centred when it is
+    exported: its mean score over `demonstrations` becomes 0, or over the preferred responses if there are none."""
 
     stage: Stage
     model: str
@@ -40,7 +40,7 @@ class SupervisedStage:
 
 @dataclass
 class Hooks:
-    """What the stage tells the rest of the coordinator as it goes, and asks: the job's seconds, over restarts."""
+    """What a stage calls while it runs. `wall_seconds`: of the job, over restarts."""
 
     on_step: Callable[[Stage, int, int, CommandResult], None]
     on_fact: Callable[[str, float], None]
@@ -48,7 +48,7 @@ class Hooks:
 
 
 async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: StepRecords, hooks: Hooks) -> None:
-    """Run the stage from wherever its records say it is.
+    """Run the stage, and go on from where its records say it is.
 
     Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""
     name = stage.stage.value
@@ -78,8 +78,8 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
 
 
 def centre(evaluation: Mapping[str, float]) -> float:
-    """The score that becomes 0 (Ouyang et al. 2022, section 3.5): the mean over demonstrations, else over the preferred
-    responses of the held-out pairs; 0 without either."""
+    """The score that centring makes 0 (Ouyang et al. 2022, section 3.5): the mean over demonstrations; without these,
+    over the preferred responses of the held-out pairs; without these too, 0."""
     if evaluation.get("demonstrations"):
         return evaluation["demonstration_score"]
     return evaluation.get("chosen", 0.0)

@@ -187,17 +187,17 @@ class WithRewards:
         await self._rewards.__aexit__(kind, error, trace)
 
     def add(self, samples: Iterable[Finished]) -> None:
-        """Score these, too."""
+        """Add samples to be scored."""
         new = list(samples)
         self._inference.add(new)
         self._rewards.add(new)
 
     def poke(self) -> None:
-        """Ask for scorers again."""
+        """Ask for scorers again: which are free may have changed."""
         self._inference.poke()
 
     def check(self) -> None:
-        """Raises what handling scores raised."""
+        """Raise what the handling of scores raised."""
         self._inference.check()
         self._rewards.check()
 

@@ -1,6 +1,6 @@
-"""Inference with models on unlike scorers: each sample goes to one scorer of every kind, the answers are merged.
+"""Inference if scorers hold different models: each sample goes to one scorer of each kind, and the answers are merged.
 
-A *lane* is a set of models that are always asked for together. Where every scorer holds everything there is one."""
+A *lane* is a set of models that are always asked for together. If every scorer holds all models, there is one lane."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ Lane = tuple[str, ...]
 
 
 def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[Lane]:
-    """`want` in as few lanes as possible, such that each holder holds all of a lane or nothing of it.
-
-    `holders`: what each scorer holds. Raises ValueError for a model that none holds."""
+    """The models of `want` in as few lanes as possible, so that each scorer holds all models of a lane or none.
+    `holders`: the models of each scorer. Raises ValueError for a model that no scorer holds."""
     lanes: dict[frozenset[int], list[str]] = {}
     for model in want:
         where = frozenset(index for index, held in enumerate(holders) if model in held)
@@ -30,8 +29,8 @@ def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[La
 
 
 class Lanes:
-    """One `Inference` a lane behind the interface of one. `make(lane, on_scores)` builds a lane's; `on_scores` gets a
-    sample's scores once all lanes have theirs."""
+    """One `Inference` for each lane, with the interface of a single one. `make(lane, on_scores)` builds that of a lane.
+    `on_scores` gets a sample's scores when all lanes have theirs."""
 
     def __init__(
         self,
@@ -56,23 +55,23 @@ class Lanes:
         await self._stack.aclose()
 
     def add(self, samples: Iterable[Finished]) -> None:
-        """Score these, too."""
+        """Add samples to be scored."""
         new = list(samples)
         for lane in self._lanes:
             lane.add(new)
 
     def poke(self) -> None:
-        """Ask for scorers again."""
+        """Ask for scorers again: which are free may have changed."""
         for lane in self._lanes:
             lane.poke()
 
     def check(self) -> None:
-        """Raises what handling scores raised."""
+        """Raise what the handling of scores raised."""
         for lane in self._lanes:
             lane.check()
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Wait until everything that was added is scored. Raises TimeoutError, and what `check` raises."""
+        """Wait until all added samples are scored. Raises TimeoutError, and what `check` raises."""
         finishing = [asyncio.create_task(lane.finish(deadline_seconds)) for lane in self._lanes]
         try:
             await asyncio.gather(*finishing)
@@ -92,7 +91,7 @@ class Lanes:
 
 
 def merged(parts: Sequence[Scores]) -> Scores:
-    """Of one sample, from scorers that each gave what the others did not."""
+    """The scores of one sample, merged from scorers that each gave a part."""
     found = parts[0]
     for part in parts[1:]:
         found = replace(

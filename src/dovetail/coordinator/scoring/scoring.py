@@ -1,8 +1,8 @@
-"""Reference, reward and critic inference: finished samples in chunks over all scorers, the longest first.
+"""Reference, reward and critic inference: scorers take finished samples in chunks, the longest first.
 
-Samples may be added while others are scored: inter-stage fusion (RLHFuse section 4) adds them as they finish. Each
-scorer takes the next chunk when it is done with its last, so unlike devices get work by their speed. A chunk whose
-scorer fails goes back."""
+Samples may be added while others are scored; inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
+takes its next chunk when it has finished the last one, so faster devices get more. If a scorer fails, its chunk goes to
+another one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scorer's process: one that was started again has another `incarnation`."""
+    """A scorer's process. A restarted one has another `incarnation`."""
 
     name: str
     url: str
@@ -38,7 +38,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Finished:
-    """One finished sample: prompt and response token ids, int32."""
+    """One finished sample: the token ids of prompt and response, int32."""
 
     key: Key
     prompt: NDArray[np.int32]
@@ -50,7 +50,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Scores:
-    """Per response token float32 arrays (None where not wanted) and the sequence's score."""
+    """The results of one sample: float32 arrays over response tokens, each None if it is not wanted, and the sequence's
+    score."""
 
     key: Key
     ref_logprobs: NDArray[np.float32] | None
@@ -59,7 +60,7 @@ class Scores:
 
 
 class Waiting:
-    """Finished samples that no scorer has yet, by prompt."""
+    """Finished samples that wait for a scorer, by prompt."""
 
     def __init__(self, samples: Iterable[Finished] = ()) -> None:
         self._groups: dict[tuple[int, int], list[Finished]] = {}
@@ -81,12 +82,12 @@ class Waiting:
             self._tokens += len(sample)
 
     def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
-        """What one of `scorers` scorers takes next, if anything waits: as many as `chunk_rows` says, prompt by prompt,
-        the longest first.
+        """The next chunk for one of `scorers` scorers: as many samples as `chunk_rows` says, prompt by prompt, the
+        longest first. It is empty if nothing waits.
 
-        A scorer computes a prompt once for all its samples in a chunk. So those of one prompt go together, though they
-        be a few more, unless both parts are worth a chunk (`least`) and have as many response tokens as the prompt
-        has."""
+        A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt go together, also
+        if the chunk gets a few samples more. They are only divided if both parts are large enough for a chunk (`least`)
+        and each has at least as many response tokens as the prompt has."""
         chunk: list[Finished] = []
         rows = 0
         while self._groups and (not chunk or len(chunk) < rows):
@@ -110,7 +111,7 @@ class Waiting:
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
-    """How many of a prompt's samples go along where there is room for `rows`: see `Waiting.take`."""
+    """How many of a prompt's samples go into a chunk that has room for `rows`: see `Waiting.take`."""
     prompt = len(group[0].prompt)
     enough = max(prompt, least - prompt)
     taken = sum(len(sample.response) for sample in group[:rows])
@@ -126,7 +127,7 @@ def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
 async def load_models(
     session: aiohttp.ClientSession, scorer: Scorer, models: dict[str, ModelRef], timeout: float
 ) -> None:
-    """Tell a scorer which models to hold. Raises aiohttp.ClientError or TimeoutError."""
+    """Tell a scorer which models to load. Raises aiohttp.ClientError or TimeoutError."""
     body = {"models": {name: ref.model_dump() for name, ref in models.items()}}
     async with session.post(
         f"{scorer.url}/v1/load", json=body, timeout=aiohttp.ClientTimeout(total=timeout)
@@ -136,12 +137,12 @@ async def load_models(
 
 
 class Inference:
-    """Scores samples as they are added; an async context manager, outside of which nothing runs.
+    """Scores samples as they are added. It is an async context manager; outside of it nothing runs.
 
-    `want`: of "reference", "reward", "critic". `scorers` gives those that may take a chunk now; `poke` says that it may
-    answer otherwise; `everyone`: how many there are in all, by which chunks are cut. `gone` says that a process will
-    never answer: its chunk goes to another. `on_scores` gets each chunk's scores; what these raise, `check` and
-    `finish` raise."""
+    `want`: some of "reference", "reward" and "critic". `scorers` returns the scorers that may take a chunk now; `poke`
+    says that its answer may have changed. `everyone` returns the number of all scorers, which decides the size of
+    chunks. `gone` says that a process will never answer; then its chunk goes to another one. `on_scores` gets the
+    scores of each chunk. What these functions raise is raised by `check` and `finish`."""
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class Inference:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def add(self, samples: Iterable[Finished]) -> None:
-        """Score these, too."""
+        """Add samples to be scored."""
         new = list(samples)
         self._waiting.add(new)
         self._left += len(new)
@@ -198,16 +199,16 @@ class Inference:
         self.poke()
 
     def poke(self) -> None:
-        """Ask `scorers` again."""
+        """Call `scorers` again."""
         self._wake.set()
 
     def check(self) -> None:
-        """Raise what a callback raised."""
+        """Raise what a function that was passed in raised."""
         if self._error is not None:
             raise self._error
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Returns when all that was added is scored. Raises TimeoutError with the last failure once nothing was scored
+        """Returns when all added samples are scored. Raises TimeoutError with the last failure if nothing was scored
         for `deadline_seconds`."""
         self.poke()
         self._progress = self._clock()
@@ -247,7 +248,7 @@ class Inference:
             await _wait(self._wake, RETRY_SECONDS if self._left else None)
 
     def _take_back(self, chunk: _Chunk) -> None:
-        """Of a scorer that will never answer. Its connection may stay open: nobody closes that of a lost node."""
+        """Take back the chunk of a scorer that will never answer. Its connection may stay open, as with a lost node."""
         chunk.task.cancel()
         del self._busy[chunk.scorer.name]
         self._last_failure = f"{chunk.scorer.name}: it went away with {len(chunk.samples)} samples"
@@ -285,7 +286,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What a scorer works on."""
+    """The chunk that a scorer works on."""
 
     scorer: Scorer
     samples: list[Finished]
@@ -293,7 +294,7 @@ class _Chunk:
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:
-    """For the event, at most so long. Not wait_for: on Python 3.11 it swallows a cancellation that comes with it."""
+    """Wait for the event, at most `seconds`. Not `asyncio.wait_for`: on Python 3.11 it can swallow a cancellation."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,7 +1,8 @@
-"""The coordinator's end of the trainer ranks: who has joined, which generation is current, which command runs.
+"""The coordinator's view of the trainer ranks: which ranks have joined, which generation is current, which command
+runs.
 
-Ranks pull (docs/architecture.md, "Trainers pull"). A *generation* is one life of the ranks' process groups; it ends as
-soon as any rank joins again, falls silent, or reports that it lost a peer."""
+Ranks pull commands (docs/architecture.md, "Trainers pull"). A *generation* is one life of the ranks' process groups. It
+ends as soon as a rank joins again, is silent, or reports that it lost a peer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ POLL_SECONDS = 20.0
 
 
 class TrainerLost(Exception):
-    """The generation ended while a command ran: load the last checkpoint and replay."""
+    """The generation ended while a command ran. The last checkpoint must be loaded and the steps since run again."""
 
 
 class TrainerError(Exception):
@@ -43,7 +44,7 @@ class CheckpointDamaged(TrainerError):
 
 @dataclass(frozen=True)
 class TrainerPosition:
-    """What the ranks hold: a stage and its last applied step; stage None: nothing is loaded."""
+    """What the ranks hold: a stage and the last step of it that was applied. If `stage` is None, nothing is loaded."""
 
     stage: Stage | None
     step: int
@@ -64,7 +65,8 @@ class _Running:
 
 @dataclass
 class TrainerGroup:
-    """`clock` gives monotonic seconds. `record_result` is called before a result is acknowledged to the rank."""
+    """`clock`: monotonic seconds. `record_result` stores a result; it is called before the rank gets its
+    acknowledgement."""
 
     world_size: int
     generation: int
@@ -106,8 +108,8 @@ class TrainerGroup:
         return self._replies.pop(request.incarnation)
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        """Tells a rank the current generation, so that it leaves the collectives of an older one, and the command that
-        is waited for, so that it gives up a publish of a coordinator that died."""
+        """Tell a rank the current generation and the command that runs. So it leaves the collectives of an older
+        generation, and gives up a publish that a dead coordinator began."""
         self._seen[beat.rank] = self.clock()
         running = self._running.command.id if self._running is not None else ""
         return HeartbeatReply(generation=self.generation, cancelled=self._cancelled, running=running)
@@ -136,7 +138,7 @@ class TrainerGroup:
             await self._wait_change(remaining)
 
     def end_generation(self, why: str) -> None:
-        """Survivors learn it from their heartbeats, and join again."""
+        """End the generation. The surviving ranks learn it from their heartbeats and join again."""
         self.generation += 1
         self.formed = False
         self.record_generation(self.generation)
@@ -179,9 +181,8 @@ class TrainerGroup:
         return self._position
 
     async def execute(self, command: Command, timeout: float) -> CommandResult:
-        """Run one command on all ranks.
-
-        Raises TrainerLost (a rank died, or nothing came back within `timeout`) or TrainerError (refused)."""
+        """Run one command on all ranks. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds,
+        and TrainerError if the ranks refuse the command."""
         if self._running is not None:
             raise RuntimeError(f"{self._running.command.id} is still running")
         if self._last_result is not None and self._last_result.id == command.id:
@@ -205,7 +206,7 @@ class TrainerGroup:
         return self._checked(result)
 
     def cancel(self, command_id: str) -> None:
-        """Tell the ranks, with their next heartbeats, to give up a publish that waits for a failed receiver."""
+        """Tell the ranks with their next heartbeats to give up a publish that waits for a receiver that has failed."""
         self._cancelled = command_id
 
     # ------------------------------------------------------------ inner parts

@@ -1,7 +1,8 @@
-"""Brings the trainers to a step and keeps them there: load the last whole checkpoint, replay the steps since.
+"""Brings the trainers to a step and keeps them there: it loads the last whole checkpoint and runs the steps since
+again.
 
-A step is a function of the state before it and of its batch, and batches are kept until a checkpoint covers them, so
-a replay ends in the same bits."""
+A step depends only on the state before it and on its batch. Batches are kept until a checkpoint covers them. So steps
+that are run again give the same bits."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage: model sources, optimizer steps in all, the command of a step, where
-    models are if not where the plan puts them, and which of them make activations again. `can_replay(i, k)`: whether
-    the batches of steps i + 1 to k are still there."""
+    """What the trainers need to run a stage: the source of each model, the number of optimizer steps, the command of a
+    step, layouts that replace the plan's, and the models with activation checkpointing. `can_replay(i, k)`: whether the
+    batches of steps i + 1 to k are still there."""
 
     stage: Stage
     models: dict[str, ModelRef]
@@ -52,7 +53,7 @@ class StepRecords(Protocol):
 
 
 class TrainerSession:
-    """All calls are serialised; each survives any number of lost generations (the launcher bounds restarts)."""
+    """Calls run one after another. Each survives any number of lost generations; the launcher limits restarts."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class TrainerSession:
         log: Callable[..., None],
         run: str = "",
     ) -> None:
-        """`run`: the id that the run's checkpoints and exports bear."""
+        """`run`: the run's id, which is in its checkpoints and exports."""
         self._run = run
         self._group = group
         self._records = records
@@ -79,7 +80,7 @@ class TrainerSession:
     # ------------------------------------------------------------ checkpoints
 
     def checkpoint(self, stage: Stage) -> tuple[int, str | None]:
-        """Step and folder of the stage's last checkpoint; (0, None) before the first."""
+        """The step and folder of the stage's last checkpoint; (0, None) before the first one."""
         record = self._records.get(f"checkpoint/{stage.value}")
         if isinstance(record, dict):
             # Stored relative to the run directory (by older releases absolute), which may have been moved.
@@ -87,12 +88,12 @@ class TrainerSession:
         return 0, None
 
     def oldest(self, stage: Stage) -> int:
-        """Step of the oldest checkpoint that is kept: nothing older is ever replayed. 0: none is kept."""
+        """The step of the oldest checkpoint that is kept; 0 if none is kept. No step before it is ever run again."""
         last = self.checkpoint(stage)[0]
         return min((step for step in self._kept(stage) if step <= last), default=0)
 
     async def save(self) -> None:
-        """Checkpoint the current step, then drop the oldest beyond `keep`."""
+        """Write a checkpoint of the current step, then delete the oldest ones beyond `keep`."""
         plan = self._need_plan()
         path = self._path(plan.stage, self._step)
         if self.checkpoint(plan.stage) == (self._step, str(path)):
@@ -109,7 +110,7 @@ class TrainerSession:
             await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
 
     def forget(self, stage: Stage) -> None:
-        """A finished stage needs no checkpoint: its exported model is what goes on."""
+        """Delete the checkpoints of a finished stage. The next stages start from its exported model."""
         self._records.put(f"checkpoint/{stage.value}", None)
         self._records.sync()
         for old in self._dir.glob(f"{stage.value}-*"):
@@ -124,14 +125,14 @@ class TrainerSession:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _record(self, stage: Stage, step: int) -> None:
-        """The stage's last checkpoint from now on, durably: others are deleted next."""
+        """Make this the stage's last checkpoint, and flush the store, because others are deleted next."""
         where = {"step": step, "path": f"{self._dir.name}/{self._path(stage, step).name}"}
         self._records.put(f"checkpoint/{stage.value}", where if step else None)
         self._records.sync()
 
     @staticmethod
     def _delete(folder: Path) -> None:
-        """A half-deleted folder must not look like a checkpoint."""
+        """Delete a checkpoint in a way that a half-deleted folder never looks like a checkpoint."""
         doomed = folder.with_name(folder.name + ".old")
         shutil.rmtree(doomed, ignore_errors=True)
         try:
@@ -141,9 +142,8 @@ class TrainerSession:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _fall_back(self, plan: StagePlan, step: int, damaged: int, reason: str) -> None:
-        """Go on from an older checkpoint, or from the stage's beginning. Raises TrainerError if no older one will do.
-
-        The damaged one is put aside, and deleted after the next is saved."""
+        """Go on from an older checkpoint, or from the stage's beginning. The damaged one is renamed, and deleted after
+        the next one is saved. Raises TrainerError if there is nothing to go on from."""
         older = [s for s in reversed(self._kept(plan.stage)) if s < damaged and plan.can_replay(s, step)]
         if not older and not plan.can_replay(0, step):
             raise TrainerError(
@@ -164,16 +164,16 @@ class TrainerSession:
     # ------------------------------------------------------------ steps
 
     def begin(self, plan: StagePlan, step: int) -> None:
-        """Make (plan.stage, step) the position to hold. Nothing is sent yet."""
+        """Make (plan.stage, step) the position that the trainers must hold. Nothing is sent yet."""
         self._plan, self._step = plan, step
 
     @property
     def step(self) -> int:
-        """Last finished step of the current stage."""
+        """The last finished step of the current stage."""
         return self._step
 
     async def run_step(self) -> CommandResult:
-        """Run the next step once: if the ranks turn out to have run it already, its stored result is returned."""
+        """Run the next step once. If the ranks have run it already, its stored result is returned."""
         plan, step = self._need_plan(), self._step + 1
         command = plan.make_step(step)
         async with self._lock:
@@ -192,7 +192,8 @@ class TrainerSession:
                 return result
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
-        """Metrics of the current weights on whole batches; `demonstrations`: for a reward model."""
+        """The metrics of the current weights on whole batches. `demonstrations`: batches by which a reward model is
+        centred."""
         plan = self._need_plan()
         command = Evaluate(
             id=self._id("evaluate"), stage=plan.stage, batches=batches, demonstrations=list(demonstrations)
@@ -200,13 +201,14 @@ class TrainerSession:
         return (await self.at_target(lambda: self._command(command))).metrics
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
-        """Write a Hugging Face folder of the current weights; `subtract` from every value of a value head."""
+        """Write the current weights as a Hugging Face folder. `subtract` is subtracted from each value of a value
+        head."""
         where = {"path": str(path), "subtract": subtract, "run": self._run}
         command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
         await self.at_target(lambda: self._command(command))
 
     async def hold(self) -> None:
-        """Background: whenever the ranks have formed anew, bring them back to the current step at once."""
+        """A background task: when the ranks have formed new groups, bring them back to the current step at once."""
         while True:
             position = await self._group.wait_position(float("inf"))
             if self._plan is not None and position.stage is None and not self._lock.locked():
@@ -228,7 +230,7 @@ class TrainerSession:
         return f"{self._need_plan().stage.value}/{self._step}/{what}/{time.time_ns()}"
 
     def result_of(self, command_id: str) -> CommandResult:
-        """A command's stored result; one without metrics if the coordinator died before it could store it."""
+        """A command's stored result. It has no metrics if the coordinator died before it could store them."""
         record = self._records.get(f"result/{command_id}")
         if record is None:
             return CommandResult(id=command_id, ok=True)
@@ -238,7 +240,7 @@ class TrainerSession:
         return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
 
     async def at_target(self, action: Callable[[], Awaitable[T]]) -> T:
-        """Run something (a publish) while the ranks hold the current step; repeated if they are lost in the middle."""
+        """Run `action` (a publish) while the ranks hold the current step. It is repeated if they are lost meanwhile."""
         async with self._lock:
             while True:
                 try:
@@ -248,7 +250,7 @@ class TrainerSession:
                     self._log("trainers.recover", step=self._step, reason=str(lost))
 
     async def _bring(self, plan: StagePlan, step: int) -> None:
-        """Load and replay until the ranks hold (plan.stage, step). Raises TrainerLost."""
+        """Load a checkpoint and run steps again until the ranks hold (plan.stage, step). Raises TrainerLost."""
         while True:
             position = await self._group.wait_position(self._join_timeout)
             if position == TrainerPosition(plan.stage, step):

@@ -1,5 +1,5 @@
-"""Whether a vLLM server serves the weights that it was sent: it is asked for the log-probabilities of a few tokens, and
-they are compared with the trainers' of the same version. Until it has passed it answers nothing else."""
+"""Probes whether a vLLM server serves the weights that it was sent. It is asked for the log-probabilities of a few
+tokens, which are compared with the trainers' of the same version. Until it has passed, it answers nothing else."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ QUANTISED_TOLERANCE = 2.0
 
 @dataclass(frozen=True)
 class ProbedServer:
-    """What a probe needs to know of one: its longest sequence in tokens, the dtype of its weights (`None`: they are
-    quantised, or it does not say), and its data-parallel engines, each of which has weights of its own."""
+    """What a probe needs to know of a server: its longest sequence in tokens, the dtype of its weights (None: they are
+    quantised, or it does not say), and the number of its data-parallel engines. Each engine has weights of its own."""
 
     url: str
     max_model_len: int | None = None
@@ -35,12 +35,13 @@ class ProbedServer:
 
 
 def tolerance(trainers: str, server: str | None) -> float:
-    """In nats, by the dtypes of both."""
+    """The largest allowed difference in nats, by the dtypes of server and trainer."""
     return max(TOLERANCE.get(dtype, QUANTISED_TOLERANCE) for dtype in (trainers, server or ""))
 
 
 def verdict(probe: Probe, answered: Sequence[float], server: str | None) -> str | None:
-    """None, or what is wrong with a server's log-probabilities of (the first of) the probe's tokens: one sentence."""
+    """One sentence on what is wrong with a server's log-probabilities, or None. They may be of the probe's first tokens
+    only."""
     expected = probe.logprobs[: len(answered)]
     gaps = [abs(a - b) for a, b in zip(answered, expected, strict=True)]
     limit = tolerance(probe.dtype, server)
@@ -55,8 +56,8 @@ def verdict(probe: Probe, answered: Sequence[float], server: str | None) -> str 
 
 
 async def prove(session: aiohttp.ClientSession, server: ProbedServer, probe: Probe | None, version: int) -> None:
-    """Let a server that has taken `version` serve it, once it has passed the probe. Raises ReceiverError, with one
-    sentence; the server then goes on refusing to generate."""
+    """Probe a server that has taken `version`, and let it serve that version. Raises ReceiverError with one sentence if
+    the server fails the probe; it then still refuses to generate."""
     base = server.url.rstrip("/")
     if probe is not None:
         most = len(probe.tokens) if server.max_model_len is None else server.max_model_len - 1
@@ -76,7 +77,7 @@ async def prove(session: aiohttp.ClientSession, server: ProbedServer, probe: Pro
 
 
 def read_logprobs(reply: Any, tokens: Sequence[int]) -> list[float]:
-    """Of tokens[1:], from vLLM's answer. Raises ReceiverError if it is not such an answer."""
+    """The log-probabilities of tokens[1:] in vLLM's answer. Raises ReceiverError if the answer has none."""
     try:
         rows = reply["prompt_logprobs"]
         return [float(rows[i][str(token)]["logprob"]) for i, token in enumerate(tokens) if i]

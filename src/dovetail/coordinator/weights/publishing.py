@@ -1,4 +1,5 @@
-"""One weight version to a set of receivers: trainers offer, receivers take (docs/architecture.md, "Weights")."""
+"""Publishes one weight version to a set of receivers: trainers offer it, receivers take it (docs/architecture.md,
+"Weights")."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ BLAME_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Target:
-    """An instance that shall hold the new weights. `incarnation` tells a restarted process from the one before;
-    `max_model_len`, `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`."""
+    """An instance that will hold the new weights. A restarted process has another `incarnation`. `max_model_len`,
+    `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`."""
 
     name: str
     kind: str
@@ -37,9 +38,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Published:
-    """`errors` by receiver, None where the version arrived whole and is what a server serves; `result` is None if the
-    trainers failed to send. `blamed`: those that failed first, which may have kept the others from it, and those that
-    serve something else."""
+    """`errors` by receiver: None if the whole version arrived and a server serves it. `result` is None if the trainers
+    failed to send. `blamed`: the receivers that failed first, which may have blocked the others, and those that serve
+    other weights."""
 
     errors: dict[str, str | None]
     result: CommandResult | None
@@ -47,7 +48,7 @@ class Published:
 
 
 def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
-    """Number the receivers of each model from rank 1 up; rollouts take the actor, scorers the critic."""
+    """Give the receivers of each model ranks from 1 up. Rollouts take the actor, scorers the critic."""
     offsets = {"actor": 1, "critic": 1}
     receivers = []
     for target in sorted(targets, key=lambda t: t.name):
@@ -66,8 +67,8 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
 
 
 class Publisher:
-    """Keeps the communicators' epoch: a new one whenever receivers, their processes or the trainers' groups change,
-    and after any failure."""
+    """Keeps the epoch of the communicators. A new epoch begins when receivers, their processes or the trainers' groups
+    change, and after each failure."""
 
     def __init__(self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float):
         self._trainers = trainers
@@ -79,13 +80,13 @@ class Publisher:
         self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}
 
     def offer(self, message: Offer) -> None:
-        """Handler of POST /v1/weights/offer; an offer nobody waits for is dropped (its deadline ends it)."""
+        """Handles POST /v1/weights/offer. An offer that nobody waits for is dropped; its deadline ends it."""
         future = self._expected.get((message.version, message.epoch))
         if future is not None and not future.done():
             future.set_result(message)
 
     async def publish(self, version: int, targets: Sequence[Target]) -> Published:
-        """Send `version` to all targets at once. Raises TrainerLost; failures of receivers are in the answer."""
+        """Send `version` to all targets at once. Failures of receivers are in the result. Raises TrainerLost."""
         members = frozenset({(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))})
         epoch_is_new = members != self._members
         if epoch_is_new:
@@ -141,8 +142,7 @@ class Publisher:
         return Published(errors, result, _first(failed) | unproved.keys())
 
     async def _prove(self, version: int, targets: Sequence[Target], result: CommandResult) -> dict[str, str | None]:
-        """Let the servers among `targets` serve what they took, once each has shown that it does; errors of those that
-        do not."""
+        """Probe the servers among `targets`, and let those that pass serve. Returns the errors of the others."""
 
         async def one(target: Target) -> str | None:
             try:

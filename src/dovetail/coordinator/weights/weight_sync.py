@@ -1,4 +1,4 @@
-"""Keeps every rollout and scorer on the current weights: after each step all of them, in between whoever comes late."""
+"""Keeps every rollout and scorer on the current weights: all of them after each step, and late ones in between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
 
 
 class Receivers(Protocol):
-    """What the fleet knows of its instances."""
+    """The parts of the fleet that are used here."""
 
     def stale_targets(self, version: int) -> Sequence[Target]:
         """Instances that are up but do not hold `version`."""
@@ -39,7 +39,8 @@ class Receivers(Protocol):
 
 @dataclass(frozen=True)
 class _Doubt:
-    """Of a process that failed a transfer: `failures` of them by itself, `until`: no further attempt before."""
+    """A process whose transfer failed. `failures`: its failed attempts alone. `until`: the earliest time of the next
+    attempt."""
 
     incarnation: str
     failures: int
@@ -47,12 +48,12 @@ class _Doubt:
 
 
 class WeightSync:
-    """`prepare` readies an instance for weights (a scorer must hold the models first); it may raise OSError.
-    `deadline_seconds`: for weights to instances that are up; `start_seconds`: for the first instance of a kind to come
-    up, infinity where something else limits that. `clock`: monotonic seconds.
+    """`prepare` makes an instance ready for weights (a scorer must first load the models); it may raise OSError.
+    `deadline_seconds`: the limit for weights to instances that are up. `start_seconds`: the limit for the first
+    instance of a kind to come up; infinity if something else limits that. `clock`: monotonic seconds.
 
-    A transfer goes to all that lack the version at once, and one that cannot be reached would hold up everyone, again
-    and again: so an instance of which a transfer failed is then served by itself, after the others."""
+    A transfer goes at once to all instances that lack the version, so an instance that cannot be reached would block
+    all others each time. Therefore an instance whose transfer failed gets its weights alone, after the others."""
 
     def __init__(
         self,
@@ -85,10 +86,9 @@ class WeightSync:
         return self._version
 
     async def publish(self, version: int) -> None:
-        """Make `version` current; returns when at least one instance of each kind holds it.
-
-        Time in which no instance of a kind is up counts against `start_seconds`: its pod may wait for a node or an
-        image. Raises TimeoutError naming what was waited for."""
+        """Make `version` the current one. Returns when at least one instance of each kind holds it. While no instance
+        of a kind is up, the time counts against `start_seconds`, because its pod may wait for a node or an image.
+        Raises TimeoutError that names what is missing."""
         self._version = version
         began = self._clock()
         absent = 0.0  # seconds in which nobody was up
@@ -118,7 +118,7 @@ class WeightSync:
             absent += self._clock() - before if nobody else 0.0
 
     async def hold(self) -> None:
-        """Background: bring late instances to the current version."""
+        """A background task: send the current version to late instances."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             if self._version is not None and not self._lock.locked():
@@ -157,9 +157,9 @@ class WeightSync:
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
-        """All of them, but those that kept others from their weights. When nobody else waits: half of those that have
-        not failed since, so that one that works among many is soon found, those alone at their address first: what
-        cannot be reached is mostly a whole pod. Else the one whose time has come."""
+        """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, half of those
+        that have not failed alone yet, so that one that works is found soon; those with no other at their address come
+        first, because usually a whole pod cannot be reached. Otherwise the one whose pause is over."""
         stale = [target for target in stale if target.kind in self._kinds]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
@@ -174,7 +174,8 @@ class WeightSync:
         return new[: max(1, len(new) // 2)] or due[:1]
 
     def _judge(self, version: int, targets: Sequence[Target], published: Published, seconds: float) -> None:
-        """Who has the weights is trusted, who failed first is doubted; the others are tried again together."""
+        """Trust the instances that have the weights, and doubt those that failed first. The others are tried again
+        together."""
         for target in targets:
             name, problem = target.name, published.errors[target.name]
             if problem is None and published.result is not None:
@@ -187,7 +188,7 @@ class WeightSync:
                     self._doubt(target, seconds if len(targets) == 1 else None)
 
     def _doubt(self, target: Target, alone: float | None) -> None:
-        """`alone`: seconds of an attempt for it only."""
+        """Doubt an instance. `alone`: the seconds of an attempt for this instance only."""
         old, failures, pause = self._doubts.get(target.name), 0, 0.0
         if alone is not None:
             failures = 1 + (old.failures if old is not None and old.incarnation == target.incarnation else 0)

@@ -1,4 +1,5 @@
-"""Telling receivers to take an offer of weights: vLLM's sequence of calls for rollouts, one call for scorers."""
+"""Tells receivers to take an offer of weights: by vLLM's sequence of calls for rollouts, and by one call for
+scorers."""
 
 from __future__ import annotations
 
@@ -44,11 +45,11 @@ async def push_offer(
     pause_mode: Literal["abort", "wait", "keep"] = "abort",
     on_error: Callable[[str, str], None] = lambda name, error: None,
 ) -> dict[str, str | None]:
-    """Let all receivers (with their base URLs) take `offer` at the same time; `session` carries the job's token.
+    """Let all receivers (by their base URLs) take `offer` at the same time. `session` sends the job's token.
 
-    Returns for each name None if it now holds the whole version, else what went wrong. A rollout that fails before
-    its weights were touched goes on with the old ones; one that fails later stays paused and refuses to generate
-    until a later offer gets through. One that does not fail refuses it too, until it has proved what it serves
+    Returns for each name None if it holds the whole version now, else what went wrong. A rollout that fails before its
+    weights were touched goes on with the old ones. One that fails later stays paused and refuses to generate until a
+    later offer succeeds. One that does not fail also refuses to generate, until it has passed the probe
     (`dovetail.coordinator.weights.probing`). `pause_mode` says what happens to requests in flight (vLLM's /pause).
     `on_error(name, what)` is called as soon as one fails, while others may still wait for it."""
     everyone = [receiver for receiver, _ in receivers]
@@ -105,7 +106,7 @@ async def post(
     body: dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """The answer as JSON, or None if it is something else. Raises ReceiverError."""
+    """The answer as JSON, or None if it is not JSON. Raises ReceiverError."""
     route = "/" + url.split("://", 1)[-1].split("/", 1)[-1].split("?", 1)[0]
     try:
         limit = aiohttp.ClientTimeout(total=seconds)
