@@ -32,7 +32,7 @@ class Condition(Observed):
         min_length=1,
         max_length=1024,
         pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
-        description="One word for programs to act on.",
+        description="One word for programs.",
     )
     message: str = Field(
         max_length=32768, description="The root cause for people: the pod, its exit code, its last log line."
@@ -58,12 +58,14 @@ class PlanStatus(Observed):
     )
     critic: str | None = Field(default=None, max_length=63, description="Layout of the critic's training.")
     schedule: str | None = Field(default=None, max_length=63, description="Family of the training schedule.")
-    rollouts: int | None = Field(default=None, ge=0, description="Rollouts that it counts on with the nodes there are.")
+    rollouts: int | None = Field(
+        default=None, ge=0, description="Number of rollouts that the plan expects on the present nodes."
+    )
     hash: str | None = Field(default=None, max_length=64, description="SHA-256 of the plan document.")
 
 
 class CheckpointStatus(Observed):
-    """The last checkpoint that was written whole."""
+    """The last checkpoint that was written completely."""
 
     stage: str = Field(max_length=16, description="Stage of the checkpoint.")
     step: int = Field(ge=0, description="Its last applied step or iteration.")
@@ -72,7 +74,7 @@ class CheckpointStatus(Observed):
 
 
 class RLHFJobStatus(Observed):
-    """What is known about the job now."""
+    """The observed state of the job."""
 
     observed_generation: int | None = Field(
         default=None, ge=0, description="metadata.generation that this status is about."

@@ -140,8 +140,8 @@ class PPO(Model):
     whiten_rewards: bool = Field(default=False, description="Give the batch's rewards variance 1, keeping their mean.")
     reward_clip: Literal["Auto"] | PositiveFloat | None = Field(
         default="Auto",
-        description=f"Scores are clipped to +-this; null: not. Auto: {REWARD_CLIP} with a reward model that the job "
-        "trains (its scores are centred), else not.",
+        description=f"Scores are clipped to plus or minus this number; null: no clipping. Auto: {REWARD_CLIP} with a "
+        "reward model that the job trains (its scores are centred), else no clipping.",
     )
     missing_eos_penalty: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Subtracted from the score of samples without an end token; null: none."
@@ -187,7 +187,7 @@ class PPO(Model):
 
 
 class Generation(Model):
-    """How rollouts sample."""
+    """How rollouts generate responses."""
 
     max_tokens: PositiveInt = Field(default=512, description="Longest response, tokens.")
     min_tokens: int = Field(default=0, ge=0, description="No end token before this many.")
@@ -195,8 +195,8 @@ class Generation(Model):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: least probability mass to keep; 1: off."
     )
-    top_k: int = Field(default=0, ge=0, description="Most likely tokens to keep; 0: off.")
+    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to keep; 0: off.")
     stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         default_factory=list, max_length=16, description="Strings that end a response."
     )
-    max_concurrent: PositiveInt = Field(default=256, description="Most requests in flight on one server.")
+    max_concurrent: PositiveInt = Field(default=256, description="Largest number of requests in flight on one server.")

@@ -136,9 +136,7 @@ class TrainedModel(Model):
         default=Dtype.AUTO, description="Auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs."
     )
     lora: LoRA | None = Field(default=None, description="Train low-rank adapters in place of all weights.")
-    trust_remote_code: bool = Field(
-        default=False, description="Let the model's own Python code run. Off unless you say so."
-    )
+    trust_remote_code: bool = Field(default=False, description="Run the Python code that comes with the model.")
 
 
 class CriticModel(TrainedModel):
@@ -146,8 +144,9 @@ class CriticModel(TrainedModel):
 
     share_actor_body: bool = Field(
         default=False,
-        description="AC-share: no critic model; the actor's last stage has a value head beside its vocabulary "
-        "projection, and one loss and optimizer train both. Less memory and time, perhaps a worse policy.",
+        description="AC-share: there is no critic model. The actor's last stage has a value head beside its "
+        "vocabulary projection, and one loss and one optimizer train both. It needs less memory and time; the "
+        "policy may be worse.",
     )
 
 
@@ -193,9 +192,9 @@ class RewardModel(TrainedModel):
         description="Folder that functions are imported from; default: the manifest's, in pods the working directory. "
         "PYTHONPATH comes after it.",
     )
-    workers: int = Field(default=2, ge=1, le=256, description="Processes that call functions, at most.")
+    workers: int = Field(default=2, ge=1, le=256, description="Largest number of processes that call functions.")
     timeout_seconds: PositiveFloat = Field(
-        default=120.0, description="Longest that one call of a function may take; its process is then replaced."
+        default=120.0, description="Time limit of one call of a function. A process that exceeds it is replaced."
     )
 
     @property
@@ -300,7 +299,7 @@ Degree = Annotated[int, Field(ge=1, le=4096)]
 
 
 class Group(Model):
-    """Pods of one kind. A pod of a trainer group runs one rank a GPU, of a rollout group one vLLM server."""
+    """Pods of one kind. A trainer group's pod runs one rank for each GPU, a rollout group's pod one vLLM server."""
 
     name: Name = Field(description="Lower-case letters, digits and dashes; part of process and pod names.")
     roles: list[Role] = Field(
@@ -312,15 +311,19 @@ class Group(Model):
     gpu: GPU = Field(default_factory=GPU, description="Accelerators; default: none, a CPU group.")
     replicas: PodCount | None = Field(default=None, description="Pods; default: minReplicas, else 1.")
     min_replicas: PodCount | None = Field(
-        default=None, description="Fewest rollout pods that the job starts and runs with."
+        default=None, description="Smallest number of rollout pods with which the job runs."
     )
-    max_replicas: PodCount | None = Field(default=None, description="Most rollout pods, when there is room for them.")
+    max_replicas: PodCount | None = Field(
+        default=None, description="Largest number of rollout pods. Those beyond minReplicas start when nodes have room."
+    )
     dtype: Dtype = Field(
-        default=Dtype.AUTO, description="Of the rollouts' weights; Auto: bfloat16 on GPUs, float32 on CPUs."
+        default=Dtype.AUTO, description="Data type of the rollouts' weights. Auto: bfloat16 on GPUs, float32 on CPUs."
     )
     image: Text | None = Field(default=None, description="Container image of the group's pods.")
     vllm_args: list[Text] = Field(
-        default_factory=list, max_length=64, description="More arguments for the vLLM server; they win over ours."
+        default_factory=list,
+        max_length=64,
+        description="Further arguments for the vLLM server. They take precedence over ours.",
     )
     pod_template: dict[str, Any] = Field(default_factory=dict, description="Strategic merge patch of the pod template.")
 
@@ -346,7 +349,7 @@ class ParallelismByModel(Model):
 
 
 class PlanPins(Model):
-    """Decisions taken from the planner: everything is Auto by default, everything can be pinned."""
+    """Decisions of the planner that a manifest can pin. The default of each is Auto."""
 
     placement: Literal["Auto", "Flattening", "Interleaving", "Separation"] = Field(
         default="Auto", description="Which models share which GPUs."
@@ -363,16 +366,17 @@ class PlanPins(Model):
     )
     activation_memory: PositiveFloat | None = Field(
         default=None,
-        description="Most GiB that actor's and critic's micro-batches in flight may hold on a trainer rank; schedules "
-        "keep to it. Default: on GPUs what serial 1F1B takes, on CPUs no limit.",
+        description="Limit in GiB of the activations of actor and critic on a trainer rank. Schedules keep to it. "
+        "Default: on GPUs what serial 1F1B needs, on CPUs no limit.",
     )
     parallelism: Literal["Auto"] | ParallelismByModel = Field(
         default="Auto", description="Layouts of the trained models over the trainer ranks."
     )
     recompute: Literal["Auto", "Always", "Never"] = Field(
         default="Auto",
-        description="Training keeps only each layer's input and makes the layer's other activations again in the "
-        "backward pass: the same weights, less memory, a third more time. Auto: where it does not fit otherwise.",
+        description="Activation checkpointing: training keeps only each layer's input, and computes the layer's "
+        "other activations again in the backward pass. The weights are the same, with less memory and a third more "
+        "time. Auto: only where training does not fit otherwise.",
     )
     sharding: Literal["Auto", "Always"] = Field(
         default="Auto",
@@ -392,41 +396,44 @@ class Checkpoint(Model):
 
 
 class FailurePolicy(Model):
-    """How much failure the job puts up with."""
+    """Which failures the job survives."""
 
     max_restarts: int = Field(
         default=10,
         ge=0,
-        description="Most restarts within an hour, of all processes together (on a cluster: of all pods the job cannot "
-        "run without); one more fails the job.",
+        description="Restarts within an hour that the job survives, of all processes together (on a cluster: of all "
+        "pods that the job cannot run without). One more fails the job.",
     )
     reward_retries: int = Field(
         default=3,
         ge=0,
-        description="How often a call of a reward function is tried again that raised, crashed or took too long.",
+        description="How often a failed call of a reward function is tried again. A call fails if it raises, "
+        "crashes or takes too long.",
     )
     peer_timeout_seconds: PositiveInt = Field(
         default=120,
-        description="Silence after which a worker counts as dead. A process that is stopped for as long is killed and "
-        "restarted.",
+        description="A worker that is silent for this long counts as dead. A process that is stopped for this long "
+        "is killed and started again.",
     )
     on_unhealthy: Literal["Warn", "Stop"] = Field(
         default="Warn",
-        description="What an unhealthy PPO iteration does (docs/health.md): a warning, or the end of the run. Where "
-        "rollouts and trainers disagree about log-probabilities, the run always ends.",
+        description="What happens after an unhealthy PPO iteration (docs/health.md): a warning, or the end of the "
+        "run. If rollouts and trainers disagree about log-probabilities, the run always ends.",
     )
     start_timeout_seconds: PositiveInt | None = Field(
         default=None,
-        description="On a cluster: fail the job when a pod it cannot start without still waits after this time, for a "
-        "node or an image; null: wait for ever.",
+        description="On a cluster: the job fails when a pod that it cannot start without waits longer than this for "
+        "a node or an image. null: it waits for ever.",
     )
 
 
 class RLHFJobSpec(Model):
-    """What to train, on what, with what."""
+    """The stages, models, data and pods of a job."""
 
-    suspend: bool = Field(default=False, description="Run nothing until this is false; queues such as Kueue flip it.")
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Everything random derives from it.")
+    suspend: bool = Field(
+        default=False, description="True: none of the job's pods run. Queues such as Kueue set this field."
+    )
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job.")
     stages: list[Stage] = Field(
         default_factory=lambda: list(Stage),
         min_length=1,
@@ -438,19 +445,20 @@ class RLHFJobSpec(Model):
     sft: Supervised = Field(default_factory=Supervised, description="Supervised fine-tuning.")
     reward: Supervised = Field(default_factory=Supervised, description="Reward-model training.")
     ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
-    generation: Generation = Field(default_factory=Generation, description="How rollouts sample.")
+    generation: Generation = Field(default_factory=Generation, description="How rollouts generate responses.")
     groups: list[Group] = Field(
         min_length=1,
         max_length=32,
         description="The pods, by kind of hardware.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    plan: PlanPins = Field(default_factory=PlanPins, description="Decisions pinned in place of the planner's.")
+    plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
-    failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="How much failure to survive.")
+    failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
     active_deadline_seconds: PositiveInt | None = Field(
         default=None,
-        description="Fail the job when it ran so many seconds, restarts included; on one machine, in all its resumes.",
+        description="The job fails when it has run for this many seconds, restarts included. On one machine all "
+        "resumes count.",
     )
     ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Delete the job this long after it finished."
@@ -464,4 +472,4 @@ class RLHFJob(Model):
     kind: Literal["RLHFJob"] = Field(description="RLHFJob")
     metadata: ObjectMeta = Field(description="Standard object metadata.")
     spec: RLHFJobSpec = Field(description="What to train, on what, with what.")
-    status: RLHFJobStatus | None = Field(default=None, description="What was observed; written by the operator alone.")
+    status: RLHFJobStatus | None = Field(default=None, description="The observed state. Only the operator writes it.")
