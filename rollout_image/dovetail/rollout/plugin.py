@@ -18,9 +18,10 @@ def register() -> None:
     """Make the weight-transfer backend `dovetail` known. May be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from dovetail.rollout.compat import registered_backends
     from dovetail.rollout.weights_vllm import BACKEND
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    if BACKEND not in registered_backends():
         WeightTransferEngineFactory.register_engine(
             BACKEND, "dovetail.rollout.weights_vllm", "DovetailWeightTransferEngine"
         )

@@ -77,7 +77,8 @@ class InfoRoutes:
     def attach_router(self, app: Any) -> None:
         from fastapi import APIRouter, Body, Request
         from fastapi.responses import JSONResponse
-        from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
+
+        from dovetail.rollout.compat import weight_operation
 
         router = APIRouter()
 
@@ -87,7 +88,7 @@ class InfoRoutes:
         async def start_weight_update(request: Request) -> Any:
             # Before the engine hears of it: from here on its weights may be in pieces.
             STATE.weight_version = STATE.arrived = None
-            with weight_operation_metrics().record("start"):
+            with weight_operation("start"):
                 await request.app.state.engine_client.start_weight_update()
             return JSONResponse({"message": "Weight update started"})
 
@@ -98,7 +99,7 @@ class InfoRoutes:
                 return JSONResponse(
                     {"error": {"message": f"weight_version must be an integer, not {weight_version!r}"}}, 400
                 )
-            with weight_operation_metrics().record("finish"):
+            with weight_operation("finish"):
                 await request.app.state.engine_client.finish_weight_update(weight_version)
             STATE.arrived = version
             return JSONResponse({"message": "Weight update finished"})

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dovetail.protocol.sampling import SEED, TEMPERATURE, TOP_K, TOP_P
+from dovetail.rollout.compat import follow_batch
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -173,7 +173,7 @@ class CounterSampler(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._rows, batch_update, self._new)
+        follow_batch(self._rows, batch_update, self._new)
 
     def _new(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Row | None:
         extra = params.extra_args or {}

@@ -255,11 +255,8 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     import uvloop
     import vllm
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from dovetail.rollout.compat import fork_engine_core, parse_serve_arguments, run_server
     from dovetail.rollout.plugin import die_with_parent
     from dovetail.rollout.register import Registrar
     from dovetail.rollout.routes import STATE
@@ -277,16 +274,13 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     # The engine core, when forked: plug-ins are already loaded in it.
     os.register_at_fork(after_in_child=die_with_parent)
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="dovetail rollout server"))
-    args = parser.parse_args(arguments)
-    configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
+    args = parse_serve_arguments(arguments, "dovetail rollout server")
     STATE.max_model_len = int(args.max_model_len)
     STATE.sleep = bool(args.enable_sleep_mode)
     registrar = Registrar(env, STATE)
     registrar.start()
     try:
-        uvloop.run(run_server(args, http=http, timeout_graceful_shutdown=CLOSE_SECONDS))
+        uvloop.run(run_server(args, http, CLOSE_SECONDS))
     except KeyboardInterrupt:
         pass  # SIGTERM before the server was up
     except psutil.NoSuchProcess:
@@ -294,22 +288,6 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     finally:
         registrar.stop()
     return 0
-
-
-def fork_engine_core() -> None:
-    """CPU only: fork the engine core from this process, whose imports it then shares, where vLLM would spawn it."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-    if getattr(original, "forks", False):
-        return
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        original(cls, vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    check_and_update_config.forks = True  # type: ignore[attr-defined]
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from dovetail.rollout.compat import make_room_for_arrivals
 
 
 class StageWorker(CPUWorker):
-    """Has what the stage before it sends room to arrive in. vLLM 0.32 makes that room in a warm-up step only, which
-    its CPU workers skip in eager mode, and then fails at the first real step."""
+    """A worker that can receive from the stage before it (`compat.make_room_for_arrivals`)."""
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
-        runner: Any = self.model_runner
-        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-            )
+        make_room_for_arrivals(self.model_runner, self.model_config.dtype, self.device)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from dovetail.models.transfer import TransferError
+from dovetail.rollout.compat import is_vocabulary, pack_vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def tied_modules(model: torch.nn.Module) -> list[Tied]:
     first: dict[int, Any] = {}
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, VocabParallelEmbedding):
+        if is_vocabulary(module):
             source = first.setdefault(id(module.weight), module)
             if source is not module:
                 found.append(Tied(name, module, source))
@@ -43,8 +43,4 @@ def renew(tied: list[Tied]) -> None:
     for one in tied:
         if one.module.weight is not one.source.weight:
             raise TransferError(f"{one.name} is tied to the embedding and did not get its new weights")
-        method = one.module.quant_method
-        # The hook by which vLLM packs weights that it has just loaded; nothing to do on GPUs. A quantised head is
-        # left as vLLM makes it: to quantise a weight twice would spoil it.
-        if isinstance(method, UnquantizedEmbeddingMethod):
-            method.process_weights_after_loading(one.module)
+        pack_vocabulary(one.module)

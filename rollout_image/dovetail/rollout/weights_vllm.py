@@ -10,11 +10,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from dovetail.models.transfer import TransferError
 from dovetail.protocol.messages import Receive
+from dovetail.rollout import compat
 from dovetail.rollout.tied import Tied, renew, tied_modules
 from dovetail.rollout.weights import WeightReceiver
 
@@ -68,14 +67,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
 
     def start_weight_update(self) -> None:
         LOADED.version = None
-        # A session that broke off leaves fused modules with some of their tensors (q without k and v), which vLLM
-        # would count as part of this one and so take a module for complete too early.
-        for module in self.model.modules():
-            info = get_layerwise_info(module)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        initialize_layerwise_reload(self.model)
+        compat.forget_partial_loads(self.model)
+        compat.begin_reload(self.model)
 
     def receive_weights(self, update_info: DovetailUpdateInfo) -> None:
         """Raises TransferError unless every tensor came intact and every parameter of the model got its weights."""
@@ -95,7 +88,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
 
     def finish_weight_update(self) -> None:
         """Raises TransferError where a tied head does not serve what arrived."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        compat.finish_reload(self.model, self.model_config)
         renew(self._tied)
         LOADED.version = self._arrived
 
@@ -103,5 +96,4 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._receiver.close()
 
     def _nothing_held(self) -> bool:
-        # The layerwise loader keeps tensors of a fused module (q of qkv) until the module is complete.
-        return not any(get_layerwise_info(module).loaded_weights for module in self.model.modules())
+        return not compat.holds_partial_loads(self.model)

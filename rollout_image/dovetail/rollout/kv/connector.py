@@ -28,12 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
-from vllm.v1.request import RequestStatus
 
 from dovetail.protocol.env import TOKEN
 from dovetail.protocol.kv import HOLD, PULL, KVHold, KVPull
+from dovetail.rollout.compat import tensor_parallel_rank, was_aborted
 from dovetail.rollout.kv.held import Held, HeldBlocks
 from dovetail.rollout.kv.wire import HeldServer, PullError, pull
 from dovetail.rollout.weights_vllm import LOADED
@@ -210,7 +209,7 @@ class Scheduling:
             self._next.cancels.append(request.request_id)
         if hold is None:
             return False
-        aborted = request.status is RequestStatus.FINISHED_ABORTED
+        aborted = was_aborted(request)
         if loading or not aborted or tokens < max(least, hold.min_tokens) or not block_ids:
             # Also of one that was complete: whoever aborted it at the same moment does not know that.
             self._next.refused.append(hold.key)
@@ -224,7 +223,7 @@ class Working:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._rank = get_tensor_model_parallel_rank()
+        self._rank = tensor_parallel_rank()
         self._token = os.environ.get(TOKEN, "")
         self._extra = extra
         self._layout = ""

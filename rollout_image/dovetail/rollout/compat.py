@@ -1,0 +1,220 @@
+"""What the rollout's plug-ins use of vLLM beyond its interfaces for plug-ins: none of it is promised to stay.
+tests/unit/test_compat.py says what has moved.
+
+vLLM is imported inside the functions: a scorer, which has none of it, shares this package."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dovetail.models.compat import Private
+
+SEEN = "vLLM 0.32"
+PRIVATE = (
+    Private(
+        "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry",
+        SEEN,
+        "registering a backend twice raises, and vLLM calls plug-ins in each of its processes, forked ones too",
+    ),
+    Private(
+        "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
+        SEEN,
+        "new weights go through the model's own loader, layer by layer, as in vLLM's own weight-transfer backends",
+    ),
+    Private("vllm.model_executor.model_loader.reload:finalize_layerwise_reload", SEEN, "the end of such a reload"),
+    Private(
+        "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
+        SEEN,
+        "what a reload that broke off left in a fused module must be dropped before the next one",
+    ),
+    Private(
+        "vllm.v1.sample.logits_processor.builtin:process_dict_updates",
+        SEEN,
+        "a logits processor keeps its requests by their place in the batch; this follows moves and swaps",
+    ),
+    Private(
+        "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
+        SEEN,
+        "a CPU worker of a later pipeline stage skips the warm-up that makes room for what the stage before it sends",
+    ),
+    Private(
+        "vllm.distributed.parallel_state:get_pp_group", SEEN, "which pipeline stage this worker is; for that same room"
+    ),
+    Private(
+        "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
+        SEEN,
+        "which port this worker's KV cache blocks are served on",
+    ),
+    Private(
+        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading",
+        SEEN,
+        "a tied head on CPUs keeps a packed copy of the embedding, which a reload does not renew",
+    ),
+    Private(
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+        SEEN,
+        "embedding and head of a model, whichever family it is of",
+    ),
+    Private(
+        "vllm.entrypoints.rl.online.metrics:weight_operation_metrics",
+        SEEN,
+        "our routes replace two of vLLM's and keep its metrics of them",
+    ),
+    Private(
+        "vllm.entrypoints.launchers.api_server.entry:run_server",
+        SEEN,
+        "`vllm serve` as a call, in a process whose imports are made",
+    ),
+    Private("vllm.entrypoints.launchers.cli_args:make_arg_parser", SEEN, "the arguments of `vllm serve`"),
+    Private("vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args", SEEN, "their check"),
+    Private("vllm.logger:configure_logging_from_args", SEEN, "`vllm serve` sets up its logs so"),
+    Private("vllm.utils.argparse_utils:FlexibleArgumentParser", SEEN, "the parser that make_arg_parser fills"),
+    Private(
+        "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+        SEEN,
+        "vLLM sets spawn for CPU workers here; a fork shares the imports of the server, which take 15 s",
+    ),
+    Private(
+        "vllm.v1.request:RequestStatus.FINISHED_ABORTED",
+        SEEN,
+        "a request that is aborted leaves its KV cache blocks; one that ends otherwise does not",
+    ),
+)
+
+
+def registered_backends() -> Any:
+    """Names of the weight-transfer backends that vLLM knows in this process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    return WeightTransferEngineFactory._registry.keys()
+
+
+def forget_partial_loads(model: Any) -> None:
+    """Drop what a reload that broke off left: fused modules with some of their tensors (q without k and v), which
+    vLLM would count as part of the next reload and so take a module for complete too early."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def holds_partial_loads(model: Any) -> bool:
+    """Whether the layerwise loader keeps tensors of a fused module (q of qkv) until that module is complete."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return any(get_layerwise_info(module).loaded_weights for module in model.modules())
+
+
+def begin_reload(model: Any) -> None:
+    """New weights come for `model`, through its `load_weights`."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model: Any, model_config: Any) -> None:
+    """All weights have come."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+
+
+def follow_batch(rows: dict[int, Any], batch_update: Any, new: Any) -> None:
+    """Keep `rows`, by place in the batch, as the batch changes; `new(params, prompt, output)` makes a row."""
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    process_dict_updates(rows, batch_update, new)
+
+
+def is_vocabulary(module: Any) -> bool:
+    """Whether the module is an embedding or a head over the vocabulary."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(module, VocabParallelEmbedding)
+
+
+def pack_vocabulary(module: Any) -> None:
+    """Make anew what an embedding or head keeps beside its weight: on CPUs a packed copy, on GPUs nothing. A quantised
+    one is left as vLLM makes it: to quantise a weight twice would spoil it."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = module.quant_method
+    if isinstance(method, UnquantizedEmbeddingMethod):
+        method.process_weights_after_loading(module)
+
+
+def weight_operation(name: str) -> Any:
+    """A context in which vLLM measures a weight operation, `start` or `finish`."""
+    from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
+
+    return weight_operation_metrics().record(name)
+
+
+def parse_serve_arguments(arguments: list[str], program: str) -> Any:
+    """vLLM's own parse and check of the arguments of `vllm serve`, logging set up as they say."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser(prog=program)).parse_args(arguments)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    return args
+
+
+def tensor_parallel_rank() -> int:
+    """This worker's place among those that share each layer."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def was_aborted(request: Any) -> bool:
+    """Whether a request of the engine core ended because its client wanted no more."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status is RequestStatus.FINISHED_ABORTED
+
+
+def is_first_stage() -> bool:
+    """Whether this worker is its server's first pipeline stage."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().is_first_rank)
+
+
+def make_room_for_arrivals(runner: Any, dtype: Any, device: Any) -> None:
+    """Make the buffers that a later pipeline stage receives into. vLLM makes them in a warm-up step only, which its
+    CPU workers skip in eager mode, and then fails at the first real step."""
+    if not is_first_stage() and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=dtype, device=device
+        )
+
+
+def run_server(args: Any, http: type, close_seconds: int) -> Any:
+    """A coroutine that serves until SIGTERM; open connections then have `close_seconds` to end. `http` is uvicorn's
+    protocol class."""
+    from vllm.entrypoints.launchers.api_server.entry import run_server as run
+
+    return run(args, http=http, timeout_graceful_shutdown=close_seconds)
+
+
+def fork_engine_core() -> None:
+    """CPU only: fork the engine core from this process, whose imports it then shares, where vLLM would spawn it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+    if getattr(original, "forks", False):
+        return
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    check_and_update_config.forks = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
