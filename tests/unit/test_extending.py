@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dovetail.coordinator.rewards.calls import Call
 from dovetail.coordinator.rewards.workers import Workers
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import RewardModel, Stage
+from dovetail.models import build_stage
+from dovetail.models.export import exported_config
+from dovetail.planner.shape import ModelShape
 from dovetail.protocol.experience import Experience, advantages_of
+from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import unpack
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
@@ -93,3 +100,22 @@ def test_a_reward(tmp_path: Path) -> None:
             await workers.close()
 
     assert asyncio.run(ask()) == [1.0, 0.0]
+
+
+def test_a_model_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pipeline stages compute what transformers' whole model does, and the planner counts its parameters."""
+    found: dict[str, Any] = {}
+    exec(section("A model family")["python"], found)
+    monkeypatch.setitem(MODEL_FAMILIES, "smollm3", found["SMOLLM3"])
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model("smollm3", **sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=None)
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    ref = ModelRef(head="lm", path=str(tmp_path), scratch=None, seed=0, tokenizer=None)
+    first, last = (build_stage(ref, rank, 2) for rank in range(2))
+    tokens = torch.arange(10).view(1, 10) * 5
+    with torch.no_grad():
+        torch.testing.assert_close(last(first(tokens)), whole(tokens).logits)
+    assert ModelShape.of(config.to_dict()).parameters() == sum(p.numel() for p in whole.parameters())
+    assert exported_config(config, "value", torch.float32)["architectures"] == ["SmolLM3ForSequenceClassification"]

@@ -12,6 +12,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, ModelError, Stage, build_stage, layer_range, load_config
 from dovetail.protocol.messages import ModelRef
@@ -29,6 +30,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.1},
 }
+
+
+def test_every_family_is_tested_and_has_the_defaults_of_transformers() -> None:
+    assert FAMILIES.keys() == MODEL_FAMILIES.keys()
+    for name, family in MODEL_FAMILIES.items():
+        config = transformers.AutoConfig.for_model(name).to_dict()
+        assert {key: config[key] for key in family.defaults} == family.defaults, name
+        assert hasattr(transformers, family.causal_lm)
+        assert hasattr(transformers, family.classifier)
 
 
 def ref(family: str, head: str = "lm", **changes: Any) -> ModelRef:

@@ -4,11 +4,12 @@ and the reference page. Field names are camelCase on the wire and snake_case in 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from dovetail.manifest.base import Callable_, Fraction, Model, Name, ObjectMeta, Path_, PositiveFloat, PositiveInt, Text
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.training import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
 
@@ -87,10 +88,17 @@ class Role(StrEnum):
 # ---------------------------------------------------------------- models
 
 
+# A type checker takes no list that is made at run time.
+if TYPE_CHECKING:
+    Architecture = str
+else:
+    Architecture = Literal[tuple(MODEL_FAMILIES)]
+
+
 class ScratchModel(Model):
     """A model trained from random weights: a Hugging Face architecture and its configuration."""
 
-    architecture: Literal["llama", "qwen2", "qwen3", "opt"] = Field(default="llama", description="Model family.")
+    architecture: Architecture = Field(default="llama", description="Model family.")
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="Fields of the Hugging Face configuration class (hidden_size, num_hidden_layers, ...). "

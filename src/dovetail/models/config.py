@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.protocol.messages import ModelRef
 
-FAMILIES = ("llama", "qwen2", "qwen3", "opt")
 # Their frequencies depend on the longest sequence of the batch, so a token's output would depend on its neighbours'
 # lengths and differ between trainer, scorer and rollout.
 _UNSUPPORTED_ROPE = ("dynamic", "longrope")
@@ -32,9 +32,9 @@ def load_config(ref: ModelRef) -> Any:
 
 def check_config(config: Any, where: str) -> None:
     """Raise `ModelError` for what stages do not compute: other families, sliding windows, quantised weights."""
-    if config.model_type not in FAMILIES:
+    if config.model_type not in MODEL_FAMILIES:
         raise ModelError(
-            f"{where}: model type {config.model_type!r} is not supported; use one of {', '.join(FAMILIES)}"
+            f"{where}: model type {config.model_type!r} is not supported; use one of {', '.join(MODEL_FAMILIES)}"
         )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
@@ -75,8 +75,8 @@ def _from_folder(path: Path, trust_remote_code: bool) -> Any:
         kind = json.loads((path / "config.json").read_text()).get("model_type")
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path}/config.json: not valid JSON: {error}") from error
-    if kind not in FAMILIES:
-        raise ModelError(f"{path}: model type {kind!r} is not supported; use one of {', '.join(FAMILIES)}")
+    if kind not in MODEL_FAMILIES:
+        raise ModelError(f"{path}: model type {kind!r} is not supported; use one of {', '.join(MODEL_FAMILIES)}")
     return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 

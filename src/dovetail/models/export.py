@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.stage import SCORE_BIAS, VALUE_HEAD_FILE, Head
 from dovetail.protocol.durable import sync
 
-_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT"}
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -117,8 +117,8 @@ class HuggingFaceWriter:
 def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float = 0.0) -> dict[str, Any]:
     """config.json of the trained model: the source's, with architecture, dtype and head as they are now."""
     fields: dict[str, Any] = config.to_dict()
-    kind = "SequenceClassification" if head == "value" else "CausalLM"
-    fields["architectures"] = [f"{_ARCHITECTURES[config.model_type]}For{kind}"]
+    family = MODEL_FAMILIES[config.model_type]
+    fields["architectures"] = [family.classifier if head == "value" else family.causal_lm]
     fields["dtype"] = str(dtype).removeprefix("torch.")
     for stale in ("torch_dtype", "auto_map", "_name_or_path", "_attn_implementation"):
         fields.pop(stale, None)

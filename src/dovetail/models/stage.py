@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.packing import Packing
 from dovetail.models.vocabulary import project
@@ -66,37 +67,30 @@ class Stage(nn.Module):
         lm, value = head != "value", head != "lm"
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self.is_first, self.is_last = pp_rank == 0, pp_rank == pp_size - 1
-        self.opt = config.model_type == "opt"
+        self.family = MODEL_FAMILIES[config.model_type]
         self.layer_ids = layer_range(config.num_hidden_layers, pp_rank, pp_size)
         self.hidden_size = int(config.hidden_size)
         self.score_bias = float(getattr(config, SCORE_BIAS, 0.0)) if head == "value" else 0.0
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation=NAME)
-        source = whole.model.decoder if self.opt else whole.model
+        source: Any = whole.get_submodule(self.family.body)
         body = nn.Module()
         if self.is_first:
             body.embed_tokens = source.embed_tokens
-            if self.opt:
-                body.embed_positions = source.embed_positions
-                if source.project_in is not None:
-                    body.project_in = source.project_in
+            _take(source, body, self.family.entry)
         body.layers = nn.ModuleDict({str(i): source.layers[i] for i in self.layer_ids})
-        self.rotary_type = None if self.opt else type(source.rotary_emb)
+        self.rotary_type = None if self.family.learnt_positions else type(source.rotary_emb)
         self.rotary: Any = None
         if self.is_last:
-            if self.opt:
-                if source.final_layer_norm is not None:
-                    body.final_layer_norm = source.final_layer_norm
-                if source.project_out is not None:
-                    body.project_out = source.project_out
-            else:
-                body.norm = source.norm
-        self.model = nn.Module()
-        if self.opt:
-            self.model.decoder = body
-        else:
-            self.model = body
-        width = int(config.word_embed_proj_dim) if self.opt else self.hidden_size
+            _take(source, body, self.family.exits)
+        above, _, last = self.family.body.rpartition(".")
+        place: nn.Module = self
+        for name in above.split(".") if above else ():
+            setattr(place, name, nn.Module())
+            place = getattr(place, name)
+        setattr(place, last, body)
+        narrow = self.family.embedding_field
+        width = self.hidden_size if narrow is None else int(getattr(config, narrow))
         shares = lm and is_tied(config) and self.is_first
         if self.is_last and lm and not shares:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
@@ -105,13 +99,13 @@ class Stage(nn.Module):
 
     @property
     def body(self) -> Any:
-        """The module that holds embeddings, layers and final norm: `model`, or `model.decoder` of OPT."""
-        return self.model.decoder if self.opt else self.model
+        """The module that holds embeddings, layers and final norm, by its name in the whole model."""
+        return self.get_submodule(self.family.body)
 
     @property
     def embedding_name(self) -> str:
         """Name of the input embedding's weight in the whole model."""
-        return "model.decoder.embed_tokens.weight" if self.opt else "model.embed_tokens.weight"
+        return f"{self.family.body}.embed_tokens.weight"
 
     @property
     def tied_copy(self) -> str | None:
@@ -174,7 +168,7 @@ class Stage(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         body = self.body
         hidden: Tensor = body.embed_tokens(tokens)
-        if not self.opt:
+        if not self.family.learnt_positions:
             return hidden
         if longest > self.config.max_position_embeddings:
             raise ModelError(
@@ -187,7 +181,7 @@ class Stage(nn.Module):
 
     def _head(self, hidden: Tensor) -> Tensor | Outputs:
         body = self.body
-        for name in ("norm", "final_layer_norm", "project_out"):
+        for name in self.family.exits:
             if hasattr(body, name):
                 hidden = getattr(body, name)(hidden)
         if self.head == "lm":
@@ -200,3 +194,10 @@ class Stage(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return project(hidden, (self.lm_head if hasattr(self, "lm_head") else self.body.embed_tokens).weight)
+
+
+def _take(source: nn.Module, body: nn.Module, names: Sequence[str]) -> None:
+    """Put the modules `names` of `source`, as far as it has them, into `body`."""
+    for name in names:
+        if (module := getattr(source, name)) is not None:
+            setattr(body, name, module)

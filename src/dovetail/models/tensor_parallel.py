@@ -9,16 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError
 from dovetail.models.stage import Stage
 from dovetail.models.vocabulary import share_rows
-
-# By the names of transformers' layers: what is split by outputs, and what by inputs.
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
-_BY_INPUTS = ("o_proj", "out_proj", "down_proj", "fc2")
-# Norms of each head (Qwen3): every rank holds them, but its gradient is that of its own heads.
-_OF_HEADS = ("q_norm", "k_norm")
-_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim")
 
 
 class Split(NamedTuple):
@@ -34,7 +28,8 @@ NOTHING = Split({}, frozenset())
 
 def check_degree(config: Any, tp: int) -> None:
     """Raise `ModelError` unless every rank gets as many heads and as much of the MLP."""
-    for field in _FIELDS:
+    inner = MODEL_FAMILIES[config.model_type].inner_field
+    for field in ("num_attention_heads", "num_key_value_heads", inner):
         size = getattr(config, field, None)
         if size is not None and size % tp:
             raise ModelError(f"tp {tp} does not divide the model's {field}, {size}; use a tp that does")
@@ -56,14 +51,15 @@ def split_stage(stage: Stage, mesh: Any) -> Split:
 
     check_degree(stage.config, mesh.size())
     here = Replicate()
+    by_outputs, by_inputs = stage.family.names("out"), stage.family.names("in")
     for layer in stage.body.layers.values():
         styles: dict[str, Any] = {}
         for name, module in layer.named_modules():
             leaf = name.rpartition(".")[2]
             if isinstance(module, nn.Linear):
-                if leaf not in (*_BY_OUTPUTS, *_BY_INPUTS):
+                if leaf not in (*by_outputs, *by_inputs):
                     raise ModelError(f"layer {name} cannot be split over tensor-parallel ranks; set tp to 1")
-                styles[name] = ColwiseParallel() if leaf in _BY_OUTPUTS else RowwiseParallel()
+                styles[name] = ColwiseParallel() if leaf in by_outputs else RowwiseParallel()
             elif leaf == "self_attn":
                 # Wrapped once for q, k and v, so that their input's gradients are added up over ranks together.
                 styles[name] = PrepareModuleInput(
@@ -80,4 +76,5 @@ def split_stage(stage: Stage, mesh: Any) -> Split:
     named = dict(stage.named_parameters())
     placed = {name: p.placements[0] for name, p in named.items() if isinstance(p, DTensor)}
     shared = {name: place.dim for name, place in placed.items() if isinstance(place, Shard)}
-    return Split(shared, frozenset(name for name in named if name.split(".")[-2] in _OF_HEADS))
+    # Norms of each head: every rank holds them, but its gradient is that of its own heads.
+    return Split(shared, frozenset(name for name in named if name.split(".")[-2] in stage.family.head_norms))

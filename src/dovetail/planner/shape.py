@@ -1,6 +1,6 @@
 """The sizes of a transformer, from its Hugging Face configuration: parameters, saved activations, keys and values.
 
-Families and their parts are those that `dovetail.models` runs: Llama, Qwen2, Qwen3 and OPT."""
+What families differ in is in `dovetail.manifest.model_families`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.planner.hashing import hashed_once
 
 Head = Literal["lm", "value", "lm+value"]
-FAMILIES = ("llama", "qwen2", "qwen3", "opt")
 
 
 class ShapeError(ValueError):
@@ -58,29 +58,30 @@ class ModelShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """From a `config.json`. Raises ShapeError."""
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise ShapeError(f"model_type {family!r} is not supported; use one of {', '.join(FAMILIES)}")
+        family = MODEL_FAMILIES.get(config.get("model_type", ""))
+        if family is None:
+            known = ", ".join(MODEL_FAMILIES)
+            raise ShapeError(f"model_type {config.get('model_type')!r} is not supported; use one of {known}")
         hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-        opt = family == "opt"
         ends = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
-        width = config.get("word_embed_proj_dim") or hidden
+        narrow = family.embedding_field
+        width = hidden if narrow is None else config.get(narrow) or hidden
+        attention, mlp = (bool(config.get(name, family.bias_default)) for name in family.bias_fields)
         return cls(
-            family=family,
+            family=family.name,
             layers=_whole(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=_whole(config, "ffn_dim" if opt else "intermediate_size"),
+            intermediate=_whole(config, family.inner_field),
             heads=heads,
-            kv_heads=heads if opt else int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
+            kv_heads=int(config.get("num_key_value_heads") or heads) if family.grouped else heads,
+            head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
             vocabulary=_whole(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", opt)),
-            # Qwen2 has them on queries, keys and values whatever the configuration says.
-            attention_bias=bool(config.get("enable_bias", True) if opt else config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("enable_bias", True) if opt else config.get("mlp_bias", False)),
-            embedding=int(width) if opt and width != hidden else 0,
-            positions=_whole(config, "max_position_embeddings") + 2 if opt else 0,
-            final_norm=bool(ends) if opt else True,
+            tied=bool(config.get("tie_word_embeddings", family.tied)),
+            attention_bias=attention,
+            mlp_bias=mlp,
+            embedding=int(width) if width != hidden else 0,
+            positions=_whole(config, "max_position_embeddings") + 2 if family.learnt_positions else 0,
+            final_norm=bool(ends) if family.layer_norm else True,
         )
 
     @property
@@ -98,7 +99,7 @@ class ModelShape:
     def split_problem(self, tp: int) -> str | None:
         """Why `tp` tensor parallel ranks cannot train a block together, each with as many heads and as much of the MLP;
         None if they can."""
-        inner = "ffn_dim" if self.family == "opt" else "intermediate_size"
+        inner = MODEL_FAMILIES[self.family].inner_field
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, inner: self.intermediate}
         odd = next((field for field, size in sizes.items() if size % tp), None)
         return None if odd is None else f"does not divide its {odd}, {sizes[odd]}"
@@ -116,7 +117,7 @@ class ModelShape:
 
     def head_parameters(self, head: Head, tied_here: bool = False, tp: int = 1) -> int:
         """After the last block. `tied_here`: the head's weight is the embedding on the same rank."""
-        norm = (2 if self.family == "opt" else 1) * self.hidden * self.final_norm
+        norm = (1 + MODEL_FAMILIES[self.family].layer_norm) * self.hidden * self.final_norm
         width = self.embedding or self.hidden
         vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
         return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
@@ -133,13 +134,13 @@ class ModelShape:
 
         Each norm: its input in float32, the normalised input and the scaled one; queries, keys, values and the
         attention's output, with a float32 number a head; the MLP's inner tensors: gate, its activation, up and their
-        product, or one of OPT's."""
+        product, or one where there is no gate. LayerNorm keeps less than the RMSNorms of transformers."""
         q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
         attention = (2 * q + 2 * k) * b + 4 * self.heads / tp
-        if self.family == "opt":
-            return 4 * h * b + attention + i * b + 4 * b
-        each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if self.family == "qwen3" else 0.0
-        return 2 * h * (4 + 2 * b) + 8 + attention + each_head + 4 * i * b
+        family = MODEL_FAMILIES[self.family]
+        norms = 4 * h * b + 4 * b if family.layer_norm else 2 * h * (4 + 2 * b) + 8
+        each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if family.head_norms else 0.0
+        return norms + attention + each_head + (4 if family.gated else 1) * i * b
 
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
         """Keys and values of one token in all blocks, on one of `tp` ranks (a key head is not split further)."""
@@ -158,18 +159,12 @@ class ModelShape:
 # The search of a placement asks for these a hundred thousand times.
 @lru_cache(maxsize=256)
 def _linears(shape: ModelShape) -> tuple[Linear, ...]:
-    h, i, q, k, bias = shape.hidden, shape.intermediate, shape.queries, shape.keys, shape.attention_bias
-    inner = bias or shape.family == "qwen2"
-    attention = (
-        Linear("q_proj", h, q, inner, "out"),
-        Linear("k_proj", h, k, inner, "out"),
-        Linear("v_proj", h, k, inner, "out"),
-        Linear("out_proj" if shape.family == "opt" else "o_proj", q, h, bias, "in"),
+    widths = {"hidden": shape.hidden, "queries": shape.queries, "keys": shape.keys, "inner": shape.intermediate}
+    biases = {"attention": shape.attention_bias, "mlp": shape.mlp_bias, "always": True}
+    return tuple(
+        Linear(part.name, widths[part.inputs], widths[part.outputs], biases[part.bias], part.split)
+        for part in MODEL_FAMILIES[shape.family].linears
     )
-    if shape.family == "opt":
-        return (*attention, Linear("fc1", h, i, shape.mlp_bias, "out"), Linear("fc2", i, h, shape.mlp_bias, "in"))
-    gate, up = Linear("gate_proj", h, i, shape.mlp_bias, "out"), Linear("up_proj", h, i, shape.mlp_bias, "out")
-    return (*attention, gate, up, Linear("down_proj", i, h, shape.mlp_bias, "in"))
 
 
 @lru_cache(maxsize=256)
@@ -183,8 +178,9 @@ def _layer_parameters(shape: ModelShape, tp: int) -> int:
     for each in shape.linears():
         bias = each.bias * each.outputs
         linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
-    norms = 4 * shape.hidden if shape.family == "opt" else 2 * shape.hidden
-    return linear + norms + (2 * shape.head_dim if shape.family == "qwen3" else 0)
+    family = MODEL_FAMILIES[shape.family]
+    norms = 2 * (1 + family.layer_norm) * shape.hidden
+    return linear + norms + len(family.head_norms) * shape.head_dim
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:

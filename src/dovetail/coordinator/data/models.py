@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.errors import DataError
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ModelSource, ScratchModel
 
 # Weights in safetensors and what describes them; never pickles, and no code unless asked for.
@@ -58,13 +59,7 @@ def _download(repository: str, revision: str | None, field: str, trust_remote_co
     return folder
 
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "opt": "OPTForCausalLM",
-}
-# Fields of all four families that must be whole numbers above 0.
+# Fields of all families that must be whole numbers above 0.
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -86,7 +81,7 @@ def scratch_config(scratch: ScratchModel, tokenizer: Any, field: str) -> dict[st
     where = f"{field}.source.scratch.config"
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[scratch.architecture]],
+        "architectures": [MODEL_FAMILIES[scratch.architecture].causal_lm],
         "model_type": scratch.architecture,
         "dtype": "float32",
         "vocab_size": len(tokenizer),

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
 
 # What vLLM's attention on CPUs takes, dimensions of one head.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
-# Hugging Face's defaults, for configurations that leave the number of layers out.
-_DEFAULT_LAYERS = {"llama": 32, "qwen2": 32, "qwen3": 32, "opt": 12}
 # Whole numbers of at least 1.
 SIZES = (
     "hidden_size",
@@ -27,7 +26,8 @@ SIZES = (
 
 def architecture_layers(model: ScratchModel) -> int | None:
     """Number of layers, or None where the configuration's value is no number."""
-    layers = model.config.get("num_hidden_layers", _DEFAULT_LAYERS[model.architecture])
+    defaults = MODEL_FAMILIES[model.architecture].defaults
+    layers = model.config.get("num_hidden_layers", defaults["num_hidden_layers"])
     return layers if is_count(layers) else None
 
 

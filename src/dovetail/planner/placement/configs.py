@@ -6,30 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
 from dovetail.planner.shape import ModelShape, ShapeError
 
-# What transformers fills in where a configuration from scratch leaves a size out.
-_SIZES = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _SIZES,
-    "qwen2": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32},
-    "qwen3": {**_SIZES, "intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32},
-    "opt": {
-        "hidden_size": 768,
-        "ffn_dim": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-    },
-}
 # Where a model comes from that has no source of its own.
 _FROM = {
     "actor": ("actor",),
@@ -82,4 +62,4 @@ def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:
     made = source.scratch
     trained = spec.models.tokenizer.train
     vocabulary = {} if trained is None else {"vocab_size": trained.vocab_size}
-    return {**_DEFAULTS[made.architecture], **made.config, **vocabulary, "model_type": made.architecture}
+    return {**MODEL_FAMILIES[made.architecture].defaults, **made.config, **vocabulary, "model_type": made.architecture}

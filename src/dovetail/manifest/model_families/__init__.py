@@ -1,0 +1,14 @@
+"""The families of causal language models that Dovetail trains, one file each. `MODEL_FAMILIES` is their only list."""
+
+from __future__ import annotations
+
+from dovetail.manifest.model_families.family import LinearPart, ModelFamily
+from dovetail.manifest.model_families.llama import LLAMA
+from dovetail.manifest.model_families.opt import OPT
+from dovetail.manifest.model_families.qwen2 import QWEN2
+from dovetail.manifest.model_families.qwen3 import QWEN3
+
+__all__ = ["MODEL_FAMILIES", "LinearPart", "ModelFamily"]
+
+# By `model_type` of config.json.
+MODEL_FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, OPT)}
