@@ -1,1 +1,1 @@
-"""Inter-stage fusion at work (RLHFuse section 4): what is measured, decided, and done in each iteration's tail."""
+"""Inter-stage fusion (RLHFuse section 4): what is measured, decided and done in the tail of each iteration."""

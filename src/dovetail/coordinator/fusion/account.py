@@ -1,4 +1,4 @@
-"""What an iteration's generation and inference did, in numbers: overlap, seconds saved, idle instances. Pure."""
+"""Figures of an iteration's generation and inference: overlap, seconds saved, idle instances. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 def union_seconds(intervals: Iterable[Interval]) -> float:
-    """Length of the union of [start, end) intervals."""
+    """The length of the union of [start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > reached:
@@ -22,15 +22,15 @@ def union_seconds(intervals: Iterable[Interval]) -> float:
 
 
 def clipped(spans: Iterable[Span], start: float, end: float) -> list[Interval]:
-    """The spans' parts within [start, end)."""
+    """The parts of the spans that lie within [start, end)."""
     return [(max(s.start, start), min(s.end, end)) for s in spans if s.end > start and s.start < end]
 
 
 @dataclass(frozen=True)
 class StageAccount:
-    """Seconds. `hidden`: of inference while samples were still generated, all scorers together; `saved`: that work,
-    done by all scorers at once after generation, as without fusion (what migration cost generation is not in it).
-    `idle`: by rollout, neither generating nor scored beside it."""
+    """In seconds. `hidden`: inference while samples were still generated, summed over scorers. `saved`: the time that
+    all scorers together would have needed for this work after generation, as without fusion (the cost of migrations is
+    not subtracted). `idle`: by rollout, the time in which neither it nor its scorer worked."""
 
     seconds: float
     generation: float
@@ -47,8 +47,9 @@ def account(
     scoring: Mapping[str, Sequence[Span]],
     scorers: int,
 ) -> StageAccount:
-    """`begun`, `generated`, `ended`: of the stage's generation and inference, seconds since the epoch. `generating`: a
-    span for each rollout; `scoring`: inference spans by the rollout that the scorer sits beside."""
+    """`begun`, `generated`, `ended`: when the stage began, when its last sample was generated, and when it ended, in
+    seconds since the epoch. `generating`: a span for each rollout. `scoring`: the spans of inference, by the rollout
+    beside the scorer."""
     hidden = sum(union_seconds(clipped(spans, begun, generated)) for spans in scoring.values())
     names = {s.process for s in generating} | set(scoring)
     busy = {

@@ -1,6 +1,6 @@
-"""When an iteration's tail is gathered, and which scorers may work meanwhile: the planner's decision in a run.
+"""Decides when an iteration's tail is gathered, and which scorers may work meanwhile, with the planner's simulation.
 
-One `Fusion` a job, one `StageFusion` an iteration. No I/O but the store's key `ppo/fusion`."""
+A job has one `Fusion`, an iteration has one `StageFusion`. The only I/O is the store's key `ppo/fusion`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ ASSUMED = StageProfile(
 
 @dataclass
 class StageFusion:
-    """One iteration's. `decision` None: not decided yet (`provisional`, `roomy_before` count until then), or off.
+    """The fusion of one iteration. `decision` is None if fusion is off, or while it is not decided yet; until then
+    `provisional` and `roomy_before` are used.
 
-    `destinations`: where the tail was gathered, `freed`: the other rollouts; `remaining`: how many samples were left
-    then. `generated`: none are left to generate."""
+    `destinations`: the rollouts on which the tail was gathered. `freed`: the other rollouts. `remaining`: how many
+    samples were left then. `generated`: whether all samples are generated."""
 
     profiles: dict[str, StageProfile]
     kv_per_sample: int
@@ -47,16 +48,17 @@ class StageFusion:
 
     @property
     def threshold(self) -> int | None:
-        """Unfinished samples at which the tail is gathered; 0: never; None: inference waits for generation's end."""
+        """The number of unfinished samples at which the tail is gathered. 0: never. None: inference waits until
+        generation has ended."""
         return self.provisional if self.decision is None else self.decision.threshold
 
     @property
     def roomy(self) -> bool:
-        """Whether destinations take what they have room for: see `Decision`."""
+        """Whether destinations take as many samples as they have room for: see `Decision`."""
         return self.roomy_before if self.decision is None else self.decision.roomy
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
-        """The generator's `Tail`: the destinations, once the samples left are as few as the threshold."""
+        """The generator's `Tail`: the destinations, as soon as no more samples are left than the threshold says."""
         if self.destinations or not self.threshold or len(unfinished) > self.threshold or not unfinished:
             return None
         profiles = {name: self.profiles.get(name, ASSUMED) for name in sorted(eligible)}
@@ -70,12 +72,12 @@ class StageFusion:
         return plan.destinations
 
     def may_score(self, scorer: str, idle: Callable[[str], bool]) -> bool:
-        """Whether a scorer may work now: while others generate, if its rollout has nothing left to do."""
+        """Whether a scorer may work now. While others generate, it may if its rollout has nothing left to do."""
         return self.generated or (self.threshold is not None and idle(rollout_of(scorer)))
 
 
 class Fusion:
-    """The threshold controller with its memory in the store, and one measured profile for every rollout group."""
+    """Controls the threshold. It keeps its state in the store, and a measured profile of each rollout group."""
 
     def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None]) -> None:
         self._spec = spec
@@ -92,15 +94,15 @@ class Fusion:
         self.measurements: dict[str, Measurements] = {}
 
     def measured(self, group: str) -> Measurements:
-        """What is known of the instances of a group."""
+        """The measured profile of a group's instances."""
         return self.measurements.setdefault(group, Measurements(self._assumed))
 
     @asynccontextmanager
     async def stage(
         self, iteration: int, prompt_lengths: Sequence[int], instances: Sequence[Instance]
     ) -> AsyncIterator[StageFusion]:
-        """One iteration's, whose threshold is decided while its generation begins; until then the last one's counts.
-        Raises what deciding raises."""
+        """The fusion of one iteration. Its threshold is decided while generation begins; until then the last one is
+        used. Raises what the decision raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
         stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
         if self._spec.plan.inter_stage_fusion == "Off" or not instances:
@@ -123,7 +125,8 @@ class Fusion:
             deciding.cancel()
 
     def learn(self, groups: Mapping[str, str], generated: Generated, scoring: Sequence[Span]) -> None:
-        """What an iteration's requests took. `groups`: by rollout and by scorer; `scoring`: a span a chunk."""
+        """Learn the times of an iteration's requests. `groups`: the group of each rollout and scorer. `scoring`: one
+        span for each chunk."""
         for name, activity in generated.instances.items():
             known = self.measured(groups.get(name, name))
             for batch, (steps, seconds) in sorted(activity.decode.items()):
@@ -138,13 +141,13 @@ class Fusion:
             known.migrated(sum(m.tokens for m in moves), max(m.seconds for m in moves))
 
     def end(self, response_lengths: Sequence[int]) -> None:
-        """Learn an iteration's lengths."""
+        """Learn the lengths of an iteration's responses."""
         self._controller.observe(response_lengths)
         self._store.put(STORED, self._controller.as_json())
 
 
 def arrivals(migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
-    """By destination, the samples of the tail that were prefilled there: the last one waited for all of them."""
+    """By destination, the samples of the tail that were prefilled there. The last one waited for all of them."""
     found: dict[str, list[Migration]] = {}
     for move in migrations:
         if (move.mechanism, move.reason) == ("tokens", "tail"):

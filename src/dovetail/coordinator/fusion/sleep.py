@@ -1,9 +1,9 @@
-"""Servers that leave their GPU to the scorer or the trainers beside them: vLLM's sleep, level 1 (weights to host
-memory, no cache).
+"""Servers that sleep, so that the scorer or the trainers beside them have the GPU: vLLM's sleep mode, level 1 (weights
+go to host memory, the KV cache is dropped).
 
-Only where a rollout announces it (`abilities.sleep`: it runs with `--enable-sleep-mode`, as servers of groups that also
-train do on GPUs). The scorer's own weights come from host memory meanwhile (`abilities.host_weights`), and go before
-the server wakes or trainers begin."""
+Only a rollout that announces it can sleep (`abilities.sleep`): it runs with `--enable-sleep-mode`. On GPUs the servers
+of groups that also train do. Meanwhile the scorer's own weights come from host memory (`abilities.host_weights`). They
+leave the GPU before the server wakes or trainers begin."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ SECONDS = 120.0
 
 
 class Sleepers:
-    """A sleeping server is drained in the fleet: it gets no requests until `wake`. `session`: with the job's token.
+    """A sleeping server is drained in the fleet: it gets no requests until `wake`. `session` sends the job's token.
 
-    `on_swapped(name, way, seconds)`: how long going to sleep (`in`: the scorer may come) or waking (`out`) took."""
+    `on_swapped(name, way, seconds)` is called with the seconds that going to sleep (`in`: the scorer moves in) or
+    waking (`out`) took."""
 
     def __init__(
         self,
@@ -40,8 +41,8 @@ class Sleepers:
         self._resting: dict[str, str] = {}
 
     def expect(self, names: Iterable[str]) -> None:
-        """These make their last steps, until their samples go elsewhere: their scorers bring in what has room beside
-        them. Once a turn."""
+        """Call it when these rollouts make their last steps before their samples move away. Their scorers then load
+        what fits beside them. Only the first call of an iteration counts."""
         for name in names:
             scorer = self._scorer(name)
             if scorer is not None and self._expecting.get(scorer.name) != scorer.incarnation:
@@ -51,7 +52,7 @@ class Sleepers:
                 task.add_done_callback(self._told.discard)
 
     def free(self, names: Iterable[str]) -> None:
-        """These have nothing left to generate: those that can go to sleep do."""
+        """Call it when these rollouts have nothing left to generate. Those that can, go to sleep."""
         for name in names:
             instance = self._fleet.get(name)
             if instance is None or not instance.abilities.get("sleep") or self._known(instance):
@@ -61,8 +62,8 @@ class Sleepers:
             self._asleep[name] = (instance.incarnation, way)
 
     async def rest(self, names: Iterable[str]) -> None:
-        """Leave their devices to the trainers: those that can sleep are asleep when this returns (or failed to be), and
-        their scorers' weights in host memory."""
+        """Free the devices of these rollouts for the trainers. When it returns, those that can sleep are asleep (or
+        failed), and their scorers' weights are in host memory."""
         ways = []
         for name in names:
             instance = self._fleet.get(name)
@@ -80,15 +81,15 @@ class Sleepers:
             await asyncio.wait(ways)
 
     def out_of_the_way(self, name: str) -> bool:
-        """Whether the scorer beside a freed server may use the device: the server sleeps, or cannot."""
+        """Whether the scorer beside a freed server may use the device: the server sleeps, or it cannot sleep."""
         instance = self._fleet.get(name)
         if instance is None or not instance.abilities.get("sleep"):
             return True
         return self._known(instance) and self._asleep[name][1].done()
 
     async def wake(self, name: str) -> None:
-        """Before it takes weights or requests. Raises OSError when it cannot; it is then drained no longer, so that its
-        failures are seen."""
+        """Wake a server before it takes weights or requests. Raises OSError if it fails; then the server is no longer
+        drained, so that its failures are seen."""
         if name not in self._asleep:
             return
         incarnation, way = self._asleep.pop(name)
@@ -107,7 +108,7 @@ class Sleepers:
             raise OSError(f"{name} did not wake up")
 
     async def wake_all(self) -> None:
-        """Those that cannot are failures of the fleet's."""
+        """Wake all servers. One that does not wake counts as failed in the fleet."""
         for name in list(self._asleep):
             try:
                 await self.wake(name)
@@ -127,7 +128,7 @@ class Sleepers:
         return asleep
 
     def _scorer(self, rollout: str) -> Instance | None:
-        """The one beside a rollout, if its weights are in host memory."""
+        """The scorer beside a rollout, if it keeps its weights in host memory."""
         scorer = self._fleet.get(f"{rollout}-scorer")
         return scorer if scorer is not None and scorer.abilities.get("host_weights") else None
 

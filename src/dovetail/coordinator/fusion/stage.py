@@ -1,4 +1,4 @@
-"""Generation and inference of one iteration, each sample at its own pace: what fusion decides, carried out."""
+"""Runs generation and inference of one iteration, as fusion decides. Each sample is scored as soon as it may be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.coordinator.store.samples import Sample, SampleTable, State
 
 
 class Scoring(Protocol):
-    """What becomes of finished samples: see `dovetail.coordinator.scoring.scoring.Inference`."""
+    """Where finished samples go: see `dovetail.coordinator.scoring.scoring.Inference`."""
 
     def add(self, samples: Iterable[Finished]) -> None: ...
     def poke(self) -> None: ...
@@ -36,10 +36,11 @@ async def generate_and_score(
     phase: Callable[[str], AbstractContextManager[None]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Generated:
-    """Returns when every sample of the iteration that was not scored yet has been given to `inference`'s `on_scores`.
+    """Returns when `on_scores` of `inference` has had every sample of the iteration that was not scored before.
 
-    `inference` must ask `fusion.may_score`. `phase` times: "generation" lasts until the last sample is generated,
-    "inference" is what is left then. `on_progress(done, total)` follows generation. Raises what both parts raise."""
+    `inference` must ask `fusion.may_score`. `phase` measures two times: "generation" until the last sample is
+    generated, and "inference" after that. `on_progress(done, total)` follows generation. Raises what both parts
+    raise."""
 
     def progress(done: int, total: int, tokens: int) -> None:
         on_progress(done, total)

@@ -1,4 +1,4 @@
-"""Where an iteration's fusion shows: metrics, timeline, summary and history."""
+"""Records an iteration's fusion in metrics, timeline, summary and history."""
 
 from __future__ import annotations
 

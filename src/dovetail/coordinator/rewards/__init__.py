@@ -1,1 +1,2 @@
-"""Reward functions: called in worker processes as samples finish, with a deadline, checked and tried again."""
+"""Reward functions. They are called in worker processes as samples finish, with a deadline; answers are checked, and
+failed calls are repeated."""

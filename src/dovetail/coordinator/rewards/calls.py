@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, how it may fail, and when it is tried again."""
+"""Calls of reward functions: what a function gets, how a call can fail, and when it is repeated."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ MAX_BACKOFF_SECONDS = 30.0
 
 
 class RewardError(Exception):
-    """A reward function ends the job; the message is one sentence for the user."""
+    """The job ends because of a reward function. The message is one sentence for the user."""
 
 
 @dataclass(eq=False)
 class CallFailed(Exception):
-    """`what` the function did, as a verb phrase. `again`: it may do better; `outside`: a connection or a file failed,
-    not the code. `frames`: the last ones of its traceback, "file:line in name"."""
+    """`what`: what the function did, as a verb phrase. `retry`: whether another call may succeed. `outside`: a
+    connection or a file failed, not the code. `frames`: the last frames of the traceback, each "file:line in name"."""
 
     what: str
     frames: Sequence[str] = ()
-    again: bool = True
+    retry: bool = True
     outside: bool = False
 
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function. `where`: its file and line; `needs`: what one call is given."""
+    """A reward function. `where`: its file and line. `needs`: what one call gets."""
 
     title: str
     weight: float
@@ -38,9 +38,9 @@ class Function:
 
 @dataclass(frozen=True)
 class Call:
-    """Responses to one prompt: a list each of prompts, responses and the record's other fields, all of one length.
-
-    `prompt` counts from 0 in the iteration; `sample` is the sample's number where there is one only."""
+    """The arguments of one call: responses to one prompt, as lists of equal length of prompts, responses and the
+    record's other fields. `prompt` counts from 0 in the iteration. `sample` is the sample's number if there is only
+    one."""
 
     iteration: int
     prompt: int
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class RewardAnswer:
-    """One reward for each response; `started` and `ended` in seconds since the epoch."""
+    """One reward for each response. `started` and `ended` are in seconds since the epoch."""
 
     rewards: list[float]
     started: float
@@ -60,7 +60,8 @@ class RewardAnswer:
 
 
 class Caller(Protocol):
-    """Where functions run. `open` (idempotent) finds them, and raises RewardError; `call` raises CallFailed."""
+    """What runs the functions. `open` finds them and may raise RewardError; it may be called again. `call` may raise
+    CallFailed."""
 
     async def open(self) -> list[Function]: ...
     async def call(self, function: int, call: Call) -> RewardAnswer: ...
@@ -68,8 +69,8 @@ class Caller(Protocol):
 
 
 class Calls:
-    """A caller with retries: what raises, crashes or hangs is called again up to `retries` times, after 1, 2, 4, ...
-    seconds; nonsense is not, for it would come again."""
+    """A caller with retries. A function that raises, crashes or hangs is called again up to `retries` times, after 1,
+    2, 4, ... seconds. A function that returns wrong values is not called again, because it would return them again."""
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class Calls:
         await self._caller.close()
 
     async def rewards(self, function: int, call: Call, rehearsal: bool = False) -> RewardAnswer:
-        """Raises RewardError with one sentence. A rehearsal tries again only what failed outside of the code."""
+        """The rewards of one call. A rehearsal repeats only what failed outside of the code. Raises RewardError with
+        one sentence."""
         tries = 0
         while True:
             tries += 1
@@ -103,7 +105,7 @@ class Calls:
                 return await self._caller.call(function, call)
             except CallFailed as error:
                 text = sentence(self.functions[function], call, error, tries, rehearsal)
-                if not error.again or tries > self._retries or (rehearsal and not error.outside):
+                if not error.retry or tries > self._retries or (rehearsal and not error.outside):
                     raise RewardError(text) from error
                 seconds = min(BACKOFF_SECONDS * 2 ** (tries - 1), MAX_BACKOFF_SECONDS)
                 self._log("reward.failed", reason=text, again_in=seconds)
@@ -111,7 +113,7 @@ class Calls:
 
 
 def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehearsal: bool = False) -> str:
-    """What failed, where, on which prompt, and the traceback's last frames."""
+    """One sentence: what failed, where, on which prompt, and the traceback's last frames."""
     sample = "" if call.sample is None else f", sample {call.sample}"
     when = " (a rehearsal, before training)" if rehearsal else ""
     often = "" if tries == 1 else f", {tries} times in a row"

@@ -1,5 +1,5 @@
-"""A reward function that the Python API was given, called in this process: one call at a time, in a thread, or awaited
-if it is a coroutine function."""
+"""Calls a reward function that was passed to the Python API. It runs in this process, one call at a time: in a thread,
+or awaited if it is a coroutine function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RewardCallable = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 
 
 class LiveFunction:
-    """What passes its deadline of `seconds` is left to itself, for a thread cannot be ended."""
+    """`seconds`: the deadline of a call. A call that misses it goes on in its thread, because a thread cannot be
+    ended."""
 
     def __init__(self, function: RewardCallable, seconds: float) -> None:
         self._function = function
@@ -55,7 +56,7 @@ class LiveFunction:
                             raise failure
                 rewards = checked(result, len(call.responses))
             except WrongRewards as error:
-                raise CallFailed(str(error), again=False) from error
+                raise CallFailed(str(error), retry=False) from error
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
@@ -71,7 +72,7 @@ class LiveFunction:
 
 
 class _Thread:
-    """Runs `work` in a daemon thread, which the interpreter does not wait for."""
+    """Runs `work` in a daemon thread, so that the interpreter does not wait for it when it exits."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
@@ -81,11 +82,11 @@ class _Thread:
         self._thread.start()
 
     async def result(self) -> tuple[Any, BaseException | None]:
-        """What it returned, or raised."""
+        """Return what `work` returned, or raise what it raised."""
         return await self._done
 
     def frames(self) -> list[str]:
-        """The last frames of where it is now."""
+        """The last frames of where the thread is now."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         found = []
         while frame is not None and frame.f_code.co_filename != __file__:

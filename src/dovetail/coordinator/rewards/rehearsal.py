@@ -1,4 +1,5 @@
-"""The call before training: functions on two of the job's prompts, so that what is broken fails in seconds."""
+"""Calls the reward functions on two of the job's prompts before training, so that a broken function fails in
+seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ RESPONSES = ["Yes, of course.", "I do not know."]
 
 
 async def rehearse(calls: Calls, prepared: Prepared) -> None:
-    """Every function on the first prompts of iteration 1 and plausible responses; what it returns is checked and
+    """Call every function on the first prompts of iteration 1 with plausible responses. The results are checked and
     dropped. Raises RewardError."""
     functions = await calls.open()
     everyone = prepared.prompts(1)

@@ -1,4 +1,5 @@
-"""The rewards of one iteration: functions are called as soon as what they need is finished, while others generate."""
+"""The rewards of one iteration. A function is called as soon as the samples that it needs are finished, while others
+are generated."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ from dovetail.protocol.messages import Span
 
 
 def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
-    """The other fields of `chosen`, a list each: all that some of `records` has, None where one lacks it."""
+    """The other fields of the records `chosen`, each as a list. They are all fields that any of `records` has; a record
+    that lacks one has None."""
     names = sorted(set().union(*(r.fields for r in records)))
     return {name: [r.fields.get(name) for r in chosen] for name in names}
 
 
 class Rewards:
-    """An async context manager, outside of which nothing is called. Every answer is stored at once, and what is stored
-    is not asked for again; so results depend neither on the timing of samples nor on the number of workers.
+    """An async context manager; outside of it nothing is called. Each answer is stored at once, and a stored one is not
+    asked for again. So results do not depend on the timing of samples or on the number of workers.
 
-    `text` decodes a response; `on_score` gets each sample's weighted sum; what it raises, `check` and `finish` raise.
-    `calls` must be open."""
+    `text` decodes a response. `on_score` gets each sample's weighted sum; what it raises is raised by `check` and
+    `finish`. `calls` must be open."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Rewards:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def add(self, finished: Iterable[Finished]) -> None:
-        """Reward these, too."""
+        """Add samples to be rewarded."""
         for sample in finished:
             key = sample.key
             self._responses[key] = self._text(sample)
@@ -89,7 +91,8 @@ class Rewards:
             raise self._error
 
     async def finish(self) -> None:
-        """Returns when all that was added has its score. Each call has its own deadline. Raises what `check` raises."""
+        """Returns when all added samples have their scores. Each call has its own deadline. Raises what `check`
+        raises."""
         await self._done.wait()
         self.check()
 
@@ -146,7 +149,7 @@ class Rewards:
 
 
 class Joined:
-    """A sample is stored as scored when it has both its scorers' answer and its reward, in whatever order they come."""
+    """Stores a sample as scored when it has both the scorers' answer and its reward, whichever comes first."""
 
     def __init__(self, samples: SampleTable, critic_version: int) -> None:
         self._samples = samples
@@ -169,7 +172,7 @@ class Joined:
 
 
 class WithRewards:
-    """Inference and reward functions behind the interface of inference alone."""
+    """Inference and reward functions together, with the interface of `Inference`."""
 
     def __init__(self, inference: Inference | Lanes, rewards: Rewards) -> None:
         self._inference = inference
@@ -202,7 +205,7 @@ class WithRewards:
         self._rewards.check()
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Wait until everything that was added is scored; the deadline is the inference's."""
+        """Wait until all added samples are scored. The deadline is that of inference."""
         parts = [
             asyncio.create_task(self._rewards.finish()),
             asyncio.create_task(self._inference.finish(deadline_seconds)),

@@ -1,5 +1,5 @@
-"""What a reward function may return, and how its errors are described. Imports nothing but the standard library, for
-workers start with it."""
+"""What a reward function may return, and how its errors are described. It imports only the standard library, because
+workers import it first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MESSAGE_CHARACTERS = 500
 
 
 class WrongRewards(ValueError):
-    """A function returned what cannot be used; the message goes on from the function's name."""
+    """A function returned something that cannot be used. The message continues a sentence that begins with the
+    function's name."""
 
 
 def checked(result: Any, count: int) -> list[float]:
@@ -50,15 +51,14 @@ def _short(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """Without line breaks, and not too long."""
+    """The text without line breaks, cut if it is too long."""
     flat = " ".join(text.split())
     return flat if len(flat) <= MESSAGE_CHARACTERS else f"{flat[: MESSAGE_CHARACTERS - 3]}..."
 
 
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
-    """`file` and `line` of a function, and what its attribute `needs` says (None without one).
-
-    Raises ValueError for a `needs` that is neither Sample nor Group."""
+    """The `file` and `line` of a function, and the value of its attribute `needs` (None without one). Raises ValueError
+    if `needs` is neither Sample nor Group."""
     needs = getattr(function, "needs", None)
     if needs not in (None, "Sample", "Group"):
         raise ValueError(f"its attribute `needs` is {needs!r}; write 'Sample' or 'Group'")

@@ -1,9 +1,9 @@
-"""One process that calls reward functions: `python -P -m dovetail.coordinator.rewards.worker PARENT`.
+"""A process that calls reward functions: `python -P -m dovetail.coordinator.rewards.worker PARENT`.
 
 JSON lines. In: first {"folder", "functions": [{"name", "field"}]}, then {"function": number, "prompts", "responses",
 "fields"}. Out: first {"ready": [{"file", "line", "needs"}]} or {"refused": sentence}; then {"rewards"}, {"wrong": what}
-or {"raised": ...} (`values.raised`). What functions print goes to stderr, and on SIGUSR1 the main thread's frames. It
-ends with its input, and with its parent."""
+or {"raised": ...} (`values.raised`). What functions print goes to stderr, and so do the main thread's frames on
+SIGUSR1. The process ends when its input or its parent ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _OWN.add(str(sys.modules["importlib"].__file__))
 
 
 def _pipes() -> tuple[TextIO, TextIO]:
-    """Requests and replies, on descriptors that functions and their children cannot write to by accident."""
+    """The pipes of requests and replies, on descriptors to which functions and their children cannot write by
+    accident."""
     requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -44,7 +45,7 @@ def _die_with(parent: int) -> None:
 
 
 def _load(order: dict[str, Any]) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
-    """The functions, and what to answer."""
+    """The functions, and the first answer."""
     functions, ready = [], []
     for wanted in order["functions"]:
         name, field = wanted["name"], wanted["field"]

@@ -1,4 +1,4 @@
-"""Worker processes that call the manifest's reward functions, one call at a time each."""
+"""Worker processes that call the manifest's reward functions. Each runs one call at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
-        self._heard = asyncio.Event()
+        self._output_changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
 
     @staticmethod
@@ -63,7 +63,7 @@ class _Worker:
         return _Worker(process)
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Its answer. Raises TimeoutError, and _Gone when it ends instead."""
+        """The worker's answer. Raises TimeoutError, and _Gone if the worker ends instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with asyncio.timeout(seconds):
@@ -78,7 +78,7 @@ class _Worker:
         return dict(json.loads(line))
 
     async def end(self) -> None:
-        """Kill it, and what it started."""
+        """Kill the worker and all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -91,19 +91,19 @@ class _Worker:
             self._process.stdin.close()
 
     async def stack(self) -> list[str]:
-        """The last frames of the Python code it is in; none if it does not say."""
+        """The last frames of the Python code that the worker runs; none if it does not answer."""
         self._said.clear()
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 while not self._frames(whole=True):
-                    self._heard.clear()
-                    await self._heard.wait()
+                    self._output_changed.clear()
+                    await self._output_changed.wait()
         return self._frames()
 
     async def last_words(self) -> tuple[str, list[str]]:
-        """How it ended, as a verb phrase, and the frames that it was in, if it said."""
+        """How the worker ended, as a verb phrase, and the frames in which it was, if it wrote them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
@@ -120,7 +120,7 @@ class _Worker:
         return f"crashed its worker process ({name})", self._frames()
 
     def _frames(self, whole: bool = False) -> list[str]:
-        """From faulthandler's words; `whole`: none unless it has said all of them."""
+        """The frames in faulthandler's output. `whole`: none if the output is not complete."""
         found: list[str] = []
         for line in self._said:
             if "(most recent call first)" in line:
@@ -136,7 +136,7 @@ class _Worker:
         return [] if whole else found[:FRAMES][::-1]
 
     async def _listen(self) -> None:
-        """What functions print is the coordinator's log's."""
+        """Copy what functions print to the coordinator's log."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(1 << 16):
             text = chunk.decode(errors="replace")
@@ -145,13 +145,12 @@ class _Worker:
             if self._said:
                 lines[0] = self._said.pop() + lines[0]
             self._said.extend(lines)
-            self._heard.set()
+            self._output_changed.set()
 
 
 class Workers:
-    """Up to `reward.workers` processes, each started when it is first needed; one that fails is replaced.
-
-    Functions are found in `reward.import_path`, else in `folder`, before PYTHONPATH."""
+    """Up to `reward.workers` processes. Each is started when it is first needed, and one that fails is replaced.
+    Functions are looked for in `reward.import_path`, or else in `folder`, before PYTHONPATH."""
 
     def __init__(self, reward: RewardModel, folder: Path) -> None:
         self._reward = reward
@@ -171,7 +170,7 @@ class Workers:
         self._ready: Sequence[dict[str, Any]] = ()
 
     async def open(self) -> list[Function]:
-        """Import the functions in a first worker. Raises RewardError."""
+        """Start a first worker, which imports the functions. Raises RewardError."""
         try:
             self._idle.append(await self._start())
         except CallFailed as error:
@@ -185,7 +184,7 @@ class Workers:
         return found
 
     async def call(self, function: int, call: Call) -> RewardAnswer:
-        """Raises CallFailed; the worker of a failed call is ended."""
+        """Call a function. If the call fails, its worker is ended. Raises CallFailed."""
         async with self._free:
             worker = self._idle.pop() if self._idle else await self._again()
             request = {
@@ -202,7 +201,7 @@ class Workers:
                 raise
             self._idle.append(worker)
         if "wrong" in reply:
-            raise CallFailed(reply["wrong"], again=False)
+            raise CallFailed(reply["wrong"], retry=False)
         return RewardAnswer(reply["rewards"], started, time.time())
 
     async def _ask(self, worker: _Worker, request: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +219,7 @@ class Workers:
         return reply
 
     async def _start(self) -> _Worker:
-        """Raises CallFailed when the functions cannot be imported."""
+        """Start a worker. Raises CallFailed if the functions cannot be imported."""
         field = self._field
         worker = await _Worker.start()
         self._all.add(worker)

@@ -1,4 +1,5 @@
-"""Seconds since the epoch that never jump: when somebody sets the machine's clock, spans and durations stay right."""
+"""Seconds since the epoch that never jump, so that spans and durations stay right when somebody sets the machine's
+clock."""
 
 from __future__ import annotations
 
@@ -8,5 +9,5 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """As of this process: the time at its start, and the monotonic seconds since."""
+    """The time at the start of this process plus the monotonic seconds since then."""
     return _EPOCH + time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 class EventLog:
     """`log("iteration.finished", iteration=3, reward=0.4)`; names are noun.verb, values JSON scalars.
 
-    A line that cannot be written (a full disk) is lost, and nothing else: logging never raises."""
+    If a line cannot be written (a full disk), only that line is lost: logging never raises."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""summary.json: what a finished run says of itself. Pure, but for the atomic write."""
+"""summary.json, the results of a run. Pure except for the atomic write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dovetail.protocol.durable import sync
 
 
 def mean_ci95(values: Sequence[float]) -> dict[str, float]:
-    """Mean and half-width of its 95% confidence interval, 1.96 s / sqrt(n) with the unbiased s (0 for n < 2)."""
+    """The mean, and the half-width of its 95% confidence interval: 1.96 s / sqrt(n) with the unbiased s (0 for n <
+    2)."""
     n = len(values)
     if n == 0:
         raise ValueError("no values")
@@ -25,7 +26,7 @@ def mean_ci95(values: Sequence[float]) -> dict[str, float]:
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """set_path(d, "ppo.reward_first", x) makes the dictionaries on the way."""
+    """set_path(d, "ppo.reward_first", x) makes the dictionaries that are missing."""
     *parents, last = path.split(".")
     for name in parents:
         document = document.setdefault(name, {})
@@ -46,7 +47,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """The file has all of it, or is what it was. Raises OSError that names `path`."""
+    """Write a file atomically: it has all of the text, or is as it was before. Raises OSError that names `path`."""
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb", buffering=0) as file:

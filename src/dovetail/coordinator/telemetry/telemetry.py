@@ -1,4 +1,4 @@
-"""What a run shows of itself: Prometheus metrics, TensorBoard event files, history.jsonl and the live status."""
+"""What a run shows: Prometheus metrics, TensorBoard event files, history.jsonl and the live status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.manifest.types import Stage
 
 
 class CoordinatorMetrics:
-    """Base units; labels bounded by the plan (stage, phase, instance names)."""
+    """Prometheus metrics in base units. Labels are bounded by the plan: stage, phase and instance names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.stage_step = Gauge("dovetail_stage_step", "Last finished step of a stage.", ["stage"], registry=registry)
@@ -102,7 +102,8 @@ def whole_lines(path: Path) -> None:
 
 
 class MetricsHistory:
-    """history.jsonl and TensorBoard files: one entry a step. A replayed step is written again; the last wins."""
+    """history.jsonl and TensorBoard files, one entry for each step. A step that is run again is written again; its last
+    entry counts."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary import Writer
@@ -119,7 +120,7 @@ class MetricsHistory:
             self._board.add_scalar(f"{stage.value}/{name}", value, step)
 
     def since(self, offset: int) -> dict[str, Any]:
-        """The rows from byte `offset` of history.jsonl on, and the offset to go on from. At most 1 MiB at a time."""
+        """The rows of history.jsonl from byte `offset` on, at most 1 MiB, and the offset after them."""
         with self._path.open("rb") as file:
             file.seek(offset)
             whole, newline, _ = file.read(1 << 20).rpartition(b"\n")
@@ -158,7 +159,7 @@ class Status:
         }
 
     def update(self, **fields: Any) -> None:
-        """Change some of the fields; unknown names are an error."""
+        """Change some fields. Raises an error for unknown names."""
         unknown = set(fields) - set(self._fields)
         if unknown:
             raise KeyError(f"no status field {sorted(unknown)}")

@@ -1,4 +1,4 @@
-"""Spans of the current iteration, and its trace file."""
+"""The spans of the current iteration, and its trace file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dovetail.protocol.trace import chrome_trace
 
 
 class Timeline:
-    """Collects spans of one iteration at a time; `phases` adds up the coordinator's own phases in seconds."""
+    """Collects the spans of one iteration at a time. `phases`: the coordinator's own phases, in seconds."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "traces"
@@ -24,7 +24,7 @@ class Timeline:
         self.started = clock.now()
 
     def begin(self) -> None:
-        """Start an iteration; spans of the last one that were not written are dropped."""
+        """Start an iteration. Spans of the last one that were not written are dropped."""
         self._spans = []
         self._counters = {}
         self.phases = {}
@@ -34,11 +34,11 @@ class Timeline:
         self._spans.extend(spans)
 
     def count(self, name: str, points: Iterable[tuple[float, float]]) -> None:
-        """Add points (seconds since the epoch, value) of a curve."""
+        """Add points (seconds since the epoch, value) to a curve."""
         self._counters.setdefault(name, []).extend(points)
 
     def spans(self, name: str) -> list[Span]:
-        """The spans of one name so far."""
+        """The spans with this name so far."""
         return [s for s in self._spans if s.name == name]
 
     @contextmanager
@@ -58,7 +58,7 @@ class Timeline:
         write_json(self._path(iteration), trace)
 
     def read(self, iteration: int) -> bytes:
-        """What `write` wrote. Raises FileNotFoundError."""
+        """The trace that `write` wrote. Raises FileNotFoundError."""
         return self._path(iteration).read_bytes()
 
     def _path(self, iteration: int) -> Path:
