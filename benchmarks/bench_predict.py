@@ -32,8 +32,8 @@ from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.costs.machine_fit import Observed, fit
-from dovetail.planner.placement.machine import predicted_phases
+from dovetail.planner.costs.cpu_fit import Observed, fit
+from dovetail.planner.placement.on_cpus import predicted_phases
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.profile import Machine
 

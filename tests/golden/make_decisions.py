@@ -28,7 +28,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.inventory import read
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.groups import Infeasible
+from dovetail.planner.placement.placed import Infeasible
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.plan import PlanError, make_plan
 from dovetail.planner.simulate import StageProfile, ThresholdController

@@ -11,7 +11,7 @@ import yaml
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.inventory import read
-from dovetail.planner.placement.groups import place
+from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate.iteration import simulate
 from dovetail.planner.workload import Ints, Lengths

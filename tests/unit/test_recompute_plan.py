@@ -16,8 +16,8 @@ from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.groups import supervised
 from dovetail.planner.placement.manifest import groups_inventory
+from dovetail.planner.placement.on_gpus import supervised
 from dovetail.planner.plan import PlanError, make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,8 +80,8 @@ def test_it_is_done_in_the_stages_that_do_not_fit_without() -> None:
 def test_ppo_s_plan_says_it_with_the_memory_and_a_third_more_time() -> None:
     predictions = [make_plan(on_gpus(stages=["ppo"], recompute=way)).prediction for way in ("Always", "Never")]
     always, never = (next(t for t in p.tasks if t.task == "actor_training") for p in predictions if p is not None)
-    assert "activations made again" in always.details
-    assert "activations made again" not in never.details
+    assert "activation checkpointing" in always.details
+    assert "activation checkpointing" not in never.details
     assert never.seconds < always.seconds < 1.4 * never.seconds
     parts = {name for memory in predictions[0].memory for name in memory.parts} if predictions[0] else set()
     assert "actor_training: activations of a layer" in parts

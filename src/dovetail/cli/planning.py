@@ -21,8 +21,9 @@ from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware import GPU, HardwareError, parse
 from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.planner.placement.configs import ConfigError, needed, owner
-from dovetail.planner.placement.groups import Chosen, Infeasible, place
-from dovetail.planner.placement.machine import mismatch
+from dovetail.planner.placement.on_cpus import mismatch
+from dovetail.planner.placement.on_gpus import place
+from dovetail.planner.placement.placed import Chosen, Infeasible
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.profile import Profile

@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.cli.prediction import alternative_row, gpu_range, memory_row, micro_batch, placement_name, task_name
 from dovetail.local.report import charts
 from dovetail.local.report.report import STYLE
-from dovetail.planner.placement.groups import Chosen
+from dovetail.planner.placement.placed import Chosen
 from dovetail.planner.simulate.iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
 

@@ -38,7 +38,7 @@ class Share:
     Generation: dp vLLM servers of tp GPUs each (pp 1); inference: dp copies of the model, or of its pp x tp parts.
     `micro_batch`: sequences of one forward pass of a data-parallel rank (inference and training). `fsdp`: ZeRO stage
     over the dp ranks: 0 whole copies; 1 optimizer state, 2 gradients too, 3 weights too (for inference and generation:
-    0 or 3, 3 gathering each layer when it is used). `recompute`: training makes activations again in the backward pass.
+    0 or 3, 3 gathering each layer when it is used). `recompute`: activation checkpointing in training.
     `offload`: what the task keeps on the GPU waits in host memory while it does not run: of training the optimizer
     moments, of inference the weights, of generation weights and KV cache (vLLM asleep)."""
 

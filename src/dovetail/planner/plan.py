@@ -1,32 +1,29 @@
-"""A job's plan: all trainer ranks form one world. Where the models and GPUs are known, the search of a placement lays
-it out; else it is as data-parallel as the batch sizes allow."""
+"""The entry point: a job's plan. `dovetail.planner.placement` lays the job out, this file writes it down."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules, pinned_layouts
+from dovetail.manifest.checks.batching import BatchRule, batch_rules
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.hardware import GPU
+from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.configs import ConfigError, shapes
+from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.division import divisions
-from dovetail.planner.placement.groups import Infeasible, Placed, place
-from dovetail.planner.placement.machine import Local, place_locally
 from dovetail.planner.placement.manifest import pin_errors, product_errors
+from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models, server_memory
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
-from dovetail.protocol.prediction import PodMemory, Prediction
 from dovetail.protocol.profile import Profile
 
 
 class PlanError(ValueError):
-    """No plan fits the manifest; the message is one sentence naming the field."""
+    """No plan fits the manifest. The message is one sentence that names the field."""
 
 
 def make_plan(
@@ -38,177 +35,109 @@ def make_plan(
 ) -> Plan:
     """The plan of a manifest that `dovetail.manifest.checks.validation.check` accepts. Deterministic.
 
-    `configs`: the models' config.json, by the model that names the source (models from scratch need none); `measured`:
-    hardware figures that go before the data sheets'. Where these tell all models and GPUs, the fastest layout that
-    fits is taken (`dovetail.planner.placement`); on CPUs the fastest by `profile`, if it has measured whole iterations
-    of these models. Else Auto parallelism takes the most data-parallel ranks that every batch of the model can be
-    shared by, and pipeline stages for the rest; `layers[model]` bounds these. Raises PlanError."""
-    world = trainer_world(spec)
-    models = trained_models(spec)
-    if models and world == 0:
+    `configs`: the models' config.json, by the model that names the source; models from scratch need none. `measured`:
+    hardware figures that replace those of the data sheets. `profile`: of this machine, with whole iterations of these
+    models. Where these tell all models and GPUs, or all models and CPUs, the plan has the fastest layout that fits.
+    Otherwise it has as many data-parallel ranks as every batch of a model can be shared by, and pipeline stages for
+    the rest; `layers[model]` bounds these. Raises PlanError."""
+    if trained_models(spec) and trainer_world(spec) == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
     if errors := product_errors(spec, measured) + pin_errors(spec):
         raise PlanError(errors[0])
-    placed = _placed(spec, configs or {}, measured, profile) if models else None
-    if placed is not None:
-        parallelism = {model: placed.layouts[model] for model in models}
-    else:
-        parallelism = _layouts(spec, models, world, layers or {}, shapes(spec, configs or {})) if models else {}
-    apart = placed.apart if isinstance(placed, Placed) else {}
-    trained = {**parallelism, **apart}  # in PPO
-    again = _recomputed(spec, configs or {}, trained, placed)
-    if isinstance(placed, Placed) and again - placed.recompute:
+    try:
+        return _planned(spec, layers or {}, configs or {}, measured, profile)
+    except (Infeasible, ConfigError, LimitError) as error:
+        raise PlanError(str(error)) from error
+
+
+def _planned(
+    spec: RLHFJobSpec,
+    layers: Mapping[str, int],
+    configs: Mapping[str, Mapping[str, Any]],
+    measured: Mapping[str, GPU] | None,
+    profile: Profile | None,
+) -> Plan:
+    placed = _placed(spec, layers, configs, measured, profile)
+    layouts, layouts_ppo = placed.layouts, {**placed.layouts, **placed.apart}
+    checkpointed = _checkpointed(spec, configs, layouts_ppo, placed)
+    if placed.chosen is not None and checkpointed - placed.recompute:
         # What was predicted keeps more than spec.plan.activationMemory allows.
         always = spec.plan.model_copy(update={"recompute": "Always"})
-        return make_plan(spec.model_copy(update={"plan": always}), layers, configs, measured, profile)
-    rollouts = _rollouts(_interleaved(spec) if placed and placed.interleaved else spec)
-    rollouts = _staged(rollouts, placed.prediction if placed else None) if Stage.PPO in spec.stages else []
-    if Stage.PPO in spec.stages and not rollouts:
-        raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
-    schedule = "Dedicated" if apart else _schedule(spec, parallelism)
-    again_ppo = {model for stage, model in again if stage is Stage.PPO}
-    memory = _memory(spec, configs or {}, parallelism, schedule, again_ppo)
+        return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile)
+    models = {model for stage, model in checkpointed if stage is Stage.PPO}
+    schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
+    memory = pod_memory(spec, configs, layouts, schedule, models)
     return Plan(
-        world_size=world,
-        parallelism=parallelism,
+        world_size=trainer_world(spec),
+        parallelism=dict(layouts),
         batching=[
-            _batching(rule, (trained if rule.stage is Stage.PPO else parallelism)[rule.model], again)
+            _batching(rule, (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model], checkpointed)
             for rule in batch_rules(spec)
         ],
         tasks=_tasks(spec),
         trainers=_trainers(spec),
-        rollouts=rollouts,
+        rollouts=_rollouts(spec, placed) if Stage.PPO in spec.stages else [],
         schedule=schedule,
-        apart=apart,
-        activation_bytes=_activations(spec, configs or {}, trained, again_ppo),
-        warnings=[*_warnings(spec, parallelism, chosen=placed is not None), *too_small(memory)],
-        prediction=placed.prediction if placed is not None else None,
+        apart=dict(placed.apart),
+        activation_bytes=_activations(spec, configs, layouts_ppo, models),
+        warnings=[*placed.warnings, *_useless_pins(spec, layouts), *too_small(memory)],
+        prediction=placed.prediction,
         memory=memory,
     )
 
 
 def _placed(
     spec: RLHFJobSpec,
+    layers: Mapping[str, int],
     configs: Mapping[str, Mapping[str, Any]],
     measured: Mapping[str, GPU] | None,
     profile: Profile | None,
-) -> Placed | Local | None:
-    try:
-        return place(spec, configs, measured) or place_locally(spec, configs, profile)
-    except (Infeasible, ConfigError) as error:
-        raise PlanError(str(error)) from error
+) -> Placed:
+    if not trained_models(spec):
+        return Placed({})
+    return (
+        on_gpus.place(spec, configs, measured)
+        or on_cpus.place(spec, configs, profile)
+        or data_parallel.place(spec, configs, layers)
+    )
 
 
-def _recomputed(
-    spec: RLHFJobSpec,
-    configs: Mapping[str, Mapping[str, Any]],
-    parallelism: Mapping[str, Parallelism],
-    placed: Placed | Local | None,
+def _checkpointed(
+    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Parallelism], placed: Placed
 ) -> frozenset[tuple[Stage, str]]:
-    """Stages and models that make their activations again: as pinned; else where the search did, or where memory is
-    not known, as on CPUs, for what spec.plan.activationMemory does not allow."""
+    """Stages and models with activation checkpointing: as pinned, else where the search found that they need it. Where
+    memory is not known, as on CPUs, those whose activations are more than spec.plan.activationMemory."""
     if spec.plan.recompute != "Auto":
         return frozenset((r.stage, r.model) for r in batch_rules(spec) if spec.plan.recompute == "Always")
-    found = placed.recompute if isinstance(placed, Placed) else frozenset()
+    found = placed.recompute
     if Stage.PPO not in spec.stages:
         return found
-    try:
-        sizes = activation_bytes(spec, configs, parallelism, {m for stage, m in found if stage is Stage.PPO})
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
+    sizes = activation_bytes(spec, configs, layouts, {model for stage, model in found if stage is Stage.PPO})
     return found | {(Stage.PPO, model) for model in beyond_limit(spec, sizes)}
-
-
-def _memory(
-    spec: RLHFJobSpec,
-    configs: Mapping[str, Mapping[str, Any]],
-    parallelism: Mapping[str, Parallelism],
-    schedule: str,
-    again: Collection[str],
-) -> list[PodMemory]:
-    try:
-        return pod_memory(spec, configs, parallelism, schedule, again)
-    except ConfigError as error:
-        raise PlanError(str(error)) from error
 
 
 def _activations(
     spec: RLHFJobSpec,
     configs: Mapping[str, Mapping[str, Any]],
-    parallelism: Mapping[str, Parallelism],
-    again: Collection[str],
+    layouts: Mapping[str, Parallelism],
+    checkpointed: Collection[str],
 ) -> dict[str, list[int]]:
+    """Bytes of a micro-batch by model and stage, where actor and critic train on pipelines."""
     if Stage.PPO not in spec.stages:
         return {}
-    try:
-        sizes = activation_bytes(spec, configs, parallelism, again)
-        check_limit(spec, sizes)
-    except (LimitError, ConfigError) as error:
-        raise PlanError(str(error)) from error
-    return sizes if _pipelined(spec, parallelism) else {}
+    sizes = activation_bytes(spec, configs, layouts, checkpointed)
+    check_limit(spec, sizes)
+    return sizes if _pipelined(spec, layouts) else {}
 
 
-def _interleaved(spec: RLHFJobSpec) -> RLHFJobSpec:
-    return spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": "Interleaving"})})
-
-
-def _layouts(
-    spec: RLHFJobSpec,
-    models: list[str],
-    world: int,
-    layers: Mapping[str, int],
-    known: Mapping[str, ModelShape] | None,
-) -> dict[str, Parallelism]:
-    pinned = pinned_layouts(spec)
-    rules = batch_rules(spec)
-    result = {}
-    for model in models:
-        mine = [rule for rule in rules if rule.model == model]
-        if pinned is None:
-            result[model] = _auto(model, world, mine, layers.get(model))
-        else:
-            field, layout = pinned[model]
-            _check_pinned(field, model, layout, world, mine, layers.get(model))
-            if known is not None and (problem := known[model].split_problem(layout.tp)):
-                raise PlanError(f"{field}.tp is {layout.tp}, which {problem} of the {model}; use a tp that does")
-            result[model] = layout
-    return result
-
-
-def _check_pinned(
-    field: str, model: str, layout: Parallelism, world: int, rules: list[BatchRule], layers: int | None
-) -> None:
-    if world_size(layout) != world:
-        raise PlanError(
-            f"{field}: pp {layout.pp} x tp {layout.tp} x dp {layout.dp} is {world_size(layout)} ranks, but the trainer "
-            f"groups have {world}; make the product {world}"
-        )
-    if layers is not None and layout.pp > layers:
-        raise PlanError(f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it")
-    for rule in rules:
-        if problem := rule.problem(layout.dp):
-            raise PlanError(problem)
-
-
-def _auto(model: str, world: int, rules: list[BatchRule], layers: int | None) -> Parallelism:
-    """pp: the smallest divisor of the world whose dp shares every batch evenly."""
-    for pp in range(1, world + 1):
-        if world % pp or (layers is not None and pp > layers):
-            continue
-        if all(rule.problem(world // pp) is None for rule in rules):
-            return Parallelism(pp=pp, dp=world // pp)
-    first = next((p for rule in rules if (p := rule.problem(world))), None)
-    raise PlanError(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
-
-
-def _batching(rule: BatchRule, layout: Parallelism, again: Collection[tuple[Stage, str]]) -> Batching:
+def _batching(rule: BatchRule, layout: Parallelism, checkpointed: Collection[tuple[Stage, str]]) -> Batching:
     return Batching(
         stage=rule.stage,
         model=rule.model,
         mini_batch_size=rule.batch,
         micro_batch_size=rule.micro,
         micro_batches=rule.batch // (layout.dp * rule.micro),
-        recompute=(rule.stage, rule.model) in again,
+        recompute=(rule.stage, rule.model) in checkpointed,
     )
 
 
@@ -221,19 +150,19 @@ def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
     return [TrainerRank(name=f"trainer-{rank}", rank=rank, group=owner) for rank, owner in enumerate(owners)]
 
 
-def _rollouts(spec: RLHFJobSpec) -> list[Rollout]:
+def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
+    """Servers with the models that their scorers hold; and what was predicted for their groups: stages of the servers,
+    stages of what their scorers split, and memory. A predicted pool of several trainer groups is named after all."""
     places = [(group.name, index) for group in _groups(spec, Role.ROLLOUT) for index in range(pod_count(group))]
-    return [
+    if not places:
+        raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
+    found = [
         Rollout(name=f"{group}-{index}", group=group, scores=scores)
-        for (group, index), scores in zip(places, scorer_models(spec, len(places)), strict=True)
+        for (group, index), scores in zip(places, scorer_models(spec, len(places), placed.interleaved), strict=True)
     ]
-
-
-def _staged(rollouts: list[Rollout], prediction: Prediction | None) -> list[Rollout]:
-    """With what was predicted for their groups: stages of the servers and of what their scorers split, and memory. A
-    pool of several trainer groups is named after all."""
+    prediction = placed.prediction
     if prediction is None:
-        return rollouts
+        return found
     stages = {(group, task.task): task.pp for task in prediction.tasks for group in task.group.split("+")}
     return [
         r.model_copy(
@@ -243,7 +172,7 @@ def _staged(rollouts: list[Rollout], prediction: Prediction | None) -> list[Roll
                 "memory": server_memory(prediction, r.group),
             }
         )
-        for r in rollouts
+        for r in found
     ]
 
 
@@ -275,12 +204,12 @@ def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> boo
 def _schedule(
     spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]
 ) -> Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"]:
-    """Ranks can be divided between the models without pipelines too. Raises PlanError where they cannot be."""
+    """Ranks can be divided between the models without pipelines too. Raises Infeasible where they cannot be."""
     pin = spec.plan.intra_stage_fusion
     if pin == "Dedicated" and Stage.PPO in spec.stages and "critic" in parallelism:
         if divisions(parallelism, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size):
             return pin
-        raise PlanError(
+        raise Infeasible(
             f"spec.plan.intraStageFusion is Dedicated, but the {world_size(parallelism['actor'])} trainer ranks cannot "
             "be divided between actor and critic; give the trainer groups at least 2 ranks, or make "
             "spec.ppo.miniBatchSize a multiple of spec.ppo.microBatchSize times more ranks"
@@ -288,19 +217,12 @@ def _schedule(
     return pin if pin != "Dedicated" and _pipelined(spec, parallelism) else "Serial"
 
 
-def _warnings(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism], chosen: bool) -> list[str]:
-    """Unless `chosen` by time and memory, Auto prefers data parallelism: a batch size forced pipeline stages."""
-    found = []
-    if spec.plan.parallelism == "Auto" and not chosen:
-        found = [
-            f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by "
-            f"more than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
-            for model, layout in parallelism.items()
-            if layout.pp > 1
-        ]
+def _useless_pins(spec: RLHFJobSpec, layouts: Mapping[str, Parallelism]) -> list[str]:
+    """One sentence where spec.plan.intraStageFusion has no effect."""
     pin = spec.plan.intra_stage_fusion
-    useless = pin in ("Fused", "TimeSharing") and not _pipelined(spec, parallelism)
-    if useless or (pin == "Dedicated" and "critic" not in parallelism):
-        why = "no critic is trained" if "critic" not in parallelism else "neither actor nor critic has pipeline stages"
-        found.append(f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}")
-    return found
+    if "critic" not in layouts:
+        why = "no critic is trained" if pin in ("Fused", "TimeSharing", "Dedicated") else ""
+    else:
+        useless = pin in ("Fused", "TimeSharing") and not _pipelined(spec, layouts)
+        why = "neither actor nor critic has pipeline stages" if useless else ""
+    return [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []

@@ -14,8 +14,8 @@ from typing import Any
 from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.costs.machine_fit import Observed
-from dovetail.planner.placement.machine import work_of
+from dovetail.planner.costs.cpu_fit import Observed
+from dovetail.planner.placement.on_cpus import work_of
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.wire import unpack
 

@@ -21,11 +21,12 @@ def activation_bytes(
     spec: RLHFJobSpec,
     configs: Mapping[str, Mapping[str, Any]],
     parallelism: Mapping[str, Parallelism],
-    again: Collection[str] = (),
+    checkpointed: Collection[str] = (),
 ) -> dict[str, list[int]]:
-    """By trained model and stage: bytes that autograd keeps of one micro-batch of the longest sequences, by the memory
-    model; `again`: models that keep layers' inputs only. {} where a model's configuration is not known. `configs` as
-    `make_plan` takes them. Raises ConfigError."""
+    """Bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and pipeline stage.
+
+    `checkpointed`: models with activation checkpointing. `configs`: as `make_plan` takes them. The result is empty if a
+    model's configuration is not known. Raises ConfigError."""
     known = shapes(spec, configs)
     both = [model for model in ("actor", "critic") if model in parallelism]
     if known is None or any(model not in known or known[model].layers < parallelism[model].pp for model in both):
@@ -35,7 +36,7 @@ def activation_bytes(
     found = {}
     for rule in (rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in both):
         model, layout = rule.model, parallelism[rule.model]
-        job = training_job(spec, rule, known[model], layout, dtype, gpu=gpu, recompute=model in again)
+        job = training_job(spec, rule, known[model], layout, dtype, gpu=gpu, recompute=model in checkpointed)
         memory = (training_memory(replace(job, in_flight=1), stage) for stage in range(layout.pp))
         found[model] = [round(part.device["activations"]) for part in memory]
     return found

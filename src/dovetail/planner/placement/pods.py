@@ -42,17 +42,18 @@ def pod_memory(
     configs: Mapping[str, Mapping[str, Any]],
     parallelism: Mapping[str, Parallelism],
     schedule: str,
-    again: Collection[str] = (),
+    checkpointed: Collection[str] = (),
 ) -> list[PodMemory]:
-    """Of PPO's pods, at the peak: processes do not take turns with memory, what one has had it keeps. `again`: models
-    that make their activations again. Equal neighbours together. [] for jobs with GPUs or without PPO, or where a
-    model's configuration is not known. Raises ConfigError."""
+    """The memory of PPO's pods at its peak. A process keeps the memory that it has had, so processes do not take turns.
+
+    `checkpointed`: models with activation checkpointing. Equal neighbours are one entry. The result is empty for jobs
+    with GPUs or without PPO, and where a model's configuration is not known. Raises ConfigError."""
     known = shapes(spec, configs)
     if known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
         return []
     if any(known[m].layers < layout.pp for m, layout in parallelism.items() if m in known):
         return []
-    trainer = _trainer(spec, known, parallelism, schedule, again)
+    trainer = _trainer(spec, known, parallelism, schedule, checkpointed)
     rollouts = iter(scorer_models(spec, sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)))
     found = []
     for number, group in enumerate(spec.groups):
@@ -103,7 +104,7 @@ def _trainer(
     known: Mapping[str, ModelShape],
     parallelism: Mapping[str, Parallelism],
     schedule: str,
-    again: Collection[str],
+    checkpointed: Collection[str],
 ) -> dict[str, float]:
     """The rank with most. Actor and critic take turns with their activations unless a schedule runs both."""
     # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
@@ -114,7 +115,7 @@ def _trainer(
         for rule in rules:
             model, layout = rule.model, parallelism[rule.model]
             job = training_job(
-                spec, rule, known[model], layout, Dtype.FLOAT32, gpu=False, stage=stage, recompute=model in again
+                spec, rule, known[model], layout, Dtype.FLOAT32, gpu=False, stage=stage, recompute=model in checkpointed
             )
             memory = training_memory(job, min(stage, layout.pp - 1))
             parts = _named(f"{model}_training", memory.device)

@@ -68,7 +68,7 @@ def _details(task: Task, share: Share) -> list[str]:
     if task in TRAINING and share.dp > 1:
         found.append(f"ZeRO-{share.fsdp}")
     if share.recompute:
-        found.append("activations made again")
+        found.append("activation checkpointing")
     if task in INFERENCE and share.pp * share.tp > 1:
         found.append(f"split over {share.pp * share.tp} GPUs")
     if share.offload:

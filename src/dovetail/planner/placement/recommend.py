@@ -14,9 +14,9 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.fewest import fewest_stages
-from dovetail.planner.placement.groups import Chosen, Infeasible, worth
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
+from dovetail.planner.placement.placed import Chosen, Infeasible, worth
 from dovetail.planner.placement.predict import prediction
 from dovetail.planner.placement.search import Effort, Found, Rejected, Result, Search
 from dovetail.planner.placement.structures import ALONE
@@ -100,7 +100,7 @@ def _plainest(result: Result, costs: GPUCosts) -> Result:
     for other in result.rejected:
         if other.candidate is None or other.seconds is None:
             continue
-        if not worth(best.seconds, other.seconds, costs.work):
+        if not worth(best.seconds, other.seconds, costs.work.steps):
             near.append(Found(other.candidate, costs.estimate(other.candidate), other.note))
     plainest = min(near, key=lambda found: (len({*found.note.split("; ")} - {"", ALONE}), found.seconds))
     if plainest is best:

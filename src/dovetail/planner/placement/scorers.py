@@ -23,14 +23,15 @@ def scored_models(spec: RLHFJobSpec) -> list[Scored]:
     return found
 
 
-def scorer_models(spec: RLHFJobSpec, scorers: int) -> list[list[Scored]]:
+def scorer_models(spec: RLHFJobSpec, scorers: int, interleaved: bool = False) -> list[list[Scored]]:
     """The models that each of `scorers` holds.
 
-    Interleaving, with two scorers or more: the reference on the first half of them, the others, which have no
-    vocabulary projection, on the second. So each
-    holds fewer models, and their passes run side by side. Else: all on all."""
+    Interleaving, pinned or chosen (`interleaved`), with two scorers or more: the reference is on the first half of
+    them. The other models, which have no vocabulary projection, are on the second half. So each scorer holds fewer
+    models, and their passes run side by side. Otherwise every scorer holds all models."""
     models = scored_models(spec)
-    if spec.plan.placement != "Interleaving" or scorers < 2 or len(models) < 2:
+    halves = interleaved or spec.plan.placement == "Interleaving"
+    if not halves or scorers < 2 or len(models) < 2:
         return [list(models) for _ in range(scorers)]
     half = scorers // 2
     return [["reference"] if index < half else models[1:] for index in range(scorers)]

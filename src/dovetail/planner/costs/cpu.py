@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.planner.costs.machine_work import Work, slowdown
-from dovetail.planner.costs.shared_cores import best_stage
+from dovetail.planner.costs.cpu_stage import best_stage
+from dovetail.planner.costs.cpu_work import Work, slowdown
 from dovetail.protocol.profile import Machine
 
 

@@ -1,4 +1,4 @@
-"""The placement of a manifest on its own groups: what trainers and rollouts are going to run."""
+"""The placement of a job on its own groups of GPUs, by the cost model of GPUs."""
 
 from __future__ import annotations
 
@@ -25,33 +25,16 @@ from dovetail.planner.placement.manifest import (
     with_parts,
     workload,
 )
+from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, worth
 from dovetail.planner.placement.predict import prediction
 from dovetail.planner.placement.search import Effort, Rejected, Result, Search
 from dovetail.planner.placement.training_job import rows, sequence_tokens, training_job
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
-from dovetail.protocol.plan import Layout as RankLayout
-from dovetail.protocol.prediction import Prediction
+from dovetail.protocol.plan import Layout
 
 # Estimates of whole iterations: a manifest's groups leave little open.
 EFFORT = 600
-# Splitting a model or interleaving must gain as much over doing neither: the models of time are not exact.
-WORTH = 1.05
-# Of an optimizer step, which for a small model are longer than what the models count (launches, Python).
-UNCOUNTED_SECONDS = 0.01
-
-
-class Infeasible(ValueError):
-    """The groups are too small; one sentence with the number that failed and what would help."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The placement of a PPO iteration, with all that it was estimated from."""
-
-    candidate: Candidate
-    costs: GPUCosts
-    prediction: Prediction
 
 
 @dataclass(frozen=True)
@@ -62,40 +45,10 @@ class Fitting:
     recompute: frozenset[Stage] = frozenset()
 
 
-@dataclass(frozen=True)
-class Placed:
-    """`layouts`: of each trained model, on all ranks. `recompute`: stages and models that make their activations again.
-    `chosen`: of a PPO iteration, None without that stage."""
-
-    layouts: Mapping[str, Parallelism]
-    recompute: frozenset[tuple[Stage, str]]
-    chosen: Chosen | None = None
-
-    @property
-    def apart(self) -> dict[str, RankLayout]:
-        """Layouts of actor and critic in PPO where they have trainer ranks of their own, else empty."""
-        if self.chosen is None or self.chosen.candidate.schedule != "Dedicated":
-            return {}
-        actor, critic = (shares[0] for shares in _trained(self.chosen.candidate).values())
-        return {
-            name: RankLayout(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first)
-            for name, share in (("actor", actor), ("critic", critic))
-        }
-
-    @property
-    def prediction(self) -> Prediction | None:
-        return None if self.chosen is None else self.chosen.prediction
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether reference and reward are on halves of the rollouts."""
-        return self.prediction is not None and self.prediction.placement == "Interleaving"
-
-
 def place(
     spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None = None
 ) -> Placed | None:
-    """By the models of time and memory; None where these do not know the job's GPUs (or CPUs) or models.
+    """None where the job's GPUs or models are not known, or where its groups have CPUs.
 
     Raises Infeasible, ConfigError, UnknownProduct."""
     known = shapes(spec, configs)
@@ -108,7 +61,7 @@ def place(
         return None
     chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
     if Stage.PPO not in spec.stages:
-        return Placed(chosen, _recomputed(chosen, layouts))
+        return Placed(chosen, recompute=_recomputed(chosen, layouts))
     found = _iteration(spec, known, inventory, layouts)
     shares = _trained(found.candidate)
     if found.candidate.schedule != "Dedicated":
@@ -121,7 +74,20 @@ def place(
     if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
     before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
-    return Placed(chosen, before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute}, found)
+    return Placed(
+        chosen,
+        found.prediction,
+        recompute=before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute},
+        apart=_apart(shares) if found.candidate.schedule == "Dedicated" else {},
+        chosen=found,
+    )
+
+
+def _apart(shares: Mapping[str, Sequence[Share]]) -> dict[str, Layout]:
+    """Layouts of models that have trainer ranks of their own."""
+    return {
+        name: Layout(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first) for name, (share, *_) in shares.items()
+    }
 
 
 def _trained(candidate: Candidate) -> dict[str, tuple[Share, ...]]:
@@ -172,16 +138,11 @@ def _iteration(
     return Chosen(result.best.candidate, costs, prediction(result, costs))
 
 
-def worth(best: float, other: float, work: Workload) -> bool:
-    """Whether a placement of `best` seconds an iteration gains more over another one than the models of time miss."""
-    return other > WORTH * best + UNCOUNTED_SECONDS * work.steps
-
-
 def _worth(found: Result, plainer: Result, work: Workload) -> Result:
     """The plainer placement, unless the other one gains enough."""
     best, other = found.best, plainer.best
     assert best is not None
-    if other is None or worth(best.seconds, other.seconds, work):
+    if other is None or worth(best.seconds, other.seconds, work.steps):
         return found
     kind = other.candidate.placement, other.note
     faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
@@ -243,16 +204,16 @@ def _fitting(
     """Seconds of a step of each stage together, in each the fastest way that fits; or the first that does not fit, with
     its task."""
     dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
-    seconds, again = 0.0, set()
+    seconds, checkpointed = 0.0, set()
     for rule in (rule for rule in batch_rules(spec) if rule.model == model):
         job = training_job(spec, rule, shape, layout, dtype)
         ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
         fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
         if fits is None:
             return 0.0, None, (min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model])
-        again |= {rule.stage} if fits.recompute else set()
+        checkpointed |= {rule.stage} if fits.recompute else set()
         seconds += _step_seconds(rule, fits, pool, sequence_tokens(spec, rule.stage))
-    return seconds, Fitting(layout, frozenset(again)), None
+    return seconds, Fitting(layout, frozenset(checkpointed)), None
 
 
 def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The plan of a job whose groups run on one measured machine: layouts and placement by predicted seconds."""
+"""The placement of a job whose groups are CPUs of one measured machine, by predicted seconds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.costs.machine import seconds
-from dovetail.planner.costs.machine_work import Work
-from dovetail.planner.costs.shared_cores import chunk_seconds
+from dovetail.planner.costs.cpu import seconds
+from dovetail.planner.costs.cpu_stage import chunk_seconds
+from dovetail.planner.costs.cpu_work import Work
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.groups import UNCOUNTED_SECONDS, WORTH
 from dovetail.planner.placement.manifest import allowed_layouts
+from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.workload import Lengths
 from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
@@ -26,19 +26,6 @@ from dovetail.protocol.profile import Machine, Profile
 DRAWS = 8
 # At which shares of the samples a tail may gather where `plan.interStageFusion` is Auto.
 THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
-
-
-@dataclass(frozen=True)
-class Local:
-    """`layouts`: of each trained model."""
-
-    layouts: Mapping[str, Parallelism]
-    prediction: Prediction
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether reference and reward are on halves of the rollouts."""
-        return self.prediction.placement == "Interleaving"
 
 
 def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile) -> str | None:
@@ -53,7 +40,7 @@ def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profil
     return None
 
 
-def place_locally(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile | None) -> Local | None:
+def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile | None) -> Placed | None:
     """None where the job's groups are not all CPUs, the profile has no whole iterations or other models, the job has no
     PPO, or no layout divides its batches (the caller says why)."""
     known = shapes(spec, configs)
@@ -72,10 +59,10 @@ def place_locally(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], p
     found = [_option(spec, machine, models, layout, placement) for placement in _placements(spec) for layout in both]
     plain = next((f for f in found if f.placement != "Interleaving"), found[0])
     best = min(found, key=lambda f: f.seconds)
-    if plain.seconds <= WORTH * best.seconds + UNCOUNTED_SECONDS * best.work.steps:
+    if not worth(best.seconds, plain.seconds, best.work.steps):
         best = plain
     layouts = {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed}
-    return Local(layouts, _prediction(spec, machine, best, [f for f in found if f is not best]))
+    return Placed(layouts, _prediction(spec, machine, best, [f for f in found if f is not best]))
 
 
 PlacementName = Literal["Flattening", "Interleaving", "Separation"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dovetail.planner.chunks import chunk_rows
-from dovetail.planner.costs.machine_work import Work, slowdown
+from dovetail.planner.costs.cpu_work import Work, slowdown
 from dovetail.protocol.profile import Machine
 
 NEVER = float("inf")

@@ -1,0 +1,67 @@
+"""Layouts of a job whose GPUs or models are not known: as data-parallel as its batch sizes allow, or as pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.manifest.checks.batching import BatchRule, batch_rules, pinned_layouts
+from dovetail.manifest.sizes import trained_models, trainer_world, world_size
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.placed import Infeasible, Placed
+
+
+def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layers: Mapping[str, int]) -> Placed:
+    """Pipeline stages come only where the batches cannot be shared by all ranks. `layers[model]` bounds them.
+
+    Raises Infeasible, ConfigError."""
+    pinned, rules, world = pinned_layouts(spec), batch_rules(spec), trainer_world(spec)
+    known = shapes(spec, configs)
+    layouts = {}
+    for model in trained_models(spec):
+        mine = [rule for rule in rules if rule.model == model]
+        if pinned is None:
+            layouts[model] = _most_data_parallel(model, world, mine, layers.get(model))
+            continue
+        field, layout = pinned[model]
+        _check_pinned(field, layout, model, world, mine, layers.get(model))
+        if known is not None and (problem := known[model].split_problem(layout.tp)):
+            raise Infeasible(f"{field}.tp is {layout.tp}, which {problem} of the {model}; use a tp that does")
+        layouts[model] = layout
+    return Placed(layouts, warnings=() if pinned else tuple(_warnings(layouts)))
+
+
+def _check_pinned(
+    field: str, layout: Parallelism, model: str, world: int, rules: list[BatchRule], layers: int | None
+) -> None:
+    if world_size(layout) != world:
+        raise Infeasible(
+            f"{field}: pp {layout.pp} x tp {layout.tp} x dp {layout.dp} is {world_size(layout)} ranks, but the trainer "
+            f"groups have {world}; make the product {world}"
+        )
+    if layers is not None and layout.pp > layers:
+        raise Infeasible(f"{field}.pp is {layout.pp}, but the {model} has only {layers} layers; lower it")
+    for rule in rules:
+        if problem := rule.problem(layout.dp):
+            raise Infeasible(problem)
+
+
+def _most_data_parallel(model: str, world: int, rules: list[BatchRule], layers: int | None) -> Parallelism:
+    """With as few pipeline stages as share every batch evenly."""
+    for pp in range(1, world + 1):
+        if world % pp or (layers is not None and pp > layers):
+            continue
+        if all(rule.problem(world // pp) is None for rule in rules):
+            return Parallelism(pp=pp, dp=world // pp)
+    first = next((p for rule in rules if (p := rule.problem(world))), None)
+    raise Infeasible(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
+
+
+def _warnings(layouts: Mapping[str, Parallelism]) -> list[str]:
+    return [
+        f"the {model} is split into {layout.pp} pipeline stages because its batches cannot be shared evenly by "
+        f"more than {layout.dp} data-parallel rank{'s' if layout.dp > 1 else ''}"
+        for model, layout in layouts.items()
+        if layout.pp > 1
+    ]
