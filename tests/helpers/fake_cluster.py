@@ -24,6 +24,7 @@ from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.nodes import Pools
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import CONTAINER
 
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 JOBSET_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"
@@ -261,7 +262,7 @@ class FakeCluster:
     def waiting(self, pod: dict[str, Any], reason: str, message: str) -> None:
         pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
         state = {"waiting": {"reason": reason, "message": message}}
-        pod["status"]["containerStatuses"] = [{"name": names.CONTAINER, "image": "some/image:1", "state": state}]
+        pod["status"]["containerStatuses"] = [{"name": CONTAINER, "image": "some/image:1", "state": state}]
 
     def end(
         self, pod: dict[str, Any], code: int, message: str = "", reason: str = "Error", disrupted: bool = False
@@ -270,7 +271,7 @@ class FakeCluster:
         pod["status"] = {
             "phase": "Failed" if code else "Succeeded",
             "conditions": [{"type": "DisruptionTarget", "status": "True", "message": "drained"}] if disrupted else [],
-            "containerStatuses": [{"name": names.CONTAINER, "state": {"terminated": ended}}],
+            "containerStatuses": [{"name": CONTAINER, "state": {"terminated": ended}}],
         }
 
     def settle(self, rounds: int = 12) -> None:

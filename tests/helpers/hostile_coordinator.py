@@ -20,6 +20,7 @@ from dovetail.kube import coordinator_http, names
 from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.statusapi.coordinators import CoordinatorPoller as CoordinatorReader
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -121,7 +122,7 @@ async def ask(way: str) -> dict[str, Any]:
     port = hostile.sockets[0].getsockname()[1]
     seconds = 1.0 if way in SLOW else 20.0
     coordinators.COORDINATOR_PORT, coordinators.TIMEOUT_SECONDS = port, seconds
-    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: names.COORDINATOR}
+    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: COORDINATOR}
     pod = {"metadata": {"name": "c", "labels": labels}, "status": {"phase": "Running", "podIP": "127.0.0.1"}}
     job = {"metadata": {"name": "demo", "namespace": "lab", "uid": "u"}}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -119,7 +119,7 @@ class FakeCopies:
 
 def with_client(
     body: Callable[[TestClient[Any, Any], ScorerService, FakeReceiver], Awaitable[None]],
-    max_tokens: int = scoring.MAX_TOKENS,
+    max_tokens: int = scoring.SCORER_TOKENS,
 ) -> list[tuple[str, dict[str, Any]]]:
     events: list[tuple[str, dict[str, Any]]] = []
 

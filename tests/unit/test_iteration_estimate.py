@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
 from dovetail.planner.costs.gpu import PHASES
-from dovetail.planner.costs.passes import PASS_TOKENS, shared_prompt
+from dovetail.planner.costs.passes import shared_prompt
 from dovetail.planner.costs.rooflines import decode_step
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
+from dovetail.protocol.budgets import SCORER_TOKENS
 from dovetail.rollout.samples import Samples, packs
-from dovetail.rollout.scoring import MAX_TOKENS
 from helpers.estimates import estimate, simulate
 
 H100, A100, V100 = gpu("NVIDIA-H100-80GB-HBM3"), gpu("NVIDIA-A100-SXM4-80GB"), gpu("Tesla-V100-SXM2-32GB")
@@ -197,9 +197,8 @@ def test_scorers_compute_a_prompt_once_for_the_samples_in_a_pass(per_prompt: int
     tokens = np.zeros((64, prompt + response), np.int64)
     tokens[:, 0] = np.arange(64) // per_prompt
     samples = Samples(tokens, np.full(64, prompt), np.full(64, response))
-    computed = sum(len(pack.tokens) for pack in packs(samples, PASS_TOKENS, 10**9))
+    computed = sum(len(pack.tokens) for pack in packs(samples, SCORER_TOKENS, 10**9))
     expected = 64 * (response + prompt * shared_prompt(job, 1))
-    assert PASS_TOKENS == MAX_TOKENS
     # Neighbouring prompts fill the rest of a pass, so that a group may need one more or fewer.
     assert computed == pytest.approx(expected, rel=0.15)
 

@@ -17,6 +17,7 @@ from dovetail.operator.reconcile import PlanRefused
 from dovetail.operator.settings import OperatorSettings
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.plan import make_plan
+from dovetail.protocol.process_names import COORDINATOR
 from helpers.fake_cluster import START, manifest
 
 KEY = ("default", "demo")
@@ -179,7 +180,7 @@ def test_a_history_that_cannot_be_kept_holds_up_nothing():
     controller.store.put(jobset)
     word = {"stage": "ppo", "iteration": 4, "metrics": {"reward": 2.0}}
     ended = {"exitCode": 0, "message": json.dumps(word), "finishedAt": "2026-11-21T12:30:00Z"}
-    labels = jobset["metadata"]["labels"] | {names.ROLE_LABEL: names.COORDINATOR}
+    labels = jobset["metadata"]["labels"] | {names.ROLE_LABEL: COORDINATOR}
     metadata = {"name": "c", "namespace": "default", "uid": "p", "resourceVersion": "9", "labels": labels}
     status = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
     controller.store.put({"kind": "Pod", "metadata": metadata, "spec": {}, "status": status})

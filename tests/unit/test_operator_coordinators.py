@@ -11,12 +11,13 @@ from dovetail.kube import names
 from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
+from dovetail.protocol.process_names import COORDINATOR
 
 KEY = ("default", "demo")
 
 
 def children(address, phase="Running"):
-    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: names.COORDINATOR}
+    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: COORDINATOR}
     pod = {"metadata": {"name": "c", "labels": labels}, "status": {"phase": phase, "podIP": address}}
     return Children({("Pod", "c"): pod})
 

@@ -16,6 +16,7 @@ from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
+from dovetail.protocol.process_names import COORDINATOR
 
 KEY = ("default", "demo")
 
@@ -78,7 +79,7 @@ def test_the_last_word_adds_a_step_and_replaces_none():
 
 
 def children(address):
-    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: names.COORDINATOR}
+    labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: COORDINATOR}
     pod = {"metadata": {"name": "c", "labels": labels}, "status": {"phase": "Running", "podIP": address}}
     return Children({("Pod", "c"): pod})
 

@@ -4,6 +4,7 @@ import pytest
 
 from dovetail.kube import names
 from dovetail.operator import progress
+from dovetail.protocol.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
 
 
@@ -35,7 +36,7 @@ def test_a_job_starts_runs_and_completes():
     assert status["observedGeneration"] == 1
     assert status["startTime"] == "2026-11-21T12:00:00Z"
     word = '{"stage": "ppo", "iteration": 12, "total_iterations": 12, "metrics": {"reward": 1.2345678, "kl": 0.1}}'
-    cluster.end(cluster.pod(names.COORDINATOR), 0, word)
+    cluster.end(cluster.pod(COORDINATOR), 0, word)
     cluster.reconcile()
     assert cluster.condition("Running")["status"] == "True", "the JobSet does not know yet"
     cluster.settle()
@@ -263,7 +264,7 @@ def test_nothing_is_made_after_the_end():
 
 def test_a_finished_job_goes_when_its_time_is_up():
     cluster = running(ttlSecondsAfterFinished=60)
-    cluster.end(cluster.pod(names.COORDINATOR), 0)
+    cluster.end(cluster.pod(COORDINATOR), 0)
     cluster.settle()
     result = cluster.reconcile()
     assert not cluster.gone

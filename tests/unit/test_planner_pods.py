@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.placement.pod_template import memory_limit, quantity
-from dovetail.planner.placement.pods import BLOCK_TOKENS, PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
+from dovetail.planner.placement.pods import PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
 from dovetail.planner.plan import make_plan
+from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 
 GIB = 2**30
 SPEC = load_manifest(Path(__file__).parents[2] / "examples" / "quickstart.yaml").spec
@@ -51,7 +52,7 @@ def test_the_quickstarts_pods_by_hand() -> None:
         assert trainer[f"{model}_training: optimizer"] == 8 * (body + head)
     assert trainer["trainer: process"] == PROCESS_BYTES
     assert rollout["generation: processes"] == SERVER_BYTES
-    assert rollout["generation: KV cache"] == 64 * 2 * BLOCK_TOKENS * 2 * 2 * 128 * 4
+    assert rollout["generation: KV cache"] == 64 * 2 * KV_BLOCK_TOKENS * 2 * 2 * 128 * 4
     assert rollout["generation: weights"] == 4 * (body + 512 * 128)
     assert rollout["scorer: weights"] == 4 * (3 * body + 512 * 128 + 2 * 128)
     assert rollout["scorer: process"] == PROCESS_BYTES

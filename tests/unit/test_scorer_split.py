@@ -51,7 +51,7 @@ def loaded(models: dict[str, ModelRef], **how: Any) -> scoring.Scorer:
 def test_scores_are_the_same_bits_whole_and_split(
     architecture: str, tied: bool, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "CPU_TOKENS", 48)
+    monkeypatch.setattr(scoring, "SCORER_CPU_TOKENS", 48)
     models, arrays = refs(architecture, tie_word_embeddings=tied), Samples.read(samples(n=12))
     whole, split = loaded(models), loaded(models, devices=["cpu"] * stages)
     # No more stages than layers.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.env import COORDINATOR_PORT
+from dovetail.protocol.process_names import COORDINATOR
 
 FIELD_MANAGER = "dovetail-operator"
-COORDINATOR = "coordinator"
-CONTAINER = "dovetail"  # of every pod: what a group's podTemplate patches
 TOKEN_KEY = "token"  # of the token's Secret
 ITERATIONS_KEY = "iterations.json"  # of the history's ConfigMap
 

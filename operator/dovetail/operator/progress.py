@@ -16,6 +16,7 @@ from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import Stage
 from dovetail.operator import reasons
 from dovetail.operator.children import Children, Object, label
+from dovetail.protocol.process_names import COORDINATOR
 
 # Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
 _MOST = 2**53
@@ -134,7 +135,7 @@ def health(document: Mapping[str, Any]) -> RunHealth | None:
 
 def coordinator_pod(children: Children) -> Object | None:
     """The coordinator's newest pod."""
-    pods = [p for p in children.pods(surplus=False) if label(p, names.ROLE_LABEL) == names.COORDINATOR]
+    pods = [p for p in children.pods(surplus=False) if label(p, names.ROLE_LABEL) == COORDINATOR]
     return max(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", "")), default=None)
 
 

@@ -10,6 +10,7 @@ from dovetail.kube import names
 from dovetail.manifest.types import Role
 from dovetail.operator import reasons
 from dovetail.operator.children import Object, condition, deleting, is_ready, is_true, label, parse_time
+from dovetail.protocol.process_names import COORDINATOR
 
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
@@ -115,7 +116,7 @@ def _ended(pod: Object) -> Cause:
 
 def _failed(pod: Object) -> str:
     role = label(pod, names.ROLE_LABEL)
-    if role == names.COORDINATOR:
+    if role == COORDINATOR:
         return reasons.COORDINATOR_FAILED
     if role == Role.ROLLOUT.value:
         return reasons.ROLLOUT_FAILED

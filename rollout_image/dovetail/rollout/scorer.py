@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol import serving
+from dovetail.protocol.budgets import SCORER_TOKENS
 from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Register
@@ -31,7 +32,7 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.pulse import Pulse
 from dovetail.rollout.host_weights import CudaCopies
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
-from dovetail.rollout.scoring import MAX_TOKENS, Scorer
+from dovetail.rollout.scoring import Scorer
 
 REGISTER_SECONDS = 2.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the group's; Auto: bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument(
-        "--max-tokens", type=int, default=MAX_TOKENS, help="tokens per forward pass (default: %(default)s)"
+        "--max-tokens", type=int, default=SCORER_TOKENS, help="tokens per forward pass (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     if args.max_tokens < 1:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.rollout.host_weights import Copies, HostModels
@@ -21,16 +22,12 @@ Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
 HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "value"}
 
-MAX_TOKENS = 8192
-# On CPUs larger passes are slower: what they compute leaves the caches.
-CPU_TOKENS = 2048
 # On CPUs a forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read: a float32
 # matrix product then gives each row the same bits however many there are and wherever it is. Attention runs sequence by
 # sequence. So a sample's scores are the same to the last bit whatever it is scored with, and neither inter-stage fusion
 # nor the number of scorers changes a run.
 ROWS = 16
-# A pass's logits stay below this, in the model's dtype; a float32 chunk of them below the second.
-LOGIT_BYTES = 512 * 2**20
+# A float32 chunk of a pass's logits stays below this.
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -73,7 +70,7 @@ class Scorer:
         self,
         devices: torch.device | str | Sequence[torch.device | str] = "cpu",
         dtype: torch.dtype = torch.float32,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int = SCORER_TOKENS,
         progress: Callable[[str, int], None] = lambda model, tokens: None,
         copies: Sequence[Copies] | None = None,
         split: Mapping[str, int] | None = None,
@@ -197,8 +194,8 @@ class Scorer:
         most = max(1, self.max_tokens // len(model.stages))
         outputs = most
         if HEADS[name] == "lm":
-            outputs = max(1, LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
-        multiple, enough = (ROWS, CPU_TOKENS) if self.device.type == "cpu" else (1, None)
+            outputs = max(1, SCORER_LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
+        multiple, enough = (ROWS, SCORER_CPU_TOKENS) if self.device.type == "cpu" else (1, None)
 
         def forward(pack: Pack) -> Pass[tuple[Pack, NDArray[np.float32]]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes

@@ -20,6 +20,7 @@ from typing import Any
 
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.types import Dtype, Group, RLHFJob, Role
+from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
@@ -29,7 +30,6 @@ from dovetail.rollout.kv.config import KVSetup, prepare
 ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
-KV_BLOCK_TOKENS = 128
 STAGE_WORKER = "dovetail.rollout.stage_worker.StageWorker"
 COLOCATED_MEMORY = "0.4"
 MAX_KV_SHARE = 0.25

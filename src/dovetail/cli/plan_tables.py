@@ -12,6 +12,7 @@ from rich.table import Table
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import COORDINATOR, scorer_name
 
 # More neighbours of a kind than this are in one row.
 TOGETHER = 2
@@ -23,7 +24,7 @@ def plan_tables(plan: Plan) -> Group:
     processes = Table(title="Processes", title_justify="left", show_edge=False)
     for heading in ("process", "group", "runs"):
         processes.add_column(heading)
-    processes.add_row("coordinator", "", "data, samples, iterations")
+    processes.add_row(COORDINATOR, "", "data, samples, iterations")
     for trainers in _runs(plan.trainers, lambda each: each.group):
         ranks = "rank" if len(trainers) == 1 else "ranks"
         numbers = _through([str(each.rank) for each in trainers])
@@ -32,7 +33,7 @@ def plan_tables(plan: Plan) -> Group:
     for rollouts in _runs(plan.rollouts, lambda each: (each.group, each.scores, each.split)):
         processes.add_row(_through([each.name for each in rollouts]), rollouts[0].group, "vLLM server")
         scored = (_on_gpus(model, rollouts[0].split.get(model, 1)) for model in rollouts[0].scores)
-        names = _through([f"{each.name}-scorer" for each in rollouts])
+        names = _through([scorer_name(each.name) for each in rollouts])
         processes.add_row(names, rollouts[0].group, f"{', '.join(scored)} inference")
 
     schedule = "chosen as the job runs" if plan.schedule == "Auto" else plan.schedule

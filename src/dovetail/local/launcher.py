@@ -19,13 +19,14 @@ from dovetail.local.rundir import RunDir
 from dovetail.local.stopwatch import Stopwatch
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.protocol.profile import Profile
 from dovetail.protocol.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.liveness import Limits, Liveness, Pulses
 from dovetail.supervision.ports import PortReservation
-from dovetail.supervision.processes import COORDINATOR, HOST, ProcessSpec, process_names, render
+from dovetail.supervision.processes import HOST, ProcessSpec, process_names, render
 from dovetail.supervision.spawn import ExecSpawner, ForkSpawner, Spawner
 from dovetail.supervision.supervisor import Outcome, Supervisor, cpu_threads
 

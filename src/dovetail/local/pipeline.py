@@ -34,9 +34,10 @@ from dovetail.manifest.manifest import ManifestError
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
-from dovetail.supervision.processes import COORDINATOR, HOST
+from dovetail.supervision.processes import HOST
 from dovetail.supervision.supervisor import Outcome
 
 T = TypeVar("T")

@@ -39,10 +39,11 @@ from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol import serving
 from dovetail.protocol.messages import Command, CommandResult, Export, Load, ModelRef, Offer, Register, Save, Step
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.ports import PortReservation
-from dovetail.supervision.processes import COORDINATOR, HOST, ProcessSpec, process_names, render
+from dovetail.supervision.processes import HOST, ProcessSpec, process_names, render
 from dovetail.supervision.supervisor import cpu_threads
 
 JOIN_SECONDS = 300.0

@@ -19,6 +19,7 @@ from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models, server_memory
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.protocol.process_names import rollout_name, trainer_name
 from dovetail.protocol.profile import Profile
 
 
@@ -147,7 +148,7 @@ def _groups(spec: RLHFJobSpec, role: Role) -> list[Group]:
 
 def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
     owners = [g.name for g in _groups(spec, Role.TRAINER) for _ in range(trainer_ranks(g))]
-    return [TrainerRank(name=f"trainer-{rank}", rank=rank, group=owner) for rank, owner in enumerate(owners)]
+    return [TrainerRank(name=trainer_name(rank), rank=rank, group=owner) for rank, owner in enumerate(owners)]
 
 
 def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
@@ -157,7 +158,7 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
     if not places:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
     found = [
-        Rollout(name=f"{group}-{index}", group=group, scores=scores)
+        Rollout(name=rollout_name(group, index), group=group, scores=scores)
         for (group, index), scores in zip(places, scorer_models(spec, len(places), placed.interleaved), strict=True)
     ]
     prediction = placed.prediction

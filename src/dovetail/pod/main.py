@@ -27,6 +27,7 @@ from dovetail.protocol import env
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import SCORER_MODULE, SERVER_MODULE, TRAINER_MODULE, rollout_name, scorer_name
 from dovetail.protocol.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.liveness import Limits, Liveness, Pulses
@@ -63,13 +64,13 @@ def pod_processes(
             mine = devices[number : number + 1]
             port = env.TRAINER_METRICS_PORT + number
             variables = _variables(base, trainer.name, group.name, trainer.rank, plan.world_size, metrics_port=port)
-            found.append(PodProcess(trainer.name, "dovetail.trainer.main", _with(variables, mine, threads), True))
+            found.append(PodProcess(trainer.name, TRAINER_MODULE, _with(variables, mine, threads), True))
     if Role.ROLLOUT in group.roles:
-        name = f"{group.name}-{index}"
+        name = rollout_name(group.name, index)
         server = _variables(base, name, group.name, port=env.SERVER_PORT)
-        scorer = _variables(base, f"{name}-scorer", group.name, port=env.SCORER_PORT)
-        found.append(PodProcess(name, "dovetail.rollout.server", _with(server, devices, threads)))
-        found.append(PodProcess(f"{name}-scorer", "dovetail.rollout.scorer", _with(scorer, devices, threads)))
+        scorer = _variables(base, scorer_name(name), group.name, port=env.SCORER_PORT)
+        found.append(PodProcess(name, SERVER_MODULE, _with(server, devices, threads)))
+        found.append(PodProcess(scorer_name(name), SCORER_MODULE, _with(scorer, devices, threads)))
     return found
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process_names import COORDINATOR
 
 # Perfetto sorts processes by this index: who decides first, then who trains, then who generates.
-COUNTING = "coordinator"
-_ORDER = (COUNTING, "trainer")
+_ORDER = (COORDINATOR, "trainer")
 
 
 def _rank(process: str) -> tuple[int, str]:
@@ -81,7 +81,7 @@ def chrome_trace(
                     "args": args,
                 }
             )
-    pid = next((n for n, process in enumerate(processes, start=1) if process == COUNTING), 1)
+    pid = next((n for n, process in enumerate(processes, start=1) if process == COORDINATOR), 1)
     for name, points in sorted((counters or {}).items()):
         for when, value in points:
             stamp = round(max(0.0, when - origin) * 1e6, 3)

@@ -9,8 +9,15 @@ from pathlib import Path
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan, Rollout, TrainerRank
+from dovetail.protocol.process_names import (
+    COORDINATOR,
+    COORDINATOR_MODULE,
+    SCORER_MODULE,
+    SERVER_MODULE,
+    TRAINER_MODULE,
+    scorer_name,
+)
 
-COORDINATOR = "coordinator"
 HOST = "127.0.0.1"
 
 
@@ -33,7 +40,7 @@ def process_names(plan: Plan) -> list[str]:
     """Names of all processes, the coordinator first; each needs one port."""
     names = [COORDINATOR, *(trainer.name for trainer in plan.trainers)]
     for rollout in plan.rollouts:
-        names += [rollout.name, f"{rollout.name}-scorer"]
+        names += [rollout.name, scorer_name(rollout.name)]
     return names
 
 
@@ -105,10 +112,10 @@ def render(
         log = run_dir / "logs" / f"{name}.log"
         return ProcessSpec(name, module, inherited | env, log, shares_imports, finishes=isinstance(place, TrainerRank))
 
-    specs = [spec(COORDINATOR, "dovetail.coordinator.main", shares_imports=False)]
+    specs = [spec(COORDINATOR, COORDINATOR_MODULE, shares_imports=False)]
     for trainer in plan.trainers:
-        specs.append(spec(trainer.name, "dovetail.trainer.main", trainer, metrics=True))
+        specs.append(spec(trainer.name, TRAINER_MODULE, trainer, metrics=True))
     for rollout in plan.rollouts:
-        specs.append(spec(rollout.name, "dovetail.rollout.server", rollout))
-        specs.append(spec(f"{rollout.name}-scorer", "dovetail.rollout.scorer", rollout))
+        specs.append(spec(rollout.name, SERVER_MODULE, rollout))
+        specs.append(spec(scorer_name(rollout.name), SCORER_MODULE, rollout))
     return specs

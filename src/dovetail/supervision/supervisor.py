@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.supervision import logs
 from dovetail.supervision.liveness import Liveness
-from dovetail.supervision.processes import COORDINATOR, ProcessSpec
+from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.spawn import Event, Exited, Spawner, Started
 
 FIRST_DELAY_SECONDS = 0.2

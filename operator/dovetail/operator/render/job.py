@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dovetail.kube import names
 from dovetail.operator.render.context import Object
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION
+from dovetail.protocol.process_names import CONTAINER
 
 # A Job counts failures over its whole life. Those of an hour are counted by the operator, which ends the job.
 NO_LIMIT = 2**31 - 1
@@ -15,7 +15,7 @@ def job_spec(
 ) -> Object:
     """`pods` pods, each replaced when it dies: up to `max_restarts` times in all, disruptions (eviction, preemption,
     a lost node) not counted; never after an exit code of `hopeless`."""
-    codes = {"containerName": names.CONTAINER, "operator": "In", "values": list(hopeless)}
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(hopeless)}
     return {
         "completionMode": "Indexed",
         "completions": pods,

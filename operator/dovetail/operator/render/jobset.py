@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dovetail.kube import names
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
+from dovetail.protocol.process_names import COORDINATOR
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 
@@ -15,7 +15,7 @@ def jobset(context: RenderContext) -> Object:
     """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
     nothing here says in which order they start."""
     final = (BAD_CONFIGURATION, JOB_FAILED)
-    jobs = [(names.COORDINATOR, job_spec(coordinator_pod(context), 1, hopeless=final))]
+    jobs = [(COORDINATOR, job_spec(coordinator_pod(context), 1, hopeless=final))]
     jobs += [
         (group.name, job_spec(group_pod(context, group), context.guaranteed(group)))
         for group in context.job.spec.groups
@@ -28,7 +28,7 @@ def jobset(context: RenderContext) -> Object:
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": False},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": [names.COORDINATOR]},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [COORDINATOR]},
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [
                 {

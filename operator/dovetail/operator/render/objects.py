@@ -16,6 +16,7 @@ from dovetail.operator.render.service import service
 from dovetail.operator.render.service_account import service_account
 from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
+from dovetail.protocol.process_names import COORDINATOR
 
 __all__ = ["WITH_PODS", "jobset", "name_problem", "supporting_objects", "surplus_jobs"]
 
@@ -44,10 +45,10 @@ def name_problem(context: RenderContext) -> str | None:
     """A sentence if a group takes the coordinator's name, or a pod's name would be longer than the 63 characters that
     its host name may have."""
     for index, group in enumerate(context.job.spec.groups):
-        if group.name == names.COORDINATOR:
-            return f"spec.groups[{index}].name is {names.COORDINATOR}, the name of another process; choose another"
+        if group.name == COORDINATOR:
+            return f"spec.groups[{index}].name is {COORDINATOR}, the name of another process; choose another"
     longest = max(
-        [f"{context.name}-{names.COORDINATOR}-0-0-12345"]
+        [f"{context.name}-{COORDINATOR}-0-0-12345"]
         + [f"{context.name}-{g.name}-0-{context.wanted(g)}-12345" for g in context.job.spec.groups],
         key=len,
     )

@@ -10,6 +10,7 @@ from dovetail.operator.merge import merge
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.volume_claim import claim_name
 from dovetail.protocol import env
+from dovetail.protocol.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 
 # Any will do that is not root's; one for all images, so that all pods may write the job's files.
 USER = 65532
@@ -23,8 +24,8 @@ HOME = "/tmp"
 def coordinator_pod(context: RenderContext) -> Object:
     """The pod template of the coordinator."""
     port = env.COORDINATOR_PORT
-    container = _container(context, context.settings.coordinator_image, "dovetail.coordinator.main")
-    container["env"] += [_value(env.NAME, names.COORDINATOR), _value(env.PORT, port)]
+    container = _container(context, context.settings.coordinator_image, COORDINATOR_MODULE)
+    container["env"] += [_value(env.NAME, COORDINATOR), _value(env.PORT, port)]
     container |= {
         "ports": [{"name": "http", "containerPort": port}],
         "startupProbe": _probe("/healthz", port, period=2, failures=150),
@@ -32,12 +33,12 @@ def coordinator_pod(context: RenderContext) -> Object:
         "livenessProbe": _probe("/healthz", port, period=15, failures=8),
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
     }
-    return _template(context, names.COORDINATOR, container, patch={})
+    return _template(context, COORDINATOR, container, patch={})
 
 
 def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
     """The pod template of a group. `index`: the pod's number in its group; by default its completion index."""
-    container = _container(context, image(context, group), "dovetail.pod.main")
+    container = _container(context, image(context, group), POD_MODULE)
     where: Object = {"fieldPath": f"metadata.annotations['{names.INDEX_ANNOTATION}']"}
     number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else _value(env.INDEX, index)
     container["env"] += [number, _value(env.GROUP, group.name)]
@@ -53,7 +54,7 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
             "readinessProbe": _probe("/health", env.SERVER_PORT, period=5, failures=3),
             "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=8),
             # The coordinator stops giving it work, and what it generates now is taken over by others.
-            "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", "dovetail.pod.main", "--drain"]}}},
+            "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", POD_MODULE, "--drain"]}}},
         }
     if Role.TRAINER in group.roles:
         count = max(1, group.gpu.per_pod)
@@ -95,7 +96,7 @@ def _container(context: RenderContext, image: str, module: str) -> Object:
     job = context.name
     secret = {"name": names.token_secret(job), "key": names.TOKEN_KEY}
     return {
-        "name": names.CONTAINER,
+        "name": CONTAINER,
         "image": image,
         "command": ["python", "-P", "-m", module],
         "env": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dovetail.kube import names
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.protocol.env import COORDINATOR_PORT
+from dovetail.protocol.process_names import COORDINATOR
 
 
 def service(context: RenderContext) -> Object:
@@ -12,14 +13,14 @@ def service(context: RenderContext) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": context.metadata(names.coordinator_service(context.name), names.COORDINATOR),
+        "metadata": context.metadata(names.coordinator_service(context.name), COORDINATOR),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {
                 names.JOB_LABEL: context.name,
                 names.UID_LABEL: context.uid,
-                names.ROLE_LABEL: names.COORDINATOR,
+                names.ROLE_LABEL: COORDINATOR,
             },
             "ports": [{"name": "http", "port": COORDINATOR_PORT, "targetPort": COORDINATOR_PORT, "protocol": "TCP"}],
         },

@@ -9,15 +9,13 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dovetail.protocol.kv import KVAbility
+from dovetail.protocol.kv import HOLD_SECONDS, KVAbility
 
 Transport = Literal["tcp", "nixl"]
 
 CONNECTORS: dict[Transport, str] = {"tcp": "DovetailConnector", "nixl": "NixlConnector"}
 TCP_MODULE = "dovetail.rollout.kv.connector"
 
-# How long blocks of an aborted request are kept for the server that takes it over.
-HOLD_SECONDS = 30.0
 PULL_SECONDS = 20.0
 # How long a request that is just being aborted may take to appear at the other end.
 WAIT_SECONDS = 5.0

@@ -21,11 +21,6 @@ from dovetail.protocol.messages import Register
 MOST_NAMED = 8
 
 
-def rollout_of(scorer: str) -> str:
-    """The rollout that a scorer sits beside, by its name `<rollout>-scorer`."""
-    return scorer.removesuffix("-scorer")
-
-
 class InstanceHealth(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.coordinator.fleet.fleet import Instance, rollout_of
+from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
@@ -18,6 +18,7 @@ from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.simulate import Decision, Measurements, StageProfile, ThresholdController, plan_migration
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process_names import rollout_of
 
 STORED = "ppo/fusion"
 # Stands in for what a run has not measured yet, on the premise that a step takes almost as long with some dozens

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 import aiohttp
 
 from dovetail.coordinator.fleet.fleet import Fleet, Instance
+from dovetail.protocol.process_names import scorer_name
 
 SECONDS = 120.0
 
@@ -129,7 +130,7 @@ class Sleepers:
 
     def _scorer(self, rollout: str) -> Instance | None:
         """The scorer beside a rollout, if it keeps its weights in host memory."""
-        scorer = self._fleet.get(f"{rollout}-scorer")
+        scorer = self._fleet.get(scorer_name(rollout))
         return scorer if scorer is not None and scorer.abilities.get("host_weights") else None
 
     def _known(self, instance: Instance) -> bool:

@@ -17,11 +17,11 @@ from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.generation.migrations import Departure
 from dovetail.coordinator.generation.requests import ROUTE
 from dovetail.planner.costs.migration import MeasuredCosts, Mechanism, MigrationCosts
-from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
+from dovetail.protocol.kv import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
-# Servers keep blocks for 30 s (`dovetail.rollout.kv.config.HOLD_SECONDS`).
-FRESH_SECONDS = 20.0
+# Blocks are fetched only this long after the abort: the server drops them soon after.
+FRESH_SECONDS = HOLD_SECONDS - 10.0
 LEG_SECONDS = 10.0
 
 

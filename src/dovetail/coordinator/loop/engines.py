@@ -54,6 +54,7 @@ from dovetail.protocol import serving
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import scorer_name
 
 # For trainers to join and a first rollout to come up, where the manifest does not say.
 START_SECONDS = 900.0
@@ -124,10 +125,10 @@ class Engines:
             log,
             Timeouts(dead=float(spec.failure_policy.peer_timeout_seconds)),
             versioned=self._kinds,
-            exempt=[f"{r.name}-scorer" for r in plan.rollouts if "critic" not in r.scores],
+            exempt=[scorer_name(r.name) for r in plan.rollouts if "critic" not in r.scores],
             expected={
                 "rollout": [r.name for r in plan.rollouts],
-                "scorer": [f"{r.name}-scorer" for r in plan.rollouts],
+                "scorer": [scorer_name(r.name) for r in plan.rollouts],
             },
         )
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
-from dovetail.coordinator.fleet.fleet import Fleet, rollout_of
+from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.fusion.stage import generate_and_score
@@ -37,6 +37,7 @@ from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import rollout_of
 
 # Without a single scored sample.
 INFERENCE_SECONDS = 900.0

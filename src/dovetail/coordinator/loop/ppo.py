@@ -29,6 +29,7 @@ from dovetail.planner.deviation import Expected, PlanCheck
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Span, Step
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.protocol.wire import Arrays, unpack
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class PPOStage:
         # An older checkpoint is kept in case this one is damaged, and so are the batches since.
         self._records.batches.forget_through(self._session.oldest(Stage.PPO))
         self._records.store.samples.forget_before(iteration)
-        span = Span(name="checkpoint", process="coordinator", lane="checkpoint", start=started, end=clock.now())
+        span = Span(name="checkpoint", process=COORDINATOR, lane="checkpoint", start=started, end=clock.now())
         self._records.timeline.add([span])
 
     async def _saved(self) -> None:

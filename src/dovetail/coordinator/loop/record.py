@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from dovetail.coordinator.fleet.fleet import rollout_of
 from dovetail.coordinator.fusion.account import StageAccount, account, totals
 from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process_names import COORDINATOR, rollout_of
 
 TOTALS = "ppo/fusion/totals"
 LEFT = "samples left"
@@ -31,7 +31,7 @@ def record(
     timeline = records.timeline
     by_rollout: dict[str, list[Span]] = {}
     for span in timeline.spans("inference"):
-        if span.process != "coordinator":
+        if span.process != COORDINATOR:
             by_rollout.setdefault(rollout_of(span.process), []).append(span)
     found = account(begun, generated, time.time(), done.spans, by_rollout, scorers)
     _on_timeline(records, fusion, done, by_rollout, generated)
@@ -68,7 +68,7 @@ def _on_timeline(
     if early:
         args = {"threshold": fusion.threshold, "destinations": ", ".join(fusion.destinations)}
         start = min(early)
-        span = Span(name="overlap", process="coordinator", lane="fusion", start=start, end=generated, args=args)
+        span = Span(name="overlap", process=COORDINATOR, lane="fusion", start=start, end=generated, args=args)
         timeline.add([span])
     timeline.add(
         Span(

@@ -46,6 +46,7 @@ from dovetail.planner.training import (
 )
 from dovetail.protocol.messages import CommandResult
 from dovetail.protocol.plan import Layout, Plan
+from dovetail.protocol.process_names import trainer_name
 from dovetail.protocol.profile import Profile
 
 # A schedule is replaced between iterations when the new one is faster by this part; ranks are divided between the
@@ -141,7 +142,7 @@ class Scheduling:
         self._seconds = [
             span.end - span.start
             for span in result.spans
-            if span.process == "trainer-0" and span.lane == "phases" and span.name.startswith("mini-batch")
+            if span.process == trainer_name(0) and span.lane == "phases" and span.name.startswith("mini-batch")
         ]
         if self._choosing is not None and self._choosing.done():
             self._choosing.result()  # what went wrong there is raised here, as in `current`

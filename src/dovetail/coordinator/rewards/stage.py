@@ -15,6 +15,7 @@ from dovetail.coordinator.scoring.lanes import Lanes
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scores
 from dovetail.coordinator.store.samples import Key, SampleTable, ScoreRow
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process_names import COORDINATOR
 
 
 def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
@@ -125,7 +126,7 @@ class Rewards:
             self._on_span(
                 Span(
                     name="reward function",
-                    process="coordinator",
+                    process=COORDINATOR,
                     lane="reward",
                     start=answer.started,
                     end=answer.ended,

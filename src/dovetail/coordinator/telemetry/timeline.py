@@ -9,6 +9,7 @@ from pathlib import Path
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.protocol.trace import chrome_trace
 
 
@@ -50,7 +51,7 @@ class Timeline:
         finally:
             end = clock.now()
             self.phases[name] = self.phases.get(name, 0.0) + end - start
-            self._spans.append(Span(name=name, process="coordinator", lane="phases", start=start, end=end))
+            self._spans.append(Span(name=name, process=COORDINATOR, lane="phases", start=start, end=end))
 
     def write(self, iteration: int) -> None:
         """traces/iteration-0001.json, for Perfetto and the report."""

@@ -22,6 +22,7 @@ from dovetail.protocol.messages import (
     NextReply,
     NextRequest,
 )
+from dovetail.protocol.process_names import trainer_name
 
 POLL_SECONDS = 20.0
 
@@ -160,7 +161,7 @@ class TrainerGroup:
         for rank in range(self.world_size):
             if now - self._seen.setdefault(rank, now) > self.peer_timeout:
                 self._seen.clear()
-                self.end_generation(f"trainer-{rank} was silent for {self.peer_timeout:.0f} s")
+                self.end_generation(f"{trainer_name(rank)} was silent for {self.peer_timeout:.0f} s")
                 return
 
     # ------------------------------------------------------------ called by the driver

@@ -17,6 +17,7 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.costs.cpu_fit import Observed
 from dovetail.planner.placement.on_cpus import work_of
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import COORDINATOR, is_scorer, is_trainer
 from dovetail.protocol.wire import unpack
 
 PHASES = ("generation", "inference", "training", "weights", "other")
@@ -66,7 +67,7 @@ def _iteration(
     models: list[str] = [m for m in ("actor", "critic") if m in trained_models(spec)]
     lengths = (tuple(arrays[name].astype(int).tolist()) for name in ("prompt_lengths", "response_lengths"))
     work = work_of(spec, models, layout, *lengths)
-    begun = min(e["ts"] for e in spans if processes[e["pid"]] == "coordinator" and e["name"] == "generation")
+    begun = min(e["ts"] for e in spans if processes[e["pid"]] == COORDINATOR and e["name"] == "generation")
     left = [
         ((e["ts"] - begun) / 1e6, int(e["args"]["value"]))
         for e in trace
@@ -85,7 +86,7 @@ def _iteration(
 
 def _actions(spans: list[dict[str, Any]], processes: dict[int, str], model: str) -> Iterator[dict[str, Any]]:
     for span in spans:
-        if processes[span["pid"]].startswith("trainer-") and span["name"].startswith(f"{model} "):
+        if is_trainer(processes[span["pid"]]) and span["name"].startswith(f"{model} "):
             yield span
 
 
@@ -95,7 +96,7 @@ def _waited(spans: list[dict[str, Any]], processes: dict[int, str]) -> float:
     taken: dict[str, dict[int, float]] = {}
     passes = [(e["pid"], e["ts"], e["dur"]) for model in ("actor", "critic") for e in _actions(spans, processes, model)]
     for step in spans:
-        if step["name"].startswith("mini-batch ") and processes[step["pid"]].startswith("trainer-"):
+        if step["name"].startswith("mini-batch ") and is_trainer(processes[step["pid"]]):
             end = step["ts"] + step["dur"]
             mine = sum(dur for rank, at, dur in passes if rank == step["pid"] and step["ts"] <= at < end)
             taken.setdefault(step["name"], {})[step["pid"]] = mine
@@ -108,7 +109,7 @@ def _chunks(
     processes: dict[int, str],
     scores: tuple[tuple[str, ...], ...],
 ) -> Iterator[tuple[tuple[str, ...], int, float]]:
-    names = sorted({name for name in processes.values() if name.endswith("-scorer")})
+    names = sorted({name for name in processes.values() if is_scorer(name)})
     held = dict(zip(names, scores, strict=False))
     for span in spans:
         name = processes[span["pid"]]

@@ -12,6 +12,7 @@ from typing import Literal
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.shape import Head, ModelShape
+from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 from dovetail.protocol.weights import layer_range
 
 GIB = 2**30
@@ -24,8 +25,8 @@ BATCHED_TOKENS = 8192
 UTILISATION = 0.92
 GRAPH_BYTES = 1.0 * GIB
 ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2}
-# dovetail.trainer.algorithms.logprobs.GPU_CHUNK_BYTES, and about three of them at a time.
-LOSS_CHUNK_BYTES = 3 * 256 * 2**20
+# About three chunks are there at a time.
+LOSS_CHUNK_BYTES = 3 * LOGPROB_CHUNK_BYTES
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from dovetail.planner.costs.rooflines import BATCHES, Constants, all_gather, dec
 from dovetail.planner.inventory import Pool
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload
+from dovetail.protocol.budgets import SCORER_TOKENS
 
 # Samples that vLLM prefills together.
 PREFILLED = 16
-# Most tokens of a scorer's pass, over its stages (dovetail.rollout.scoring.MAX_TOKENS).
-PASS_TOKENS = 8192
 
 
 def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share, c: Constants) -> float:
@@ -94,7 +93,7 @@ def shared_prompt(work: Workload, stages: int) -> float:
     """Part of a sample's prompt that a scorer computes for it: a pass has each prompt once, for all its samples in it
     (`dovetail.rollout.samples.packs`)."""
     prompt, response = mean(work.prompt), mean(work.response)
-    together = max(1, int((PASS_TOKENS / stages - prompt) // response))
+    together = max(1, int((SCORER_TOKENS / stages - prompt) // response))
     return -(-work.per_prompt // together) / work.per_prompt
 
 

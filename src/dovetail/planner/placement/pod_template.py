@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Of every pod: dovetail.kube.names.CONTAINER.
-CONTAINER = "dovetail"
+from dovetail.protocol.process_names import CONTAINER
+
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]+)|(m|[kMGTPE]|[KMGTPE]i)?)")
 _SCALES = {"m": 1e-3, "k": 1e3} | {
     unit + suffix: base**power

@@ -22,16 +22,14 @@ from dovetail.planner.placement.pod_template import memory_limit
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.training_job import training_job
 from dovetail.planner.shape import Head, ModelShape
+from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.prediction import PodMemory
 
 # What Python and its libraries hold in a trainer rank or a scorer, and in the two processes of a vLLM server.
 PROCESS_BYTES = 0.75 * GIB
 SERVER_BYTES = 1.9 * GIB
-# On CPUs: vLLM's tokens of a step and of a block of its KV cache (dovetail.rollout.server.KV_BLOCK_TOKENS).
+# vLLM's tokens of a step on CPUs.
 STEP_TOKENS = 2048
-BLOCK_TOKENS = 128
-# dovetail.rollout.scoring: CPU_TOKENS, MAX_TOKENS and LOGIT_BYTES.
-PASS_TOKENS, PROMPT_TOKENS, LOGIT_BYTES = 2048, 8192, 512 * 2**20
 # Those of a model that are there while the same process trains the other; gradients, since optimizer steps are applied
 # when the weights are read next.
 _STAYS = ("weights", "gradients", "optimizer", "moving average")
@@ -131,7 +129,7 @@ def _trainer(
 def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, scores: list[Any]) -> dict[str, float]:
     """A vLLM server, which allots its KV cache at once for all sequences that it takes, and the scorer beside it."""
     longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
-    length = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
+    length = -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     dtype = next((d for d in (group.dtype, spec.models.actor.dtype) if d is not Dtype.AUTO), Dtype.FLOAT32)
     actor, itemsize = known["actor"], ITEMSIZE[dtype]
     generation = {
@@ -140,15 +138,16 @@ def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, s
         "KV cache": spec.generation.max_concurrent * length * actor.kv_bytes(itemsize),
     }
     models: list[tuple[ModelShape, Head]] = [(known[m], "lm" if m == "reference" else "value") for m in scores]
-    # Several prompts share a pass up to PASS_TOKENS; one prompt's samples are in a pass of their own beyond that.
+    # Several prompts share a pass up to SCORER_CPU_TOKENS; one prompt's samples are in a pass of their own beyond that.
     alone = spec.data.max_prompt_tokens + spec.ppo.samples_per_prompt * spec.generation.max_tokens
-    tokens = max(longest, PASS_TOKENS, min(alone, PROMPT_TOKENS))
+    tokens = max(longest, SCORER_CPU_TOKENS, min(alone, SCORER_TOKENS))
     held = ITEMSIZE[Dtype.FLOAT32 if group.dtype is Dtype.AUTO else group.dtype]
     scorer = {
         "weights": sum(held * stage_parameters(shape, head, 1, 1, 0) for shape, head in models),
         # One model after another.
         "a step": max(
-            (scoring_step_bytes(s, head, tokens, held, logit_bytes=LOGIT_BYTES) for s, head in models), default=0.0
+            (scoring_step_bytes(s, head, tokens, held, logit_bytes=SCORER_LOGIT_BYTES) for s, head in models),
+            default=0.0,
         ),
     }
     return {

@@ -12,6 +12,7 @@ from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.simulate.training import Bar, play_training
 from dovetail.planner.workload import Ints
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process_names import COORDINATOR
 from dovetail.protocol.trace import chrome_trace
 
 
@@ -43,15 +44,13 @@ class Simulated:
         if self.gathered is not None:
             end = self.phases["swap"] + self.phases["generation"]
             told = {"migrated": self.migrated}
-            overlap = Span(
-                name="overlap", process="coordinator", lane="fusion", start=self.gathered, end=end, args=told
-            )
+            overlap = Span(name="overlap", process=COORDINATOR, lane="fusion", start=self.gathered, end=end, args=told)
             spans.append(overlap)
         now = 0.0
         for name in _ORDER:
             end = now + self.phases[name]
             word = "weights" if name == "transfer" else name
-            spans.append(Span(name=word, process="coordinator", lane="phases", start=now, end=end, iteration=iteration))
+            spans.append(Span(name=word, process=COORDINATOR, lane="phases", start=now, end=end, iteration=iteration))
             now = end
         return chrome_trace(spans, {"iteration": iteration, "predicted": True})
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
+
 # Of wide logits at a time: on a CPU what stays in its cache, on a GPU enough to fill it.
 CPU_CHUNK_BYTES = 2**20
-GPU_CHUNK_BYTES = 256 * 2**20
 
 
 def _rows(logits: Tensor, itemsize: int) -> int:
-    limit = CPU_CHUNK_BYTES if logits.device.type == "cpu" else GPU_CHUNK_BYTES
+    limit = CPU_CHUNK_BYTES if logits.device.type == "cpu" else LOGPROB_CHUNK_BYTES
     vocabulary: int = logits.shape[-1]
     return max(1, limit // (itemsize * max(1, vocabulary)))
 

@@ -1,0 +1,12 @@
+"""Sizes that one process keeps to and the planner counts on."""
+
+# Tokens of one forward pass of a scorer, on GPUs; one prompt's samples may be in a pass of that many on CPUs, too.
+SCORER_TOKENS = 8192
+# On CPUs larger passes are slower: what they compute does not fit into the caches.
+SCORER_CPU_TOKENS = 2048
+# A scorer's logits stay below this, bytes in the model's dtype.
+SCORER_LOGIT_BYTES = 512 * 2**20
+# A block of vLLM's KV cache on CPUs, tokens.
+KV_BLOCK_TOKENS = 128
+# A trainer rank on a GPU computes log-probabilities in chunks of float32 logits of this size.
+LOGPROB_CHUNK_BYTES = 256 * 2**20
