@@ -100,7 +100,7 @@ def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
     family = FAMILIES["fused"]
     fewer = shorten(problem, family)
     assert fewer.models[0].micro_batches < problem.models[0].micro_batches
-    short = find(fewer, family, Effort(scale=0.02, exact=False))
+    short = find(fewer, family, Effort(scale=0.002, exact=False))
     found = unroll(problem, family, short)
     check_steps(problem, steps(found))
     assert found.makespan >= found.bound
