@@ -1,6 +1,6 @@
 """What all tests share: this file's folder is on sys.path, so that tests/helpers is importable as `helpers`.
 
-`make test` runs two workers of pytest-xdist. Each test file is run by one worker, and all that use a cluster by the
+`make test` runs two workers of pytest-xdist. Each test file is run by one worker, and all that use the cluster by the
 same one, which begins with them: they mostly wait, and leave the other worker a core."""
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ from hypothesis import settings
 settings.register_profile("dovetail", deadline=None)
 settings.load_profile("dovetail")
 
+# Of tests/cluster, those that need an API server alone, and no nodes.
+API_SERVER_ALONE = {"test_api.py", "test_chart_install.py", "test_crd.py", "test_operator_api.py", "test_rbac.py"}
 # Of a run by several workers: the long ones first, the many short ones fill up what is left.
-FOLDERS = ["cluster", "e2e", "unit"]
+PARTS = ["cluster", "e2e", "api server", "unit"]
 
 
-def folder_of(nodeid: str) -> str:
-    """`cluster`, `e2e` or `unit`."""
-    return Path(nodeid.partition("::")[0]).parent.name
+def part_of(file: Path) -> str:
+    """One of PARTS."""
+    folder = file.parent.name
+    return "api server" if folder == "cluster" and file.name in API_SERVER_ALONE else folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    several = "PYTEST_XDIST_WORKER" in os.environ
-    # One worker alone comes to the cluster last: nothing then runs beside it.
-    items.sort(key=lambda item: FOLDERS.index(item.path.parent.name) if several else item.path.parent.name == "cluster")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: PARTS.index(part_of(item.path)))
+    else:
+        # One process alone comes to the clusters last: nothing then runs beside them.
+        items.sort(key=lambda item: item.path.parent.name == "cluster")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out files in the order of the tests; tests/cluster as if it were one file."""
+    """Hands out files in the order of the tests; those that share a cluster as if they were one file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "cluster" if folder_of(nodeid) == "cluster" else str(super()._split_scope(nodeid))
+            part = part_of(Path(nodeid.partition("::")[0]))
+            return part if part in ("cluster", "api server") else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
