@@ -52,9 +52,11 @@ CLUSTERS = Clusters()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     yield
-    CLUSTERS.end(set(getattr(nextitem, "fixturenames", ())))
+    if nextitem is None or nextitem.path != item.path:
+        file = [] if nextitem is None else [each for each in item.session.items if each.path == nextitem.path]
+        CLUSTERS.end({name for each in file for name in getattr(each, "fixturenames", ())})
 
 
 @pytest.hookimpl(trylast=True)
