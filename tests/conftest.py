@@ -29,6 +29,9 @@ def part_of(file: Path) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: an id with an address differs between workers; give the test ids")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: PARTS.index(part_of(item.path)))
     else:

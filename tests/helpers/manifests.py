@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from enum import Enum
 
 GOOD = {
     "apiVersion": "dovetail.dev/v1alpha1",
@@ -24,7 +25,15 @@ GOOD = {
         ],
     },
 }
-DELETE = object()
+
+
+class Delete(Enum):
+    """In place of a value: the field is taken away. (Its text is the same in every process: test ids hold it.)"""
+
+    DELETE = "delete"
+
+
+DELETE = Delete.DELETE
 
 
 def changed(**changes):
