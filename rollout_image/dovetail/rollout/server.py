@@ -1,4 +1,5 @@
-"""A rollout's vLLM server: the stock API server with Dovetail's plug-ins, started from the job's own files.
+"""A rollout's server, started from the job's own files: vLLM's stock API server with Dovetail's plug-ins, or another
+backend (`dovetail.rollout.backend`).
 
     python -m dovetail.rollout.server
 
@@ -24,6 +25,7 @@ from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
+from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.config import KVSetup, prepare
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
@@ -44,24 +46,40 @@ def main(argv: list[str] | None = None) -> int:
         group = _group(job, env.group)
         config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
         on_cpu = group.on_cpu or not has_gpu()
-        if on_cpu and (problem := cpu_head_error(config)):
-            raise ValueError(problem)
         planned = None if group.on_cpu else planned_server(env.plan_file, group.name)
         # One device has no stages. On CPUs each of a GPU group's is a process.
         pp = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
         stages, ranks = degrees([*group.vllm_args, *(argv or [])], group, on_cpu, pp)
         memory = None if on_cpu or planned is None else planned.memory
+        plan = ServerPlan(env, job, group, config, on_cpu, stages, ranks, memory, tuple(argv or ()))
+        backend = load_backend(os.environ, VLLM)
+        if problem := backend.problem(plan):
+            raise ValueError(problem)
     except (OSError, ValueError) as error:
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    os.environ.update(environment(on_cpu, os.environ))
-    arguments = [*vllm_arguments(env, job, group, config, on_cpu, stages, memory), *(argv or [])]
-    # A stage has the keys and values of its own layers only, which the connectors do not tell apart.
-    kv = kv_setup(env, job, group, config, on_cpu, ranks) if stages == 1 else None
-    if kv is not None:
-        os.environ.update(kv.environment)
-        arguments = [*kv.arguments, *arguments]
-    return serve(arguments, env, on_cpu, kv)
+    return backend.serve(plan)
+
+
+class VLLM:
+    """The backend that Dovetail brings."""
+
+    def problem(self, plan: ServerPlan) -> str | None:
+        """Sizes of attention heads that vLLM does not compute on CPUs."""
+        return cpu_head_error(plan.config) if plan.on_cpu else None
+
+    def serve(self, plan: ServerPlan) -> int:
+        """vLLM's API server in this process."""
+        env, job, group, config, on_cpu = plan.env, plan.job, plan.group, plan.config, plan.on_cpu
+        os.environ.update(environment(on_cpu, os.environ))
+        arguments = vllm_arguments(env, job, group, config, on_cpu, plan.stages, plan.memory)
+        arguments += plan.arguments
+        # A stage has the KV cache of its own layers only, which the connectors do not tell apart.
+        kv = kv_setup(env, job, group, config, on_cpu, plan.ranks) if plan.stages == 1 else None
+        if kv is not None:
+            os.environ.update(kv.environment)
+            arguments = [*kv.arguments, *arguments]
+        return serve(arguments, env, on_cpu, kv)
 
 
 def has_gpu() -> bool:

@@ -244,6 +244,10 @@ class SyntheticData(Model):
     size: int = Field(default=2048, ge=8, le=10_000_000, description="Records to generate.")
 
 
+# What `dovetail.coordinator.data.formats` reads.
+DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Messages", "HH"]
+
+
 class DataSource(Model):
     """One data set: exactly one of huggingFace, path and synthetic."""
 
@@ -258,7 +262,7 @@ class DataSource(Model):
     weight: PositiveFloat = Field(
         default=1.0, description="Share in the blend, relative to the other sources of the list."
     )
-    format: Literal["Auto", "Text", "PromptResponse", "ChosenRejected", "Messages", "HH"] = Field(
+    format: Literal["Auto", DataFormat] = Field(
         default="Auto", description="Shape of a record; Auto looks at the first one."
     )
 

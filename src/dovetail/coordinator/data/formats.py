@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dovetail.coordinator.data.chat import ASSISTANT, ASSISTANTS, ChatFormat, Message
@@ -17,18 +18,23 @@ _HEARD = ("user", "human", "system")
 Row = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class RowFormat:
+    """One shape of a row. `fits` tells whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
+    record, or raises DataError with a sentence that `where` opens. `pairs`: rows hold a chosen and a rejected reply;
+    other formats give no preferences."""
+
+    name: str
+    fits: Callable[[Row], bool]
+    read: Callable[[Row, Kind, ChatFormat, str], Record]
+    pairs: bool = False
+
+
 def detect(row: Row, where: str) -> str:
     """Format of a row by its fields. Raises DataError when no format fits."""
-    if _first(row, MESSAGE_FIELDS):
-        return "Messages"
-    if "chosen" in row and "rejected" in row:
-        texts = (row["chosen"], row["rejected"])
-        hh = "prompt" not in row and all(isinstance(t, str) and ASSISTANT in t for t in texts)
-        return "HH" if hh else "ChosenRejected"
-    if _first(row, PROMPT_FIELDS):
-        return "PromptResponse"
-    if "text" in row:
-        return "Text"
+    for each in FORMATS.values():
+        if each.fits(row):
+            return each.name
     raise DataError(
         f"{where}: cannot tell the format of a record with {_has(row)}; name the fields prompt and response, "
         "chosen and rejected, messages, or text, or set the source's format"
@@ -37,23 +43,16 @@ def detect(row: Row, where: str) -> str:
 
 def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
     """The record of `kind` that the row holds. `where` opens every error: the file and line, or data set and row."""
-    if fmt == "HH":
-        return _from_pair(kind, *_hh(row, where))
-    if fmt == "ChosenRejected":
-        return _chosen_rejected(row, kind, chat, where)
-    if kind == "preferences":
+    chosen = FORMATS[fmt]
+    if kind == "preferences" and not chosen.pairs:
         raise DataError(
             f"{where}: spec.data.preferences needs records with chosen and rejected replies, "
             f"but this one has {_has(row)}"
         )
-    if fmt == "Messages":
-        return _messages(row, kind, chat, where)
-    if fmt == "PromptResponse":
-        return _prompt_response(row, kind, where)
-    return _text(row, kind, where)
+    return chosen.read(row, kind, chat, where)
 
 
-def _prompt_response(row: Row, kind: Kind, where: str) -> Record:
+def _prompt_response(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     name = _need(row, PROMPT_FIELDS, where)
     prompt = _filled(_string(row, name, where), name, where)
     if kind == "prompts":
@@ -62,7 +61,7 @@ def _prompt_response(row: Row, kind: Kind, where: str) -> Record:
     return Demonstration(prompt, _continued(prompt, response))
 
 
-def _text(row: Row, kind: Kind, where: str) -> Record:
+def _text(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     text = _filled(_string(row, _need(row, ("text",), where), where), "text", where)
     if kind == "prompts":
         return Prompt(text, {k: v for k, v in row.items() if k != "text"})
@@ -122,6 +121,15 @@ def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str
     if not before or not chosen or not rejected:
         raise DataError(f"{where}: chosen and rejected must be one assistant message each after a common dialogue")
     return chat.prompt(before), chat.reply(before, chosen[-1]["content"]), chat.reply(before, rejected[-1]["content"])
+
+
+def _is_hh(row: Row) -> bool:
+    texts = (row.get("chosen"), row.get("rejected"))
+    return "prompt" not in row and all(isinstance(text, str) and ASSISTANT in text for text in texts)
+
+
+def _read_hh(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+    return _from_pair(kind, *_hh(row, where))
 
 
 def _hh(row: Row, where: str) -> tuple[str, str, str]:
@@ -203,3 +211,16 @@ def _type(value: Any) -> str:
 def _has(row: Row) -> str:
     names = [repr(n) for n in row]
     return ("fields " if len(names) > 1 else "only ") + ", ".join(names[:12]) if names else "no fields"
+
+
+# By the names of `DataSource.format`, in the order in which `detect` asks them.
+FORMATS: dict[str, RowFormat] = {
+    each.name: each
+    for each in (
+        RowFormat("Messages", lambda row: _first(row, MESSAGE_FIELDS) is not None, _messages),
+        RowFormat("HH", _is_hh, _read_hh, pairs=True),
+        RowFormat("ChosenRejected", lambda row: "chosen" in row and "rejected" in row, _chosen_rejected, pairs=True),
+        RowFormat("PromptResponse", lambda row: _first(row, PROMPT_FIELDS) is not None, _prompt_response),
+        RowFormat("Text", lambda row: "text" in row, _text),
+    )
+}

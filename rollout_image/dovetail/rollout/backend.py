@@ -1,0 +1,62 @@
+"""What serves a rollout's samples: the interface of a backend, and which one a server process takes.
+
+A backend is a server process that the coordinator talks HTTP with. docs/extending.md lists the routes that it must
+have; vLLM with Dovetail's plug-ins (`dovetail.rollout.server.VLLM`) is the one implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.manifest.callables import load_callable
+from dovetail.manifest.types import Group, RLHFJob
+from dovetail.protocol.env import ProcessEnv
+
+# module:class of another backend than vLLM.
+VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What a server process is to serve, and with what.
+
+    `config`: the actor's config.json. `on_cpu`: without GPUs. `stages` x `ranks`: pipeline stages and tensor-parallel
+    ranks. `memory`: the share of each GPU's memory that it may take, None for the backend's own. `arguments`: given on
+    this process's command line."""
+
+    env: ProcessEnv
+    job: RLHFJob
+    group: Group
+    config: Mapping[str, Any]
+    on_cpu: bool
+    stages: int = 1
+    ranks: int = 1
+    memory: float | None = None
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> Path:
+        """The folder of the actor's config.json; it holds no weights, these come from the trainers."""
+        return self.env.run_dir / "models" / "actor-config"
+
+
+class RolloutBackend(Protocol):
+    """A kind of server. An instance is made without arguments."""
+
+    def problem(self, plan: ServerPlan) -> str | None:
+        """Why it can never serve this, in one sentence; None if it can."""
+        ...
+
+    def serve(self, plan: ServerPlan) -> int:
+        """Register with the coordinator every two seconds and serve at `plan.env.host` and `plan.env.port` until
+        SIGTERM; returns the exit code (`dovetail.protocol.exit_codes`)."""
+        ...
+
+
+def load_backend(environ: Mapping[str, str], default: type[RolloutBackend]) -> RolloutBackend:
+    """The backend that the environment names, else `default`. Raises ValueError with one sentence."""
+    name = environ.get(VARIABLE)
+    backend: RolloutBackend = (default if name is None else load_callable(name, VARIABLE))()
+    return backend
