@@ -1,4 +1,5 @@
-"""What a run leaves that did not succeed: summary.json and report.html with the cause, whoever found it."""
+"""The files that a failed or interrupted run leaves: summary.json and report.html with the reason, whichever process
+found it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RESERVE_BYTES = 1 << 19
 
 
 def full_disk(folders: Iterable[Path]) -> Path | None:
-    """The first of the folders whose disk has no room left."""
+    """The first of the folders whose disk is full; None if none is."""
     for folder in folders:
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
@@ -33,20 +34,20 @@ def full_disk(folders: Iterable[Path]) -> Path | None:
 
 
 def reserve(run_dir: Path) -> None:
-    """Take the room that summary.json and report.html need should the disk become full."""
+    """Reserve the space that summary.json and report.html need if the disk becomes full."""
     with contextlib.suppress(OSError):
         (run_dir / RESERVE).write_bytes(bytes(RESERVE_BYTES))
 
 
 def give_back(run_dir: Path) -> None:
-    """Nobody needs the reserve any more, or now is the time."""
+    """Free the reserved space: it is needed now, or no longer."""
     with contextlib.suppress(OSError):
         (run_dir / RESERVE).unlink()
 
 
 class DiskWatch:
-    """Tells when a disk of the run becomes full: logs lose lines then, and the next checkpoint or the store's next
-    transaction fails. `clock`: monotonic seconds."""
+    """Warns when a disk of the run becomes full: logs then lose lines, and the next checkpoint or transaction of the
+    store fails. `clock`: monotonic seconds."""
 
     def __init__(self, folders: Sequence[Path], tell: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._folders = folders
@@ -56,7 +57,7 @@ class DiskWatch:
         self._told: Path | None = None
 
     def look(self) -> None:
-        """Call often; it looks every few seconds."""
+        """Call it often. It looks at the disks every few seconds."""
         if self._clock() < self._due:
             return
         self._due = self._clock() + LOOK_SECONDS
@@ -67,7 +68,8 @@ class DiskWatch:
 
 
 def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
-    """A failure on a full disk, as one sentence: who failed may have found no room to say why."""
+    """The reason of a failure. On a full disk it says so, because the process that failed may have had no space to
+    write it."""
     if outcome.succeeded or outcome.interrupted or (folder := full_disk(folders)) is None:
         return outcome
     said = f" (last: {outcome.reason})" if outcome.reason and "is full" not in outcome.reason else ""
@@ -76,8 +78,8 @@ def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
 
 
 def leave_behind(run_dir: Path, outcome: Outcome) -> None:
-    """Write both files, as far as the disk lets; what the coordinator wrote of its failure stays. For after the last
-    process has ended."""
+    """Write both files, as far as the disk has space. What the coordinator wrote about its failure stays. Call it after
+    the last process has ended."""
     give_back(run_dir)
     with contextlib.suppress(OSError):
         if outcome.interrupted:

@@ -1,5 +1,5 @@
-"""Talk with a run's model: dialogue as text, replies streamed token by token. For torch models small enough for this
-machine; imports transformers only when a chat starts."""
+"""Chat with a run's model, with replies streamed token by token. The model must be small enough for this machine.
+transformers is imported only when a chat starts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ REPLY_ENDS = ("\n\nHuman:", "\n\nAssistant:")
 def hh_prompt(turns: Iterable[Turn]) -> str:
     """The dialogue as HH text, ending where the assistant's next reply begins."""
     text = "".join(
-        f"{_MARKS[speaker]}{words}" if speaker == "user" else f"{_MARKS[speaker]} {words}" for speaker, words in turns
+        f"{_MARKS[speaker]}{text}" if speaker == "user" else f"{_MARKS[speaker]} {text}" for speaker, text in turns
     )
     return text + _MARKS["assistant"]
 
 
 def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> Iterator[str]:
-    """The pieces of a text up to the first stop string, which may be spread over pieces and is left out."""
+    """The pieces of a text up to the first stop string. A stop string may be spread over pieces; it is left out."""
     held = ""
     longest = max(len(stop) for stop in stops)
     for piece in pieces:
@@ -48,7 +48,7 @@ def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> It
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 takes the likeliest token each time."""
+    """With temperature 0 the likeliest token is taken each time."""
 
     max_tokens: int = 128
     temperature: float = 0.7
@@ -79,14 +79,15 @@ class ChatModel:
         self._model.eval()
 
     def prompt(self, turns: list[Turn]) -> str:
-        """The dialogue as the model has seen it in training: the tokenizer's chat template, else HH text."""
+        """The dialogue in the form of the model's training: the tokenizer's chat template if there is one, else HH
+        text."""
         if getattr(self._tokenizer, "chat_template", None):
-            messages = [{"role": speaker, "content": words} for speaker, words in turns]
+            messages = [{"role": speaker, "content": text} for speaker, text in turns]
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         return hh_prompt(turns)
 
     def reply(self, turns: list[Turn], sampling: Sampling) -> Iterator[str]:
-        """Pieces of the assistant's next reply, as they come."""
+        """The pieces of the assistant's next reply, as they are generated."""
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         limit = int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
@@ -133,22 +134,22 @@ def converse(
     write: Callable[[str], None],
     sampling: Sampling,
 ) -> None:
-    """Answer line after line until they end or say /quit; /reset forgets the dialogue so far."""
+    """Answer each line until the lines end or one is /quit. /reset starts a new dialogue."""
     turns: list[Turn] = []
     for line in lines:
-        words = line.strip()
-        if not words:
+        said = line.strip()
+        if not said:
             continue
-        if words in ("/quit", "/exit"):
+        if said in ("/quit", "/exit"):
             return
-        if words == "/reset":
+        if said == "/reset":
             turns = []
             write("(the dialogue starts anew)\n")
             continue
-        if words.startswith("/"):
+        if said.startswith("/"):
             write("commands: /reset forgets the dialogue, /quit ends it\n")
             continue
-        turns.append(("user", words))
+        turns.append(("user", said))
         reply = ""
         for piece in model.reply(turns, sampling):
             shown = piece if reply else piece.lstrip()

@@ -1,4 +1,4 @@
-"""Open files: a job's processes need more of them than some machines allow, and die of it one after the other."""
+"""The limit of open files. A job's processes need more than some machines allow, and would fail one after the other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ BASE_FILES = 256
 
 
 def files_needed(spec: RLHFJobSpec, plan: Plan) -> int:
-    """Of the process that needs most, the coordinator: it has a connection for each sample that is being generated."""
+    """The open files of the process that needs most, the coordinator: it has a connection for each sample that is
+    generated."""
     streams = len(plan.rollouts) * spec.generation.max_concurrent
     return BASE_FILES + 16 * len(plan.trainers) + min(streams, spec.ppo.global_batch_size)
 
 
 def allow_files(needed: int) -> None:
-    """Raise this process's limit, which those that it starts inherit, to `needed`. Raises UsageError."""
+    """Raise this process's limit to `needed`. The processes that it starts inherit it. Raises UsageError if that is not
+    allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

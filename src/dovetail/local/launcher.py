@@ -1,4 +1,4 @@
-"""Runs a job on this machine: directory, ports, processes, and their end."""
+"""Runs a job on this machine: makes the run directory, reserves ports, starts processes and ends them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def spawn_kind(environ: Mapping[str, str], devices: Collection[str]) -> SpawnKin
 
 
 class Launcher:
-    """One run of a job. As a context manager it holds the run directory, and on leaving ends every process.
+    """One run of a job. As a context manager it locks the run directory, and ends every process on exit.
 
         with Launcher(job, plan, Path("runs/quickstart")) as launcher:
             outcome = launcher.run()
 
-    `exclude`: processes not to start, for callers that do a process's work themselves (the Python API is its own
-    coordinator and passes {"coordinator"}). Raises RunError (UsageError for a directory in use) on entering."""
+    `exclude`: processes that are not started, because the caller does their work. (The Python API is its own
+    coordinator and passes {"coordinator"}.) Entering raises RunError, and UsageError for a directory that is in use."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Launcher:
 
     @property
     def _disks(self) -> tuple[Path, Path]:
-        """Folders that may be on disks of their own."""
+        """The folders that may be on different disks."""
         return self.run_dir, self._dir.logs
 
     @property
@@ -101,12 +101,12 @@ class Launcher:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs now, by name."""
+        """The process ids of what runs now, by name."""
         return {} if self._supervisor is None else self._supervisor.pids
 
     @property
     def spawner_pids(self) -> dict[str, int]:
-        """Process ids of what starts the others, by name: `spawner`, and `forker` where processes are forked."""
+        """The process ids of the spawners, by name: `spawner`, and `forker` if processes are forked."""
         return {} if self._supervisor is None else self._supervisor.spawner_pids
 
     def __enter__(self) -> Launcher:
@@ -134,12 +134,13 @@ class Launcher:
         self.close()
 
     def start(self) -> None:
-        """Start every process; `step` then keeps them running."""
+        """Start every process. After that `step` keeps them running."""
         assert self._supervisor is not None, "use the launcher in a with statement"
         self._supervisor.start()
 
     def step(self, seconds: float = 0.5) -> Outcome | None:
-        """Wait up to `seconds`, restarting what died; the outcome once the job is over. To be called all the time."""
+        """Wait up to `seconds`, and restart processes that died. Returns the outcome when the job is over, else None.
+        Call it again and again."""
         assert self._supervisor is not None
         assert self._stopwatch is not None
         outcome = self._supervisor.step(seconds)
@@ -154,7 +155,8 @@ class Launcher:
         return outcome
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
-        """Start, wait for the end, stop. SIGINT and SIGTERM stop everything within seconds, a second one at once.
+        """Start the processes, wait for the job's end, and stop them. SIGINT or SIGTERM stops everything within
+        seconds; a second one stops it at once.
 
         `on_step` is called a few times a second. Signals are handled only when called from the main thread."""
         disks = DiskWatch(self._disks, self._tell, time.monotonic)
@@ -185,13 +187,13 @@ class Launcher:
                 signal.signal(sig, handler)
 
     def stop(self) -> None:
-        """End every process. They get a SIGTERM and a few seconds, unless one more interrupt comes."""
+        """End every process: with SIGTERM, and with SIGKILL after a few seconds or at one more interrupt."""
         if self._supervisor is not None:
             before = self._interrupts
             self._supervisor.stop(self._grace, impatient=lambda: self._interrupts > before)
 
     def close(self) -> None:
-        """Stop, and give the directory and the ports back."""
+        """Stop, and free the directory and the ports."""
         try:
             self.stop()
         finally:

@@ -1,4 +1,4 @@
-"""The Python API: a job's engines in your own loop, on one machine (DeepSpeed-Chat's RLHF API).
+"""The Python API: write your own training loop for a job on one machine (as DeepSpeed-Chat's RLHF API).
 
     with Pipeline.from_manifest("examples/quickstart.yaml") as pipeline:
         pipeline.run_sft()
@@ -9,8 +9,8 @@
             print(pipeline.train(experience))
         pipeline.finish()
 
-It is the same code that `dovetail run` runs (`coordinator/loop/engines.py`): real vLLM servers, scorers and
-trainer ranks as processes of this machine; only the coordinator lives in your process."""
+It is the same code that `dovetail run` runs (`coordinator/loop/engines.py`): vLLM servers, scorers and trainer ranks
+are processes on this machine, and only the coordinator runs in your process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ START_SECONDS = 300.0
 
 
 class Pipeline:
-    """Synchronous; use from one thread, as a context manager. On leaving, every process it started is ended.
+    """Synchronous. Use it from one thread, as a context manager. On exit every process that it started is ended.
 
     `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model; it is
     called in this process, for each prompt's responses (or for each one: docs/custom.md), while others are generated.

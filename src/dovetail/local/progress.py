@@ -1,4 +1,4 @@
-"""What a running job shows: bars on a terminal, plain lines elsewhere. Fed with status documents."""
+"""Shows the progress of a running job from its status documents: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = {
 
 
 def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
-    """'reward 1.204 ± 0.031, KL 0.210, samples/s 14.2': the metrics of a stage worth a glance, those that exist."""
+    """A stage's main metrics that exist, as in 'reward 1.204 ± 0.031, KL 0.210, samples/s 14.2'."""
     parts = []
     for key, label, form in _SHOWN[stage]:
         value = metrics.get(key)
@@ -36,7 +36,8 @@ def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
 
 
 def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
-    """Stage, finished steps (PPO: iterations) and their total; None before the first stage or of unknown stages."""
+    """The stage, its finished steps (PPO: iterations) and their total. None before the first stage and for unknown
+    stages."""
     try:
         stage = Stage(status.get("stage") or "")
     except ValueError:
@@ -50,14 +51,14 @@ def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
 
 
 class HealthNews:
-    """Verdicts on iterations, each told when it begins and when it ends."""
+    """Tells each verdict on iterations when it begins and when it ends."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
         self._iteration = 0
 
     def lines(self, status: Mapping[str, Any]) -> list[str]:
-        """What is new in a status document."""
+        """Lines on what is new in a status document."""
         health = status.get("health") or {}
         if not health or health.get("iteration", 0) <= self._iteration:
             return []
@@ -74,7 +75,8 @@ class HealthNews:
 
 
 class Display(Protocol):
-    """Shows a run. `update` takes status documents, `tell` one-line events; from any thread."""
+    """Shows a run. `update` takes status documents, `tell` takes one-line events. Both may be called from any
+    thread."""
 
     def update(self, status: Mapping[str, Any]) -> None: ...
     def tell(self, line: str) -> None: ...
@@ -90,7 +92,7 @@ def make_display(spec: RLHFJobSpec, console: Console) -> Display:
 
 
 class Bars:
-    """A bar per stage, and one for the samples of the iteration under way."""
+    """One bar for each stage, and one for the samples of the current iteration."""
 
     def __init__(self, spec: RLHFJobSpec, console: Console) -> None:
         self._progress = Progress(
@@ -154,7 +156,7 @@ class Bars:
             self._complete(bar)
 
     def _enter(self, stage: Stage) -> None:
-        """Stages run in order, so those before are complete (also when a resumed run never showed them)."""
+        """Enter a stage. Stages run in order, so those before are complete, also if a resumed run never showed them."""
         for earlier, bar in self._bars.items():
             if earlier is stage:
                 break
@@ -182,7 +184,7 @@ class Bars:
 
 
 class Lines:
-    """One line when something changes, steps at most every few seconds."""
+    """Prints one line when something changes, for steps at most every few seconds."""
 
     def __init__(
         self, console: Console, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic

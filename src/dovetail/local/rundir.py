@@ -1,4 +1,5 @@
-"""A run's directory: made or taken up again, locked against a second launcher, with the job's token in it."""
+"""A run's directory: made for a new run or opened to resume one, locked against a second launcher, with the job's
+token."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DELETING = ".deleting"
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """OSErrors as RunErrors: disk full, not allowed, not a directory, ... with the path."""
+    """Turn OSErrors (disk full, not allowed, not a directory, ...) into RunErrors that name the path."""
     try:
         yield
     except OSError as error:
@@ -55,7 +56,7 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 class RunDir:
-    """Holds the lock from `open` to `close`."""
+    """The run directory. It is locked from `open` to `close`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -66,9 +67,9 @@ class RunDir:
         return self.path / "logs"
 
     def open(self, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Make the directory and lock it. Raises UsageError if an earlier run is in it and neither `resume` nor
-        `overwrite` (which deletes that run first) is given, if the run to resume lacks what it needs, or if another
-        launcher runs there now. A deletion that was interrupted is completed first."""
+        """Make the directory and lock it. `overwrite` first deletes an earlier run in it. A deletion that was
+        interrupted is completed first. Raises UsageError if there is an earlier run and neither `resume` nor
+        `overwrite` is given, if the run to resume lacks what it needs, or if another launcher runs there now."""
         deleting = (self.path / DELETING).exists()
         if not deleting:
             self._check(resume, overwrite)
@@ -105,9 +106,9 @@ class RunDir:
             self._lock = None
 
     def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
-        """run.json, job.json and plan.json. On resumption the manifest must be the one of the run, up to fields that
-        may change (`dovetail.manifest.checks.changes`); raises UsageError, naming the first other field that differs.
-        A file that is lost is made again."""
+        """Write run.json, job.json and plan.json. With `resume` the manifest must be the run's, except for fields that
+        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Raises UsageError that
+        names the first field that differs and may not."""
         new = job.model_dump(mode="json", by_alias=True)
         path = self.path / "job.json"
         if resume:
@@ -120,13 +121,13 @@ class RunDir:
             write_text(path, json.dumps(new, indent=2) + "\n")
 
     def write_profile(self, profile: Profile) -> None:
-        """profile.json: the times that the schedule of training begins with."""
+        """Write profile.json: the measured times for the first schedule of training."""
         with explained(self.path):
             write_text(self.path / "profile.json", profile.model_dump_json(by_alias=True, indent=2) + "\n")
 
     def token(self) -> str:
-        """The run's secret, made on first use and readable by its owner alone. Raises UsageError for a file that holds
-        none."""
+        """The run's secret. It is made on first use, and only its owner can read it. Raises UsageError if the file
+        holds no token."""
         path = self.path / "token"
         with explained(self.path):
             if not path.exists():
@@ -137,7 +138,7 @@ class RunDir:
         return token
 
     def _check_same(self, job: RLHFJob, old: dict[str, Any] | None) -> None:
-        """Against job.json, and against what the store says of the run."""
+        """Compare the manifest with job.json and with the one in the store. Raises UsageError or RunError."""
         try:
             if old is not None and old.get("metadata", {}).get("name") != job.metadata.name:
                 raise ChangeError(
@@ -183,8 +184,8 @@ class RunDir:
             )
 
     def _empty(self) -> None:
-        """Delete everything but the lock. Stopped at any moment, the next `open` goes on: what is left of the old run
-        is never taken for a part of a new one."""
+        """Delete everything but the lock. If this is stopped at any moment, the next `open` completes it, so that files
+        of the old run are never taken for those of a new one."""
         mark = self.path / DELETING
         mark.touch()
         sync(self.path)

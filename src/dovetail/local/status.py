@@ -1,4 +1,4 @@
-"""The coordinator's GET /v1/status, polled by a thread. A coordinator that is away or starting is no error."""
+"""Polls the coordinator's GET /v1/status in a thread. It is no error if the coordinator does not answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fetch_status(url: str, token: str, timeout: float = TIMEOUT_SECONDS) -> dict
 
 
 class StatusPoller:
-    """Keeps the newest status at hand; `on_status` is called from the polling thread for each one."""
+    """Keeps the newest status. `on_status` is called with each one, from the polling thread."""
 
     def __init__(self, url: str, token: str, on_status: Callable[[dict[str, Any]], None]) -> None:
         self._url = url

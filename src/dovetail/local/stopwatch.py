@@ -1,4 +1,4 @@
-"""How long a run has run, in all its resumes: kept in the run directory."""
+"""The time that a run has run, over all its resumes. It is kept in the run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRITE_SECONDS = 5.0
 
 
 class Stopwatch:
-    """Goes from now on; `look` is to be called again and again. A launcher that is killed loses `WRITE_SECONDS`."""
+    """Runs from now on. Call `look` again and again. If the launcher is killed, at most `WRITE_SECONDS` are lost."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
@@ -25,7 +25,7 @@ class Stopwatch:
         return self._before + self._clock() - self._begun
 
     def look(self) -> None:
-        """Write the time down now and then. A full disk is no reason to end the run."""
+        """Write the time now and then. A full disk does not end the run."""
         if self._clock() - self._written >= WRITE_SECONDS:
             self.write()
 

@@ -1,11 +1,11 @@
 """The processes of one pod: `python -m dovetail.pod.main`, what the operator starts in every pod of a group.
 
-A pod of a trainer group runs one rank a GPU, one of a rollout group a vLLM server and its scorer, which share the GPUs
-of one container (Kubernetes gives a GPU to a single container). When a process dies, the others are ended and the
-container exits with its code: the pod's Job replaces it, and the job's status quotes the last line. One that hangs
-(`liveness`) is killed.
+A pod of a trainer group runs one rank for each GPU. A pod of a rollout group runs a vLLM server and its scorer; they
+share the GPUs of one container, because Kubernetes gives a GPU to a single container. When a process dies, the others
+are ended and the container exits with its code. Then the pod's Job replaces the pod, and the job's status quotes the
+last line. A process that hangs (`liveness`) is killed.
 
-`--drain` (the pod's preStop hook) tells the coordinator to give this pod's instances no more work."""
+`--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ LONGEST_LINE = 2000
 
 @dataclass(frozen=True)
 class PodProcess:
-    """`python -m <module>` with `env` on top of the container's. `finishes`: it may end with 0, its work done."""
+    """`python -m <module>`, with `env` added to the container's environment. `finishes`: it may end with 0 when its
+    work is done."""
 
     name: str
     module: str
@@ -53,7 +54,7 @@ class PodProcess:
 def pod_processes(
     job: RLHFJob, plan: Plan, group: Group, index: int, base: ProcessEnv, devices: Sequence[str], threads: int
 ) -> list[PodProcess]:
-    """What pod `index` of `group` runs. Raises ValueError for a pod that the plan has no ranks for."""
+    """The processes of pod `index` of `group`. Raises ValueError for a pod without ranks in the plan."""
     found = []
     if Role.TRAINER in group.roles:
         width = max(1, group.gpu.per_pod)
@@ -101,8 +102,8 @@ def _with(variables: dict[str, str], devices: Sequence[str], threads: int) -> di
 
 
 class Pod:
-    """Runs the processes side by side until all have finished, one has failed, or `stop` was called. `limits`: when one
-    hangs."""
+    """Runs the processes side by side until all have finished, one has failed, or `stop` is called. `limits`: when a
+    process counts as hanging."""
 
     def __init__(
         self,
@@ -127,7 +128,8 @@ class Pod:
         self._stop.set()
 
     async def run(self) -> int:
-        """The container's exit code: 0 when all finished, 143 when stopped, else that of the first that failed."""
+        """Run the processes. Returns the container's exit code: 0 if all finished, 143 if it was stopped, else the code
+        of the first process that failed."""
         stopping = asyncio.create_task(self._stop.wait())
         watching = asyncio.create_task(self._end_hung())
         tasks = {asyncio.create_task(self._one(process)): process for process in self._processes}
@@ -165,10 +167,10 @@ class Pod:
             await asyncio.sleep(self._liveness.period / 2)
 
     def _judge(self, process: PodProcess, code: int) -> int:
-        """0 for an expected end; else the code, its reason kept as `message`."""
+        """0 for an expected end, else the exit code; then `message` has the reason."""
         if code == 0 and process.finishes:
             return 0
-        last = words(self._last.get(process.name, ""))
+        last = message_of(self._last.get(process.name, ""))
         how = self._killed_as.get(process.name) or how_it_ended(code)
         self.message = f"{process.name} ended ({how})" + (f": {last}" if last else "")
         return 128 - code if code < 0 else code or 1
@@ -202,7 +204,7 @@ class Pod:
         return code
 
     async def _copy(self, name: str, stream: asyncio.StreamReader) -> None:
-        """Its output to ours, so that `kubectl logs` shows it; the last line is kept."""
+        """Copy a process's output to our own, so that `kubectl logs` shows it. The last line is kept."""
         rest = b""
         while chunk := await stream.read(1 << 16):
             sys.stdout.buffer.write(chunk)
@@ -226,8 +228,8 @@ class Pod:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def words(line: str) -> str:
-    """A log line's sentence: our programs log JSON."""
+def message_of(line: str) -> str:
+    """The sentence in a log line. Our programs log JSON."""
     with contextlib.suppress(ValueError):
         event = json.loads(line)
         if isinstance(event, dict):
@@ -236,8 +238,8 @@ def words(line: str) -> str:
 
 
 def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv, Limits]:
-    """The processes of this pod; when they hang. Raises ValueError (also for files that are no job
-    or plan) or OSError."""
+    """The processes of this pod, and when they count as hanging. Raises OSError, and ValueError also for files that are
+    no job or plan."""
     base = ProcessEnv.read({env.NAME: "pod", **environ})
     job = RLHFJob.model_validate_json(base.job_file.read_text(encoding="utf-8"))
     plan = Plan.model_validate_json(base.plan_file.read_text(encoding="utf-8"))
@@ -252,7 +254,7 @@ def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv, 
 
 
 def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
-    """Tell the coordinator; a coordinator that is away finds out by itself."""
+    """Tell the coordinator to drain this pod's instances. A coordinator that is away finds out by itself."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for process in processes:
         if process.finishes:

@@ -1,10 +1,11 @@
-"""Which of the processes that we started hang, though they live: the launcher and a pod's main process kill these.
+"""Finds processes that hang. The launcher, or a pod's main process, then kills them.
 
-Two signs, both of the process itself and not of its connections (docs/architecture.md, "Deadlines"):
+There are two signs. Both are of the process itself and not of its connections (docs/architecture.md, "Deadlines"):
 
-- *Stopped*: the process or one below it (vLLM's engine core, a worker) is in the kernel's state T, as after a SIGSTOP.
-- *Silent*: its pulse (`dovetail.protocol.pulse`) has not been touched. It may be late while it uses the CPU or waits
-  for a disk, and is not expected before the first one: a process starts as long as it takes, if it does something."""
+- *Stopped*: the process, or one below it (vLLM's engine core, a worker), is in the kernel's state T, as after SIGSTOP.
+- *Silent*: its pulse (`dovetail.protocol.pulse`) was not touched. The pulse may be late while the process uses the CPU
+  or waits for a disk. Before the first beat it is not expected: a process may take any time to start if it does
+  something."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _PREFIX, _LOCK = "dovetail-pulse-", "lock"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds after which a process is ended: `stopped`; `silent` and idle; silent and `busy` (not while it starts);
-    and idle before its first beat, `starting`."""
+    """The seconds after which a process is killed. `stopped`: it is stopped. `silent`: it is silent and idle. `busy`:
+    it is silent and busy (this does not count while it starts). `starting`: it is idle before its first beat."""
 
     stopped: float
     silent: float
@@ -43,7 +44,7 @@ class Limits:
 
     @staticmethod
     def of(peer_timeout: float) -> Limits:
-        """By `failurePolicy.peerTimeoutSeconds`."""
+        """The limits that follow from `failurePolicy.peerTimeoutSeconds`."""
         long = max(10 * peer_timeout, LEAST_BUSY_SECONDS)
         return Limits(peer_timeout, max(2 * peer_timeout, LEAST_SILENT_SECONDS), long, long)
 
@@ -75,13 +76,13 @@ class Pulses:
         new.rename(self._folder / _LOCK)
 
     def path(self, name: str) -> Path:
-        """The file of one process, which is there from now on."""
+        """Make the file of one process, and return its path."""
         path = self._folder / name
         path.touch()
         return path
 
     def mark(self, name: str) -> int | None:
-        """Changes with every beat; None without a file."""
+        """A number that changes with every beat; None without a file."""
         try:
             return os.stat(self._folder / name).st_mtime_ns
         except OSError:
@@ -105,11 +106,12 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 class Liveness:
-    """`begin` and `end` say what runs; `look`, to be called all the time, says what is to be ended, and why.
+    """`begin` and `end` say which processes run. `look`, which must be called again and again, says which hang, and
+    why.
 
-    `mark(name)` changes with every beat of a process's pulse; None: it has none, and is only watched for being stopped.
-    `clock`: monotonic seconds. Between two looks at most LONGEST_PERIOD_SECONDS count: nobody is blamed because the
-    watcher was stopped itself."""
+    `mark(name)` changes with every beat of a process's pulse. It is None for a process without a pulse, which is only
+    watched for being stopped. `clock`: monotonic seconds. Of the time between two looks at most LONGEST_PERIOD_SECONDS
+    count, so that no process is killed because the watcher itself was stopped."""
 
     def __init__(
         self,
@@ -124,15 +126,16 @@ class Liveness:
         self._looked = clock()
 
     def begin(self, name: str, pid: int, below: bool = True) -> None:
-        """The process `name` runs from now on, as `pid`. `below`: watch those that it started, too."""
+        """Watch the process `name`, which runs as `pid`. `below`: also watch the processes that it started."""
         self._watched[name] = _Watched(pid, self._mark(name), below)
 
     def end(self, name: str) -> None:
-        """It is gone, or about to be."""
+        """Stop watching a process that has ended, or will end soon."""
         self._watched.pop(name, None)
 
     def look(self) -> dict[str, str]:
-        """Processes that hang, with half a sentence on how; each is named once. Looks once a period at most."""
+        """The processes that hang, each with a phrase that says how. Each is named once. It looks at most once a
+        period."""
         now = self._clock()
         elapsed = now - self._looked
         if elapsed < self.period:

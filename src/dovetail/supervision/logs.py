@@ -1,4 +1,4 @@
-"""What a dead process said last."""
+"""The last line of a dead process's log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def size(path: Path) -> int:
-    """Bytes of a file that may not exist."""
+    """The size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -21,8 +21,8 @@ def size(path: Path) -> int:
 
 
 def last_line(path: Path, start: int = 0, limit: int = 400) -> str | None:
-    """The line of a log, from byte `start` on, that says best why its process ended: the last exception of a
-    traceback, else the last line that isn't empty. At most `limit` characters; None if there is no such line."""
+    """The line of a log, from byte `start` on, that tells best why its process ended: the last exception of a
+    traceback, else the last line that is not empty. It is cut to `limit` characters. None if there is no such line."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)

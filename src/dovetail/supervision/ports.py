@@ -1,4 +1,4 @@
-"""Free ports that stay ours until a process binds them, and each time it is started again."""
+"""Reserves free ports until a process binds them, also each time the process is restarted."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortReservation:
-    """Ports on one host, taken from below the range that the kernel gives to outgoing connections (one of those could
-    otherwise take a port in the seconds until its server binds it). Other launchers on the machine keep away: each
-    port is also the name of an abstract Unix socket, which the kernel frees when this process ends."""
+    """Ports on one host. They are below the range that the kernel gives to outgoing connections, because such a
+    connection could take a port in the seconds until its server binds it. Each port is also the name of an abstract
+    Unix socket, so that other launchers on the machine do not take it. The kernel frees the socket when this process
+    ends."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
         self._locks: list[socket.socket] = []
 
     def reserve(self, names: Iterable[str]) -> dict[str, int]:
-        """One port per name. Raises RunError if none can be found."""
+        """Reserve one port for each name. Raises RunError if there are not enough."""
         return {name: self._next() for name in names}
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""The processes of a job on one machine: a pure function from manifest and plan, as the operator renders pods."""
+"""The processes of a job on one machine, as a pure function of manifest and plan. (The operator renders pods
+likewise.)"""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: `python -m <module>` with exactly this environment, its output appended to `log`.
+    """One process: `python -m <module>` with exactly this environment. Its output is appended to `log`.
 
-    `shares_imports`: it needs torch, so it may be forked from a process that has imported it. `finishes`: it ends with
-    0 when its work is done."""
+    `shares_imports`: it needs torch, so it may be forked from a process that has imported torch. `finishes`: it ends
+    with 0 when its work is done."""
 
     name: str
     module: str
@@ -37,7 +38,7 @@ class ProcessSpec:
 
 
 def process_names(plan: Plan) -> list[str]:
-    """Names of all processes, the coordinator first; each needs one port."""
+    """The names of all processes, the coordinator first. Each needs one port."""
     names = [COORDINATOR, *(trainer.name for trainer in plan.trainers)]
     for rollout in plan.rollouts:
         names += [rollout.name, scorer_name(rollout.name)]
@@ -45,9 +46,8 @@ def process_names(plan: Plan) -> list[str]:
 
 
 def gpu_slots(job: RLHFJob, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each trainer and rollout, as numbers that count on through the job's groups; none on CPUs.
-
-    A group with both roles has its trainers and its rollouts on the same GPUs."""
+    """The GPUs of each trainer and rollout, numbered through all groups of the job; none on CPUs. In a group with both
+    roles trainers and rollouts have the same GPUs."""
     slots: dict[str, tuple[int, ...]] = {}
     used = 0
     for group in job.spec.groups:
@@ -75,9 +75,9 @@ def render(
 ) -> list[ProcessSpec]:
     """The processes to start, the coordinator first.
 
-    `ports` has one free port per name of `process_names`: what the process serves HTTP on, or its metrics (trainers).
-    `base_env` is what every process inherits. `devices` are the machine's GPUs: each GPU of a group takes the next
-    one, beginning again where they run out; processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
+    `ports` has one free port for each name of `process_names`, where the process serves HTTP (trainers: metrics).
+    Every process inherits `base_env`. `devices` are the machine's GPUs. Each GPU of a group takes the next one; if
+    there are too few, several share one. Processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
     `base_env` sets it."""
     slots = gpu_slots(job, plan)
     coordinator = f"http://{HOST}:{ports[COORDINATOR]}"

@@ -1,4 +1,5 @@
-"""Linux process trees: who descends from whom, and ending all of them. No process of a job may outlive its launcher."""
+"""Linux process trees: finds the descendants of a process and ends all of them. No process of a job may outlive its
+launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Process(NamedTuple):
-    """One line of /proc: ids of the process, its parent and its session; its state, a letter as `ps` shows it; and the
+    """A process in /proc: the ids of the process, its parent and its session; its state, a letter as in `ps`; and the
     CPU seconds of all its threads so far."""
 
     pid: int
@@ -30,7 +31,7 @@ class Process(NamedTuple):
 
     @property
     def zombie(self) -> bool:
-        """Whether it waits to be reaped."""
+        """Whether the process has ended and waits to be reaped."""
         return self.state in "ZX"
 
 
@@ -41,17 +42,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Have the kernel send `sig` to this process when its parent dies; 0 takes the request back."""
+    """Have the kernel send `sig` to this process when its parent dies. 0 cancels this."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of descendants whose parent dies, in place of init."""
+    """Make this process, and not init, the new parent of descendants whose parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_name(name: str) -> None:
-    """What `ps -o comm` and `top` call this process (15 characters at most)."""
+    """Set the name of this process in `ps -o comm` and `top` (at most 15 characters)."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
@@ -73,7 +74,7 @@ def snapshot() -> list[Process]:
 
 
 def descendants(root: int, processes: Iterable[Process]) -> set[int]:
-    """Process ids below `root`, zombies left out (but not their children)."""
+    """The process ids below `root`. Zombies are left out, but not their children."""
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent, []).append(process)
@@ -91,7 +92,8 @@ def descendants(root: int, processes: Iterable[Process]) -> set[int]:
 
 
 def kill_until_gone(find: Callable[[list[Process]], set[int]], seconds: float = 2.0) -> bool:
-    """SIGKILL what `find` names, again and again, until it names nothing (True) or time is up (False)."""
+    """Send SIGKILL to the processes that `find` returns, again and again. Returns True when it finds none, False when
+    time is up."""
     deadline = time.monotonic() + seconds
     while True:
         alive = find(snapshot()) - {os.getpid()}

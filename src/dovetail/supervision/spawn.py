@@ -1,4 +1,4 @@
-"""The launcher's end of a zygote: start a process, signal it, hear of its death. Two spawners behind one interface."""
+"""Starts, signals and watches processes through a zygote. There are two spawners with one interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRELOAD = "dovetail.rollout.preload:preload"
 
 @dataclass(frozen=True)
 class Started:
-    """A process runs now."""
+    """A process has been started."""
 
     name: str
     pid: int
@@ -30,9 +30,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Exited:
-    """A process is gone, with all its descendants. `code` is negative for a signal, as in `subprocess`.
-
-    `lost` marks processes that died because their spawner did: one fault, however many processes."""
+    """A process has ended, with all its descendants. `code` is negative for a signal, as in `subprocess`. `lost`: it
+    died because its spawner died, which is one fault, however many processes die."""
 
     name: str
     code: int
@@ -43,10 +42,10 @@ Event = Started | Exited
 
 
 class Spawner:
-    """Runs processes through a zygote, which it starts on first use and replaces when it dies.
+    """Runs processes through a zygote. It starts the zygote on first use, and replaces it when it dies.
 
-    To be used from one thread, which must outlive the zygote's start-up. `env` and `log` are the zygote's own; `name`
-    tells spawners apart."""
+    Use it from one thread, which must live at least until the zygote has started. `env` and `log` are the zygote's.
+    `name` is the spawner's name in messages."""
 
     preload: str | None = None
 
@@ -66,11 +65,11 @@ class Spawner:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs, by name."""
+        """The process ids of what runs, by name."""
         return dict(self._pids)
 
     def last_words(self) -> str | None:
-        """What the zygote said last, for the report of its death."""
+        """The last line of the zygote's log, to report its death."""
         return logs.last_line(self._log, self._log_start)
 
     @property
@@ -78,7 +77,7 @@ class Spawner:
         return None if self._zygote is None else self._zygote.pid
 
     def start(self) -> None:
-        """Start the zygote now (preloading takes a while), rather than at the first `spawn`."""
+        """Start the zygote now and not at the first `spawn`, because its imports take a while."""
         if self._zygote is not None:
             return
         proctree.adopt_orphans()
@@ -91,19 +90,20 @@ class Spawner:
         self._channel, self._buffer = ours, b""
 
     def spawn(self, spec: ProcessSpec) -> None:
-        """Ask for a process; `Started` follows, once the zygote is ready."""
+        """Ask for a process. `poll` returns `Started` when the zygote is ready and has started it."""
         self.start()
         self._asked.add(spec.name)
         request = {"op": "spawn", "name": spec.name, "module": spec.module, "env": spec.env, "log": str(spec.log)}
         self._send(request)
 
     def signal(self, name: str, sig: int) -> None:
-        """Send a signal to a process (not to its descendants); nothing happens if it is gone."""
+        """Send a signal to a process, not to its descendants. Does nothing if it has ended."""
         if name in self._pids:
             self._send({"op": "signal", "pid": self._pids[name], "signal": int(sig)})
 
     def kill(self, why: str) -> None:
-        """End a zygote that hangs, and with it its processes; `poll` then tells of them, and `killed_as` says why."""
+        """Kill a zygote that hangs, and its processes with it. `poll` then returns their ends, and `killed_as` says
+        why."""
         if self._zygote is not None:
             self.killed_as = why
             # Known only as long as it lives: those below it that have sessions of their own.
@@ -111,11 +111,11 @@ class Spawner:
             self._zygote.kill()
 
     def fileno(self) -> int | None:
-        """Readable when `poll` has something to say; None before the zygote starts."""
+        """A file descriptor that is readable when `poll` has events; None before the zygote starts."""
         return None if self._channel is None else self._channel.fileno()
 
     def poll(self) -> list[Event]:
-        """What happened since the last call, without waiting."""
+        """The events since the last call. Does not wait."""
         if self._channel is None:
             return []
         ended = False
@@ -148,7 +148,7 @@ class Spawner:
         return events
 
     def close(self, seconds: float = 8.0) -> None:
-        """End every process at once and wait until they are gone."""
+        """Kill every process at once, and wait until all have ended."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -190,7 +190,7 @@ class Spawner:
                 return  # it died; `poll` says so
 
     def _bury(self) -> int:
-        """After the zygote's end: kill what it can't kill any more, and forget it. Returns its exit code."""
+        """Clean up after the zygote has ended: kill what it cannot kill any more. Returns its exit code."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -222,10 +222,12 @@ def _reap(pids: Iterable[int]) -> None:
 
 
 class ExecSpawner(Spawner):
-    """Starts `python -m <module>`: slow to start, nothing shared. For GPUs (CUDA doesn't survive a fork)."""
+    """Starts `python -m <module>`. It is slow and shares nothing. Machines with GPUs need it, because CUDA does not
+    survive a fork."""
 
 
 class ForkSpawner(Spawner):
-    """Forks from a process that imported torch and vLLM already: quick to start on a CPU machine."""
+    """Forks from a process that has already imported torch and vLLM. It is quick, and is used on machines without
+    GPUs."""
 
     preload = PRELOAD

@@ -1,4 +1,4 @@
-"""Keeps a job's processes running: starts them, starts again those that die, and decides when the job is over."""
+"""Keeps a job's processes running: it starts them, restarts those that die, and decides when the job is over."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def how_it_ended(code: int) -> str:
 
 
 class Supervisor:
-    """Runs `processes`, each with its spawner. The job succeeds when the process called `coordinator` exits with 0,
-    fails when that one exits with 3, when any exits with 2, or after `max_restarts` restarts of all together within an
-    hour (those of processes that died with their spawner count as one). What `liveness` finds to hang, spawners too, is
-    killed, and so started again. All methods from one thread. `tell` hears one-line events."""
+    """Runs `processes`, each with its spawner. The job succeeds when the process `coordinator` exits with 0. It fails
+    when that one exits with 3, when any process exits with 2, or when there were more than `max_restarts` restarts
+    within an hour, of all processes together (processes that died with their spawner count as one). Processes and
+    spawners that hang, as `liveness` says, are killed and restarted. `tell` gets one-line events. Call all methods from
+    one thread."""
 
     def __init__(
         self,
@@ -91,12 +92,12 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs now, by name."""
+        """The process ids of what runs now, by name."""
         return {name: p.pid for name, p in self._processes.items() if p.pid is not None}
 
     @property
     def spawner_pids(self) -> dict[str, int]:
-        """Process ids of the spawners' own processes, by the spawner's name."""
+        """The process ids of the spawners' own processes, by the spawner's name."""
         return {s.name: s.zygote_pid for s in self._spawners if s.zygote_pid is not None}
 
     def start(self) -> None:
@@ -106,7 +107,7 @@ class Supervisor:
             self._spawn(process)
 
     def step(self, seconds: float) -> Outcome | None:
-        """Wait at most `seconds` for something to happen, deal with it, and return the outcome if there is one now."""
+        """Wait at most `seconds` for an event and handle it. Returns the outcome if the job is over, else None."""
         self._wait(seconds)
         lost_counted = False
         for spawner in self._spawners:
@@ -123,7 +124,7 @@ class Supervisor:
         return None
 
     def stop(self, grace: float, impatient: Callable[[], bool] = lambda: False) -> None:
-        """End everything: SIGTERM, then after `grace` seconds, or once `impatient()`, SIGKILL."""
+        """End all processes: SIGTERM first, and SIGKILL after `grace` seconds or as soon as `impatient()` is true."""
         for process in self._processes.values():
             process.due = None
             process.spawner.signal(process.spec.name, signal.SIGTERM)
@@ -159,7 +160,7 @@ class Supervisor:
         process.spawner.spawn(process.spec)
 
     def _end_hung(self) -> None:
-        """SIGKILL, which a stopped process obeys as well; its zygote then ends what is below it."""
+        """Send SIGKILL, which also ends a stopped process. Its zygote then ends the processes below it."""
         if self._liveness is None:
             return
         for spawner in self._spawners:
@@ -220,6 +221,6 @@ class Supervisor:
 
 
 def cpu_threads(processes_at_work: int) -> int:
-    """OMP threads for each of some processes that work at the same time on this machine."""
+    """The OMP threads for each of `processes_at_work` processes that work at the same time on this machine."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // max(1, processes_at_work))

@@ -1,14 +1,15 @@
-"""A small process that starts, watches and ends a job's processes for the launcher.
+"""The zygote: a small process that starts, watches and ends a job's processes for the launcher.
 
     python -m dovetail.supervision.zygote FD PARENT_PID [PRELOAD]
 
-Without PRELOAD its children are started as `python -m <module>`. With PRELOAD ("package.module:function") it calls
-that once, then forks children that run `<module>.main([])` at once, sharing the imports: importing torch and vLLM
-takes some 14 s of CPU each time, which N processes on a small machine would pay N times over.
+Without PRELOAD it starts its children as `python -m <module>`. With PRELOAD ("package.module:function") it calls this
+function once, and then forks children that run `<module>.main([])` and share the imports. To import torch and vLLM
+takes about 14 s of CPU, which each of N processes would need otherwise.
 
 It speaks JSON lines on the inherited socket FD. Requests: spawn, signal. Events: ready, started, exit. When the
-launcher's end closes, for whatever reason, it kills all its descendants (it adopts orphans, so that grandchildren
-whose parent died are among them) and exits. One thread only: forking a process with threads is unsafe.
+launcher's end of the socket closes, for whatever reason, the zygote kills all its descendants and exits. It adopts
+orphans, so descendants whose parent died are among them. It has one thread only, because a process with threads cannot
+be forked safely.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _run_module(module: str) -> int:
 
 
 def _finish(code: int) -> NoReturn:
-    """What the interpreter does on exit, without unwinding the zygote's own frames."""
+    """Do what the interpreter does on exit, without returning through the zygote's own frames."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -66,7 +67,7 @@ def _finish(code: int) -> NoReturn:
 
 
 def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
-    """In the new process: a session of its own, streams to the log, then the module."""
+    """Runs in the new process: makes a session, sends the streams to the log, and runs the module."""
     try:
         os.setsid()
         die_with_parent()
@@ -98,7 +99,7 @@ def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
 
 
 class Zygote:
-    """The event loop: requests from the launcher's socket, deaths from SIGCHLD."""
+    """The event loop. Requests come from the launcher's socket, deaths from SIGCHLD."""
 
     def __init__(self, channel: socket.socket, parent: int, fork: bool) -> None:
         self._channel = channel
@@ -189,7 +190,7 @@ class Zygote:
             self._send({"event": "exit", "name": name, "pid": pid, "code": code})
 
     def _end_leftovers(self, session: int) -> None:
-        """Kill what a dead child left behind: its session, and orphans that made sessions of their own."""
+        """Kill what a dead child left: its session, and orphans that made sessions of their own."""
         live = set(self._children)
         me = os.getpid()
 

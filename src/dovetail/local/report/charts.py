@@ -1,4 +1,5 @@
-"""Small SVG charts for the report: lines with bands, a stacked bar, and a Gantt chart. Pure: numbers in, markup out."""
+"""Small SVG charts for the report: lines with bands, a stacked bar and a Gantt chart. Pure functions from numbers to
+markup."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def _exponent(text: str) -> str:
     return f"{float(text):.0f}" if 0 <= int(power) < 6 else f"{mantissa}e{int(power)}"
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "middle", cls: str = "tick", extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{cls}"{extra}>{escape(words)}</text>'
+def _text(x: float, y: float, label: str, *, anchor: str = "middle", cls: str = "tick", extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{cls}"{extra}>{escape(label)}</text>'
 
 
 def line_chart(title: str, x_label: str, series: Sequence[Series]) -> str:

@@ -1,5 +1,5 @@
-"""report.html: one file that shows a run, with no scripts and nothing to load. From summary.json, history.jsonl and
-the iterations' traces."""
+"""report.html: one file that shows a run, without scripts or files to load. It is made from summary.json, history.jsonl
+and the iterations' traces."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ _STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "ppo": "PP
 
 
 def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
-    """history.jsonl as {stage: {step: metrics}}. A replayed step's last line counts; a line cut off by a crash is
-    passed over."""
+    """history.jsonl as {stage: {step: metrics}}. The last line of a step counts. A line that a crash cut off is
+    skipped."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     try:
         lines = (run_dir / "history.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -105,15 +105,15 @@ def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def series(steps: Mapping[int, Mapping[str, Any]], label: str, metric: str, band: str | None) -> Series:
-    """One metric over the steps that have it."""
+    """One metric over the steps, without the steps that lack it."""
     kept = [(k, m) for k, m in steps.items() if isinstance(m.get(metric), int | float)]
     widths = [float(m.get(band) or 0.0) for _, m in kept] if band else None
     return Series(label, [float(k) for k, _ in kept], [float(m[metric]) for _, m in kept], widths)
 
 
 def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """Name and content of the trace to show: the last iteration's, but the one before if there are several, for the
-    last also holds the final checkpoint."""
+    """The name and content of the trace to show. It is that of the last iteration but one if there are several, because
+    the last one also holds the final checkpoint."""
     files = sorted(p for p in (run_dir / "traces").glob("iteration-*.json") if re.fullmatch(r"iteration-\d+", p.stem))
     for path in [*files[-2:-1], *files[-1:], *reversed(files[:-2])]:
         try:
@@ -144,7 +144,7 @@ def trace_bars(trace: Mapping[str, Any]) -> list[Bar]:
 
 
 def trace_curve(trace: Mapping[str, Any], name: str) -> Series:
-    """A counter of a Chrome trace: its value over seconds."""
+    """A counter of a Chrome trace, as values over seconds."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "C" and e.get("name") == name]
     return Series(name, [e["ts"] / 1e6 for e in events], [float(e["args"]["value"]) for e in events])
 
@@ -165,7 +165,7 @@ def _table(summary: Mapping[str, Any]) -> str:
 
 
 def changes_section(summary: Mapping[str, Any]) -> str:
-    """Fields of the manifest that were changed while the run went on."""
+    """The section on fields of the manifest that were changed during the run."""
     changed = summary.get("changes")
     if not isinstance(changed, list) or not changed:
         return ""
@@ -234,7 +234,7 @@ def render_report(
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html into a run directory, whole or not at all. Raises RunError without a summary.json."""
+    """Write report.html into a run directory, atomically. Raises RunError if there is no summary.json."""
     try:
         name = str(json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["metadata"]["name"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -14,7 +14,7 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 
 def read_schedule(run_dir: Path) -> dict[str, Any] | None:
-    """schedule.json, or None: a run whose trainers had nothing to choose."""
+    """schedule.json, or None for a run with only one possible schedule."""
     try:
         found = json.loads((run_dir / "schedule.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -23,7 +23,7 @@ def read_schedule(run_dir: Path) -> dict[str, Any] | None:
 
 
 def schedule_bars(document: Mapping[str, Any]) -> list[Bar]:
-    """A schedule document (`dovetail schedule -o`) as bars, a track per rank."""
+    """A schedule document (`dovetail schedule -o`) as bars, one track for each rank."""
     bars = []
     for rank, actions in enumerate(document["actions"]):
         for action in actions:
@@ -34,7 +34,7 @@ def schedule_bars(document: Mapping[str, Any]) -> list[Bar]:
 
 
 def schedule_section(found: Mapping[str, Any] | None) -> str:
-    """The section, or '' without a schedule. Pure."""
+    """The report's section on the schedule, or '' without one. Pure."""
     if found is None:
         return ""
     mini = int(found["mini_batches"])
@@ -54,7 +54,7 @@ def _names() -> list[str]:
 
 
 def _in_seconds(found: Mapping[str, Any]) -> bool:
-    """Seconds and bytes; else units of the default times."""
+    """Whether the document is in seconds and bytes, and not in units of the default times."""
     return bool(found["measured"] or found.get("profiled"))
 
 
@@ -85,7 +85,7 @@ def _size(found: Mapping[str, Any], value: float) -> str:
 
 
 def _families(found: Mapping[str, Any]) -> str:
-    """How much longer every other family takes."""
+    """A table of how much longer each other family takes."""
     best = float(found["after"]["makespan"])
     rows = []
     for name, family in sorted(found["families"].items(), key=lambda item: item[1]["makespan"]):

@@ -18,7 +18,7 @@ PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json. Raises RunError if there is none, or it is damaged."""
+    """Read summary.json. Raises RunError if there is none, or if it is damaged."""
     path = run_dir / "summary.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def interval(value: Any, digits: int = 3) -> str | None:
 
 
 def binomial_p(correct: int, pairs: int) -> float:
-    """Chance that coin flips get at least `correct` of `pairs` right (one-sided binomial test against 1/2)."""
+    """The probability that coin flips get at least `correct` of `pairs` right (one-sided binomial test against 1/2)."""
     if correct <= 0:
         return 1.0
     log_half = math.lgamma(pairs + 1) - pairs * math.log(2.0)
@@ -68,7 +68,7 @@ def binomial_p(correct: int, pairs: int) -> float:
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, before or first, after or last) of everything that the summary has."""
+    """Rows (what, before or first, after or last) of all results in the summary."""
     found: list[tuple[str, str, str]] = []
     before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
     if after is not None:
@@ -88,7 +88,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(measure, before PPO, after PPO) of the answers to held-out prompts; nothing where none were measured."""
+    """Rows (measure, before PPO, after PPO) of the answers to held-out prompts; none if none were measured."""
     found = []
     for name, value in (get(summary, "evaluation") or {}).items():
         before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))
@@ -99,7 +99,7 @@ def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
-    """Of a run that did not succeed: its state and cause, and what it finished."""
+    """Lines for a run that did not succeed: its state, the reason, and what it finished."""
     state = str(summary.get("state") or "")
     if state in ("", "succeeded"):
         return []
@@ -112,7 +112,7 @@ def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
 
 
 def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, first iteration, last or how many) of the iterations' health; nothing of a run without PPO."""
+    """Rows (what, first iteration, last one or count) of the iterations' health; none for a run without PPO."""
     iterations, unhealthy = get(summary, "health.iterations"), get(summary, "health.unhealthy")
     if not iterations:
         return []
@@ -126,13 +126,13 @@ def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def health_sentences(summary: Mapping[str, Any]) -> list[str]:
-    """The last sentence of each verdict that there was, in the order of their first iterations."""
+    """The last sentence of each verdict, in the order of their first iterations."""
     reasons = sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"])
     return [f"{reason} (iteration {known['last']}): {known['message']}" for reason, known in reasons]
 
 
 def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What inter-stage fusion did, (what, "", value); nothing where it was off."""
+    """Rows (what, "", value) of inter-stage fusion; none if it was off."""
     fusion = get(summary, "fusion")
     if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
         return []
@@ -186,7 +186,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def show(console: Console, summary: Mapping[str, Any]) -> None:
-    """The table, after how the run ended if it did not succeed, and before what was unhealthy."""
+    """Print how the run ended if it did not succeed, then the table, then what was unhealthy."""
     for line in how_it_ended(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(summary_table(summary))
