@@ -1,7 +1,7 @@
-"""Which records a stage uses and in which order: DeepSpeed-Chat's data abstraction as pure functions of the seed.
+"""Which records a stage uses, and in which order: DeepSpeed-Chat's data abstraction as pure functions of the seed.
 
-Each source's records are shuffled and cut into disjoint parts for the stages (`split`), part of each is held out,
-and the rest is blended by weight (`Blend`). A batch is a function of (seed, step), so a job resumes from the step."""
+Each source's records are shuffled and split into disjoint parts for the stages (`split`). A part of each is held out,
+and the rest is blended by weight (`Blend`). A batch depends only on (seed, step), so a job can resume from any step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ Indices = NDArray[np.int64]
 
 
 def permutation(size: int, *key: int | str) -> Indices:
-    """A permutation of range(size) drawn from the key, (size,) int64."""
+    """A permutation of range(size), (size,) int64, drawn with the key as seed."""
     return np.random.Generator(np.random.PCG64(derived_seed(*key))).permutation(size).astype(np.int64)
 
 
 def split(size: int, shares: Mapping[str, float], *key: int | str) -> dict[str, Indices]:
-    """Disjoint random parts of range(size), in proportion to `shares`; together they are the whole.
-
-    A part of a positive share gets at least one record while there are enough. Raises ValueError when no share is
-    positive."""
+    """Disjoint random parts of range(size), in proportion to `shares`. Together they are the whole. Each part with a
+    positive share gets at least one record if there are enough. Raises ValueError if no share is positive."""
     total = sum(shares.values())
     if total <= 0:
         raise ValueError("no share is positive")
@@ -40,7 +38,8 @@ def split(size: int, shares: Mapping[str, float], *key: int | str) -> dict[str, 
 
 
 def hold_out(part: Indices, share: float) -> tuple[Indices, Indices]:
-    """(to train on, held out). At least one is held out if `share` > 0, and one is left to train on if share < 1."""
+    """The records to train on, and those held out. At least one is held out if `share` > 0, and at least one is left to
+    train on if `share` < 1."""
     count = round(len(part) * share)
     if share > 0:
         count = max(count, 1)
@@ -53,11 +52,11 @@ def hold_out(part: Indices, share: float) -> tuple[Indices, Indices]:
 class Blend:
     """An endless sequence of (source, position in source), interleaved in proportion to the weights.
 
-    After n picks, each source has had its share of n within 1. Each source is gone through in epochs, every one in
-    an order of its own; a record comes once an epoch."""
+    After n picks, each source has had its share of n, within 1. Each source is read in epochs. Each epoch has an order
+    of its own, and has every record once."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *key: int | str) -> None:
-        """Raises ValueError for an empty source: it could not give its share."""
+        """Raises ValueError for an empty source, because it could not give its share."""
         if len(sizes) != len(weights) or not sizes:
             raise ValueError("a blend needs one weight for each of at least one source")
         if min(sizes) < 1 or min(weights) <= 0:
@@ -73,17 +72,18 @@ class Blend:
         )
 
     def __len__(self) -> int:
-        """Records of all sources: an epoch of the blend, exactly so if weights follow sizes."""
+        """The number of records of all sources. This is one epoch of the blend if the weights are in proportion to the
+        sizes."""
         return sum(self.sizes)
 
     def pick(self, n: int) -> tuple[int, int]:
-        """The n-th pick, from 0."""
+        """The n-th pick, counted from 0."""
         source, turn = (0, n) if len(self.sizes) == 1 else self._turn(n)
         epoch, within = divmod(turn, self.sizes[source])
         return source, int(self._order(source, epoch)[within])
 
     def batch(self, step: int, size: int) -> list[tuple[int, int]]:
-        """Picks of step `step`, from 1. Raises ValueError for a step below 1."""
+        """The picks of a step; steps count from 1. Raises ValueError for a step below 1."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
         return [self.pick(n) for n in range((step - 1) * size, step * size)]

@@ -17,7 +17,7 @@ class ChatFormat(Protocol):
     """Turns messages (role, content) into text."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Text up to where the assistant's next turn starts."""
+        """The text up to where the assistant's next turn begins."""
 
     def reply(self, messages: Sequence[Message], content: str) -> str:
         """The assistant's next turn, without the end-of-sequence token."""

@@ -1,4 +1,4 @@
-"""All data of a job: every list loaded, split between the stages, partly held out, and blended."""
+"""All data of a job: every list is loaded, split between the stages, partly held out, and blended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD_OUT_LIMIT = 4096  # records of a stage that are evaluated at most: more tel
 
 @dataclass(frozen=True)
 class SourcePart(Generic[R]):
-    """One source's records of one list: those to train on and those held out, as positions in the source."""
+    """One source's records in one list: the positions in the source of those to train on, and of those held out."""
 
     records: Records[R]
     train: Indices
@@ -41,15 +41,16 @@ class StageData(Generic[R]):
         return len(self._blend)
 
     def batch(self, step: int, size: int) -> list[R]:
-        """Records of a step, from 1: a function of the job's seed and the step alone."""
+        """The records of a step; steps count from 1. They depend only on the job's seed and the step."""
         return [self._get(source, i) for source, i in self._blend.batch(step, size)]
 
     def steps_per_epoch(self, size: int) -> int:
-        """Batches of `size` that hold every record once; the last is filled from the next epoch."""
+        """The number of batches of `size` that hold every record once. The last one is filled with records of the next
+        epoch."""
         return -(-len(self) // size)
 
     def held_out(self) -> list[R]:
-        """Records kept for evaluation, at most 4,096, in proportion to the sources' held-out parts."""
+        """The records for evaluation, at most 4,096, in proportion to the sources' held-out parts."""
         total = sum(len(p.held_out) for p in self.parts)
         keep = min(1.0, HELD_OUT_LIMIT / max(total, 1))
         return [p.records[int(i)] for p in self.parts for i in p.held_out[: max(1, int(len(p.held_out) * keep))]]
@@ -67,7 +68,7 @@ class StageData(Generic[R]):
 
 @dataclass(frozen=True)
 class Collection:
-    """None for a list that no stage of the job needs. `fingerprints`: of each source, by manifest field."""
+    """The lists of a job; a list that no stage needs is None. `fingerprints`: of each source, by manifest field."""
 
     demonstrations: StageData[Demonstration] | None
     preferences: StageData[Preference] | None
@@ -75,7 +76,7 @@ class Collection:
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
 
     def texts(self) -> Iterator[str]:
-        """All text to train on, for a tokenizer: held-out records are left out."""
+        """All text to train on, for training a tokenizer. Held-out records are left out."""
         for d in self.demonstrations.training_records() if self.demonstrations else ():
             yield d.prompt + d.response
         for p in self.preferences.training_records() if self.preferences else ():
@@ -86,7 +87,7 @@ class Collection:
 
 
 def needed(spec: RLHFJobSpec) -> list[Kind]:
-    """The lists that the job's stages read: demonstrations for SFT or ptx, preferences for the reward model, prompts
+    """The lists that the job's stages read: demonstrations for SFT and ptx, preferences for the reward model, prompts
     for PPO."""
     stages = set(spec.stages)
     kinds: list[Kind] = []
@@ -106,11 +107,11 @@ def collect(
     chat: ChatFormat | None,
     known: Mapping[str, Fingerprint] | None = None,
 ) -> Collection:
-    """Load, split and blend. Raises DataError naming the manifest field; also where a source is not what the
-    fingerprints `known` say, those of the run's beginning.
+    """Load, split and blend the data. Raises DataError that names the manifest field, also if a source differs from its
+    fingerprint in `known`, which was taken when the run began.
 
-    A data set that one list names is used by it whole. One that several lists name is split disjointly between
-    their stages in proportion to `spec.data.split`, counting only stages that run."""
+    A data set that only one list names is used whole. One that several lists name is split between their stages without
+    overlap, in proportion to `spec.data.split`; only stages that run count."""
     kinds = needed(spec)
     users: dict[str, set[Kind]] = {}
     prints: dict[str, Fingerprint] = {}

@@ -1,7 +1,7 @@
-"""What goes wrong with a user's data or model sources."""
+"""Errors in a user's data or model sources."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """One sentence naming the field or file, what is there, and what to do."""
+    """An error in data. The message is one sentence that names the field or file, what is there, and what to do."""

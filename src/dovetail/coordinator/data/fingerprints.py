@@ -1,5 +1,5 @@
-"""Data that changed under a run is noticed: the fingerprint of each source, taken when the run begins and compared
-whenever it goes on."""
+"""Fingerprints of the data sources, to notice data that changed during a run. They are taken when the run begins, and
+compared when it is resumed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _COMMIT = re.compile(r"@([0-9a-f]{40})/")
 def fingerprint(
     source: DataSource, records: Records[Any], field: str, base_dir: Path, known: Fingerprint | None
 ) -> Fingerprint | None:
-    """Of a source as it is now; None for synthetic ones, which the manifest says all of.
+    """The fingerprint of a source as it is now. It is None for synthetic data, because the manifest determines these.
 
-    Files: name, size, modification time (ns) and SHA-256; files of `known` with the same size and time are not read
-    again. Hub: repository, revision asked for, and the commit where `datasets` tells it. Raises DataError."""
+    For files it has name, size, modification time (ns) and SHA-256; files in `known` with the same size and time are
+    not read again. For hub data it has the repository, the requested revision, and the commit if `datasets` tells it.
+    Raises DataError."""
     if source.path is not None:
         before = {file["name"]: file for file in (known or {}).get("files", [])}
         return {"files": [_file(p, before.get(p.name)) for p in source_files(base_dir / source.path, field)]}
@@ -39,7 +40,7 @@ def compare(
     known: Mapping[str, Fingerprint],
     found: Mapping[str, Fingerprint],
 ) -> None:
-    """Raises DataError naming the first file or repository that is not what the run began with."""
+    """Raises DataError that names the first file or repository that has changed since the run began."""
     for field, now in found.items():
         before = known.get(field)
         if before is None:
@@ -99,7 +100,7 @@ def _file(path: Path, known: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit(records: Records[Any]) -> str | None:
-    """The hub's commit: `datasets` has it in the addresses of the files that it downloaded."""
+    """The commit of hub data. `datasets` has it in the addresses of the files that it downloaded."""
     info = getattr(records.table, "info", None) if isinstance(records, Rows) else None
     checksums = getattr(info, "download_checksums", None) or {}
     commits = {match[1] for address in checksums if (match := _COMMIT.search(str(address)))}

@@ -1,4 +1,4 @@
-"""From one row (a JSON object) to a record: the formats of `DataSource.format`."""
+"""Converts rows (JSON objects) to records, in the formats of `DataSource.format`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowFormat:
 
 
 def detect(row: Row, where: str) -> str:
-    """Format of a row by its fields. Raises DataError when no format fits."""
+    """The format of a row, from its fields. Raises DataError if no format fits."""
     for each in FORMATS.values():
         if each.fits(row):
             return each.name
@@ -42,7 +42,8 @@ def detect(row: Row, where: str) -> str:
 
 
 def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
-    """The record of `kind` that the row holds. `where` opens every error: the file and line, or data set and row."""
+    """The record of `kind` in the row. Every error message begins with `where`: the file and line, or the data set and
+    row."""
     chosen = FORMATS[fmt]
     if kind == "preferences" and not chosen.pairs:
         raise DataError(
@@ -146,7 +147,7 @@ def _hh(row: Row, where: str) -> tuple[str, str, str]:
 
 
 def _common(a: str, b: str) -> str:
-    """The longest text that both start with."""
+    """The longest text with which both begin."""
     end = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:end]
 
@@ -158,7 +159,7 @@ def _from_pair(kind: Kind, prompt: str, chosen: str, rejected: str, fields: dict
 
 
 def _continued(prompt: str, response: str) -> str:
-    """The response, set apart from the prompt by a space if nothing else does."""
+    """The response, with a space before it if nothing else separates it from the prompt."""
     joined = not response or response[0].isspace() or prompt[-1].isspace()
     return response if joined else " " + response
 

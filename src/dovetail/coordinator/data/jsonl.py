@@ -1,4 +1,4 @@
-"""JSON lines, read strictly: every error names the file and the line."""
+"""Reads JSON lines strictly. Every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from dovetail.coordinator.data.errors import DataError
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text) of every line that is not blank; gzip by the name's ending.
-
-    Raises DataError for a file that cannot be read, decompressed or decoded."""
+    """(line number from 1, text) of every line that is not blank. Files that end in .gz are decompressed. Raises
+    DataError for a file that cannot be read, decompressed or decoded."""
     number = 0
     try:
         with cast(BinaryIO, gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb") as file:
@@ -33,7 +32,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """One line's JSON object. Raises DataError opening with `where`."""
+    """The JSON object in a line. Raises DataError whose message begins with `where`."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Where the job's models come from: folders and hub repositories checked, scratch configurations written."""
+"""The sources of the job's models: checks folders and hub repositories, and writes configurations of models from
+scratch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def resolve(source: ModelSource, field: str, base_dir: Path, trust_remote_code: bool = False) -> Path:
-    """The folder of a path or hub source, with safetensors weights. Raises DataError naming `field`."""
+    """The folder of a path or hub source, with safetensors weights. Raises DataError that names `field`."""
     if source.path is not None:
         folder = (base_dir / source.path).resolve()
         if not folder.is_dir():
@@ -74,10 +75,10 @@ _COUNTS = (
 
 
 def scratch_config(scratch: ScratchModel, tokenizer: Any, field: str) -> dict[str, Any]:
-    """config.json of a model with random weights: the manifest's fields over those that the tokenizer gives.
+    """config.json of a model with random weights: the manifest's fields, then those that follow from the tokenizer.
 
-    What it leaves out takes the family's defaults when it is loaded. (The configuration classes themselves are not
-    asked: importing one imports torch.) Raises DataError for sizes that do not fit each other or the tokenizer."""
+    Other fields have the family's defaults when the model is loaded. (The configuration classes are not used here,
+    because importing one imports torch.) Raises DataError for sizes that do not fit each other or the tokenizer."""
     where = f"{field}.source.scratch.config"
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
     config: dict[str, Any] = {

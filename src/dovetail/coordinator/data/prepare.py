@@ -1,4 +1,4 @@
-"""Everything a job needs before its first step: tokenizer, model folders, data. Safe to call again at any time."""
+"""Prepares what a job needs before its first step: tokenizer, model folders, data. It may be repeated at any time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS = ("actor", "critic", "reward", "reference")
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt of an iteration. `index` counts from 0 in the iteration; `fields` are the record's other fields."""
+    """One prompt of an iteration. `index` counts from 0 in the iteration. `fields`: the record's other fields."""
 
     index: int
     text: str
@@ -39,11 +39,11 @@ class PromptRecord:
 
 
 class Prepared:
-    """Batches of every stage as functions of the step alone, and the folders of the job's models.
+    """The batches of every stage, which depend only on the step, and the folders of the job's models.
 
-    `sources`: models whose manifest names a source: a folder with weights, or a configuration for random ones.
-    Steps and iterations count from 1. Methods raise DataError for a record of a table that turns out to be malformed,
-    and ValueError for a list that the job does not have."""
+    `sources`: the models with a source in the manifest: a folder with weights, or a configuration for random weights.
+    Steps and iterations count from 1. Methods raise DataError for a malformed record of a table, and ValueError for a
+    list that the job does not have."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Prepared:
         return self.encoder.pad
 
     def model_ref(self, name: str) -> ModelRef | None:
-        """Starting weights of actor, critic, reward or reference; None when the manifest leaves them to the default."""
+        """The first weights of actor, critic, reward or reference. None if the manifest does not name them."""
         return own_model(self.spec, name, self.sources, self.tokenizer_dir)
 
     def steps_per_epoch(self, stage: Stage) -> int:
-        """Optimizer steps (PPO: iterations) that use every record once."""
+        """The number of optimizer steps (PPO: iterations) that use every record once."""
         if stage is Stage.SFT:
             return _have(self.data.demonstrations, "demonstrations").steps_per_epoch(self.spec.sft.batch_size)
         if stage is Stage.REWARD:
@@ -83,7 +83,8 @@ class Prepared:
         return _have(self.data.prompts, "prompts").steps_per_epoch(self._prompts_per_iteration)
 
     def total_steps(self, stage: Stage) -> int:
-        """Optimizer steps of SFT or reward training: `steps`, or epochs over the data; PPO: iterations."""
+        """The number of optimizer steps of SFT or reward training (`steps`, or epochs over the data); of PPO,
+        iterations."""
         if stage is Stage.PPO:
             return self.spec.ppo.iterations
         training = self.spec.sft if stage is Stage.SFT else self.spec.reward
@@ -98,14 +99,16 @@ class Prepared:
         return reward_batch([self.encoder.preference(r) for r in records], self.encoder.pad)
 
     def sft_eval_batches(self) -> list[Arrays]:
-        """Held-out demonstrations in batches of `sft.batchSize`, like lengths together; the last may be smaller."""
+        """The held-out demonstrations in batches of `sft.batchSize`, sorted by length. The last batch may be
+        smaller."""
         held = [self.encoder.demonstration(r) for r in _have(self.data.demonstrations, "demonstrations").held_out()]
         groups = by_length([len(s.tokens) for s in held], self.spec.sft.batch_size)
         return [sft_batch([held[i] for i in group], self.encoder.pad) for group in groups]
 
     def scored_demonstrations(self) -> list[Arrays]:
-        """Demonstrations by which the reward model's scores are centred, at most 512, in batches of `reward.batchSize`:
-        held-out ones, else the first to train on; none where the job reads none."""
+        """The demonstrations by which the reward model's scores are centred, at most 512, in batches of
+        `reward.batchSize`: held-out ones, or else the first ones to train on. None if the job reads no
+        demonstrations."""
         data = self.data.demonstrations
         if data is None:
             return []
@@ -115,18 +118,18 @@ class Prepared:
         return [sft_batch([encoded[i] for i in group], self.encoder.pad) for group in groups]
 
     def reward_eval_batches(self) -> list[Arrays]:
-        """Held-out pairs in batches of `reward.batchSize`, like lengths together; the last may be smaller."""
+        """The held-out pairs in batches of `reward.batchSize`, sorted by length. The last batch may be smaller."""
         held = [self.encoder.preference(r) for r in _have(self.data.preferences, "preferences").held_out()]
         groups = by_length([len(c.tokens) + len(r.tokens) for c, r in held], self.spec.reward.batch_size)
         return [reward_batch([held[i] for i in group], self.encoder.pad) for group in groups]
 
     def prompts(self, iteration: int) -> list[PromptRecord]:
-        """Prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
+        """The prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
         return self._prompt_records([(r.prompt, r.fields) for r in records])
 
     def held_out_prompts(self) -> list[PromptRecord]:
-        """Prompts that PPO never trains on."""
+        """The prompts that PPO never trains on."""
         return self._prompt_records([(r.prompt, r.fields) for r in _have(self.data.prompts, "prompts").held_out()])
 
     def ptx_batch(self, iteration: int) -> Arrays:
@@ -146,9 +149,9 @@ class Prepared:
 def prepare(
     spec: RLHFJobSpec, run_dir: Path, base_dir: Path, known: Mapping[str, Fingerprint] | None = None
 ) -> Prepared:
-    """Make what is missing in the run directory and load the data; relative paths start from `base_dir`.
+    """Make what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
 
-    `known`: fingerprints of the data that the run began with; other data is refused. Writes `tokenizer/`,
+    `known`: the fingerprints of the data with which the run began; other data is refused. Writes `tokenizer/`,
     `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError when the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
     sources = model_sources(spec, base_dir)
@@ -235,7 +238,7 @@ def _given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel],
 
 
 def _fits(model: Path, tokenizer: Any) -> None:
-    """Raises DataError when the tokenizer has ids that the model's embedding lacks."""
+    """Raises DataError if the tokenizer has ids that the model's embedding lacks."""
     size = json.loads((model / "config.json").read_text()).get("vocab_size")
     if isinstance(size, int) and size < len(tokenizer):
         raise DataError(
@@ -256,7 +259,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _once(folder: Path, make: Callable[[Path], object]) -> None:
-    """Fill a folder unless it is there; a crash in between, or another process doing the same, leaves no half."""
+    """Fill a folder unless it exists. A crash, or another process that does the same, never leaves half of it."""
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

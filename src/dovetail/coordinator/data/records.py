@@ -1,4 +1,4 @@
-"""The three kinds of record that training needs, whatever file they came from."""
+"""The three kinds of record that training needs, whatever file they come from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGE_OF: dict[Kind, Stage] = {
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """`prompt + response` is the text; only the response is to be learnt."""
+    """The text is `prompt + response`. Only the response is learnt."""
 
     prompt: str
     response: str
@@ -35,7 +35,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`fields`: the record's other fields, handed to reward functions."""
+    """`fields`: the record's other fields, which reward functions get."""
 
     prompt: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Records(Protocol[R_co]):
-    """Records by position; files of any size stay on disk."""
+    """Records by position. Files of any size stay on disk."""
 
     def __len__(self) -> int: ...
 
@@ -55,7 +55,7 @@ class Records(Protocol[R_co]):
 
 @dataclass(frozen=True)
 class ByIndex:
-    """Records made on demand by a function of the position."""
+    """Records that a function of the position makes on demand."""
 
     size: int
     make: Callable[[int], Record]

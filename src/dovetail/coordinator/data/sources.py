@@ -1,4 +1,4 @@
-"""Loads a `DataSource` through `datasets` (Arrow-backed: files larger than memory are fine) into records."""
+"""Loads a `DataSource` into records with `datasets`. Tables are Arrow files, so they may be larger than memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARQUET = (".parquet",)
 
 @dataclass(frozen=True)
 class Rows:
-    """Records of a table, converted as they are asked for."""
+    """The records of a table, converted when they are asked for."""
 
     table: Any
     row: Callable[[Any], dict[str, Any]]
@@ -39,9 +39,8 @@ class Rows:
 
 
 def identity(source: DataSource, kind: Kind, position: int, base_dir: Path) -> str:
-    """Equal for two sources that hold the same records, which the stages must then share.
-
-    Synthetic sources are never the same: each list and each entry has records of its own."""
+    """A value that is equal for two sources with the same records, which the stages must then share. Synthetic sources
+    are never equal: each list and each entry has records of its own."""
     if source.hugging_face:
         return json.dumps(["hub", source.hugging_face, source.subset, source.split])
     if source.path:
@@ -61,9 +60,9 @@ def load(
 ) -> Records[Record]:
     """Records of `kind` from the source, in the source's own order.
 
-    `field` is the manifest field (for errors), `base_dir` what relative paths start from, `cache_dir` where Arrow
-    files go. Every JSON line is checked here; tables are checked at their first record and again record by record.
-    Raises DataError."""
+    `field`: the manifest field, for errors. `base_dir`: the folder from which relative paths start. `cache_dir`: the
+    folder for Arrow files. Every JSON line is checked here. Of tables the first record is checked here, and each other
+    record when it is read. Raises DataError."""
     chat = chat or HumanAssistant()
     if source.synthetic is not None:
         return _synthetic(kind, source.synthetic.size, seed, field)
@@ -92,7 +91,7 @@ def _synthetic(kind: Kind, size: int, seed: int, field: str) -> Records[Record]:
 
 
 def source_files(path: Path, field: str) -> list[Path]:
-    """The files that a `path` source is made of, in order. Raises DataError."""
+    """The files of a `path` source, in order. Raises DataError."""
     endings = JSON_LINES + PARQUET
     if not path.exists():
         raise DataError(f"{field}.path: {path} does not exist")
@@ -201,7 +200,7 @@ def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatForm
 
 
 def _raising(action: Callable[[], Any], what: str) -> Any:
-    """Run, turning the loader's errors into one sentence; a DataError inside comes out as it is."""
+    """Run `load`, and turn the loader's errors into a DataError of one sentence. A DataError stays as it is."""
     try:
         return action()
     except Exception as error:  # `datasets` raises many kinds, all about the user's source
@@ -217,7 +216,7 @@ def _raising(action: Callable[[], Any], what: str) -> Any:
 
 
 class _quiet:  # noqa: N801 - reads as a statement
-    """No progress bars of the loader: they would break into the caller's own."""
+    """Turn off the loader's progress bars, because they would break the caller's own."""
 
     def __enter__(self) -> None:
         import datasets

@@ -1,10 +1,10 @@
-"""A small dialogue language in which preferred replies can be told from rejected ones.
+"""A small dialogue language in which the quality of a reply is known.
 
-A prompt asks for a number of things about a topic ("Tell me two things about the cat."). A good reply opens
-politely, says as many true things about that topic as were asked for, none twice, and closes politely. Replies
-are written by imaginary authors of graded care (0 to 1): the less care, the more a reply is rude, about something
-else, vague, repetitive and rambling. So a policy that imitates all authors has much to gain, what is good depends
-on the prompt, and lengths have a long tail. `quality` is the ground truth; everything follows from a seed."""
+A prompt asks for a number of facts about a topic ("Tell me two things about the cat."). A good reply opens politely,
+says as many true facts about that topic as were asked for, none twice, and closes politely. Replies are written by
+imaginary authors with a care from 0 to 1. The less care an author takes, the more a reply is rude, off the topic,
+vague, repetitive and rambling. So a policy that imitates all authors can improve much, what is good depends on the
+prompt, and lengths have a long tail. `quality` is the ground truth. Everything follows from a seed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SENTENCE = re.compile(r"[^.!?]*[.!?]|[^.!?]+$")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two replies to a prompt; `flipped` marks label noise: the chosen one is then the worse."""
+    """Two replies to a prompt. `flipped` marks label noise: the chosen reply is then the worse one."""
 
     prompt: str
     chosen: str
@@ -94,12 +94,12 @@ def qualities(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 
 
 def reward(prompts: list[str], responses: list[str], **fields: Any) -> list[float]:
-    """`quality` as a reward function for `models.reward.function`, spread over [-2, 2]."""
+    """`quality` as a reward function for `models.reward.function`, scaled to [-2, 2]."""
     return [4.0 * q - 2.0 for q in qualities(prompts, responses)]
 
 
 def _prompt(rng: random.Random) -> tuple[str, str, int]:
-    """A prompt with its topic and count; one in twelve is the second turn of a dialogue."""
+    """A prompt with its topic and count. One in twelve is the second turn of a dialogue."""
     topic = rng.choice(TOPICS)
     asked = rng.choices(tuple(COUNTS), _COUNT_WEIGHTS)[0]
     before = ""
@@ -111,7 +111,7 @@ def _prompt(rng: random.Random) -> tuple[str, str, int]:
 
 
 def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
-    """What an author of this care (0 to 1) answers, with the leading space of the HH format."""
+    """The answer of an author with this care (0 to 1), with the leading space of the HH format."""
     lapse = 1.0 - care
     sentences: list[str] = []
     opening = rng.random()
@@ -148,7 +148,7 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
 
 
 def _care(rng: random.Random) -> float:
-    """Care of an author drawn at random: half are careless, so that imitation falls short."""
+    """The care of a random author. Half are careless, so that imitation alone is not good enough."""
     return min(1.0, max(0.0, rng.choice((0.1, 0.9)) + rng.uniform(-0.1, 0.1)))
 
 
@@ -158,18 +158,20 @@ def prompt(index: int, seed: int | str) -> str:
 
 
 def demonstration(index: int, seed: int | str) -> tuple[str, str]:
-    """The index-th (prompt, reply), of an author of any grade."""
+    """The index-th (prompt, reply), by an author of any care."""
     rng = _rng("demonstration", seed, index)
     text, topic, asked = _prompt(rng)
     return text, _reply(rng, topic, asked, _care(rng))
 
 
 def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.3) -> Pair:
-    """The index-th pair of replies to a prompt, the better one chosen; a share of `noise` is mislabelled.
+    """The index-th pair of replies to a prompt; the better one is chosen. A fraction `noise` of the pairs is
+    mislabelled.
 
-    Of four pairs, one is by two authors, whose replies differ in quality by at least `margin`. In three, one reply is
-    the other with one mistake more, of the kinds that policies make (`_mistaken`): only these tell a reward model that
-    each thing counts by itself (how many, about what, none twice), as authors of little care do all of it badly."""
+    One pair in four is by two authors, whose replies differ in quality by at least `margin`. In the other three, one
+    reply is the other one with one more mistake, of a kind that policies make (`_mistaken`). Only such pairs teach a
+    reward model that each property counts by itself (how many facts, about what, none twice), because careless authors
+    do everything badly."""
     rng = _rng("preference", seed, index)
     text, topic, asked = _prompt(rng)
     if rng.random() < 0.25:
@@ -189,8 +191,8 @@ def preference(index: int, seed: int | str, noise: float = 0.02, margin: float =
 
 
 def _mistaken(rng: random.Random, reply: str, topic: str) -> str:
-    """The reply with one more mistake: a thing less or more, said twice, about something else or vague, all about
-    something else, no or a rude opening, no closing, or broken off."""
+    """The reply with one more mistake: a fact too few or too many, said twice, off the topic or vague; all facts off
+    the topic; no opening or a rude one; no closing; or a reply that breaks off."""
     sentences = [s.strip() for s in _SENTENCE.findall(reply.strip())]
     opening = sentences[:1] if sentences[0] in _POLITE + _RUDE else []
     closing = sentences[-1:] if sentences[-1] in _CLOSING else []
@@ -230,5 +232,5 @@ def _mistaken(rng: random.Random, reply: str, topic: str) -> str:
 
 
 def _rng(kind: str, seed: int | str, index: int) -> random.Random:
-    """Seeded by a string: Python hashes it with SHA-512, the same everywhere."""
+    """A generator seeded by a string, which Python hashes with SHA-512, the same everywhere."""
     return random.Random(f"{kind}/{seed}/{index}")

@@ -1,4 +1,4 @@
-"""Records to token ids to right-padded batches (docs/architecture.md, "Batches")."""
+"""Turns records into token ids and right-padded batches (docs/architecture.md, "Batches")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence: its tokens, of which the first `prompt_length` are given and the rest are to be learnt."""
+    """One sequence. The first `prompt_length` tokens are given, and the rest are learnt."""
 
     tokens: Tokens
     prompt_length: int
@@ -26,9 +26,9 @@ class Encoded:
 class Encoder:
     """A tokenizer with the job's limits.
 
-    `max_prompt_tokens`: longer prompts keep their last tokens. `max_tokens`: longest prompt + response + end token;
-    what is longer loses the response's end (and the end token with it: the text has not ended there), and a prompt
-    leaves at least half of it to the response."""
+    `max_prompt_tokens`: longer prompts keep their last tokens. `max_tokens`: the limit of prompt, response and end
+    token together. A longer sequence loses the end of its response, and the end token too, because the text does not
+    end there. A prompt leaves at least half of `max_tokens` to the response."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> None:
         self.tokenizer = tokenizer
@@ -41,11 +41,11 @@ class Encoder:
         self.bos: Tokens = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
     def encode(self, text: str) -> Tokens:
-        """Token ids of the text alone, no special tokens added."""
+        """The token ids of the text, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def prompt(self, text: str, limit: int | None = None) -> Tokens:
-        """Beginning-of-sequence token, if the model knows one, and the text's last tokens."""
+        """The beginning-of-sequence token if the model has one, and the text's last tokens."""
         limit = min(self.max_prompt_tokens, limit or self.max_prompt_tokens) - len(self.bos)
         ids = self.encode(text)
         return self.bos + (ids[-limit:] if limit > 0 else [])
@@ -68,7 +68,7 @@ Row = Sequence[int] | NDArray[np.int32]
 
 
 def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(tokens (N,T) int32, lengths (N,) int32), T the longest row."""
+    """(tokens (N,T) int32, lengths (N,) int32). T is the length of the longest row."""
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.full((len(rows), int(lengths.max(initial=1))), pad, np.int32)
     for i, row in enumerate(rows):
@@ -108,6 +108,7 @@ def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arr
 
 
 def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Positions in batches of `size` (the last may be smaller), like lengths together, so that little is padding."""
+    """Positions in batches of `size`, sorted by length so that there is little padding. The last batch may be
+    smaller."""
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     return [order[i : i + size] for i in range(0, len(order), size)]

@@ -1,4 +1,4 @@
-"""The job's tokenizer: loaded from a folder or hub, or trained on the job's data. Needs no torch."""
+"""The job's tokenizer: loaded from a folder or a hub, or trained on the job's data. It needs no torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_TRAINING_CHARACTERS = 200_000_000
 def train(texts: Iterable[str], vocab_size: int) -> Any:
     """A byte-level BPE tokenizer with pad and end tokens, as a `PreTrainedTokenizerFast`.
 
-    The vocabulary is smaller than `vocab_size` when the text has no more pairs to merge. Raises DataError for no
-    text at all."""
+    The vocabulary is smaller than `vocab_size` if the text has no more pairs to merge. Raises DataError if there is no
+    text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,9 +53,8 @@ def train(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def load(name: str | Path, field: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """A Hugging Face tokenizer from a folder or hub name; `field` is the manifest field that names it.
-
-    A missing pad token is replaced by the end token. Raises DataError when it cannot be loaded or has no end token."""
+    """A Hugging Face tokenizer from a folder or hub name. `field`: the manifest field that names it. A missing pad
+    token is replaced by the end token. Raises DataError if it cannot be loaded or has no end token."""
     try:
         if _is_plain(Path(name)):
             from transformers import PreTrainedTokenizerFast
@@ -78,7 +77,8 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether tokenizer.json says everything. (AutoTokenizer would do, but imports torch where that is installed.)"""
+    """Whether tokenizer.json has everything. (AutoTokenizer would also do, but it imports torch if that is
+    installed.)"""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
     except (OSError, ValueError):

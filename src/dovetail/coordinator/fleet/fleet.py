@@ -5,7 +5,7 @@
                             |                                +-------------------------------------+
                             +--- reports again --- dead <------- silence, too many failures -------+
 
-Whatever happened, the way to `healthy` leads over the current weight version. `retired` instances get no work again."""
+An instance becomes `healthy` only with the current weight version. A `retired` instance never gets work again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InstanceHealth(StrEnum):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. Instances report every 2 s; machines may be busy."""
+    """In seconds. Instances report every 2 s, but machines may be busy."""
 
     suspect: float = 15.0
     dead: float = 120.0
@@ -44,9 +44,11 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Instance:
-    """What is known of one process. `weight_version` is what it holds as far as we know, None: nothing whole.
+    """What is known of one process. `weight_version`: the version that it holds as far as we know; None: no complete
+    one.
 
-    `until`: end of the back-off after a failure. `doubts`: reports in a row that contradict `weight_version`."""
+    `until`: the end of the back-off after a failure. `doubts`: how many reports in a row contradict
+    `weight_version`."""
 
     name: str
     kind: str
@@ -66,10 +68,10 @@ class Instance:
 
 
 class Fleet:
-    """`clock`: monotonic seconds. `log(event, **fields)` gets every change. `versioned`: kinds whose instances must
-    hold the current weight version before they may work (scorers of a job without a critic need none); `exempt`: names
-    of instances of these kinds that need none either (scorers that hold no critic). `expected`: names that the plan
-    gives each kind, for the sentences about those that never came."""
+    """`clock`: monotonic seconds. `log(event, **fields)` gets every change. `versioned`: the kinds whose instances must
+    hold the current weight version before they may work (not scorers of a job without a critic). `exempt`: names of
+    instances of these kinds that need no version (scorers without a critic). `expected`: the names of each kind in the
+    plan, for messages about instances that never came."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Fleet:
     # ------------------------------------------------------------ what happens
 
     def register(self, message: Register) -> None:
-        """A report, on start and every 2 s."""
+        """Take a report. Instances report at their start and every 2 s."""
         now = self._clock()
         old = self._instances.get(message.name)
         if old is not None and old.health is InstanceHealth.RETIRED and old.incarnation == message.incarnation:
@@ -153,7 +155,7 @@ class Fleet:
         )
 
     def publish(self, version: int) -> None:
-        """`version` is current from now on: whoever lacks it is stale."""
+        """Make `version` the current one. Instances that lack it are stale."""
         if version == self._version:
             return
         self._version = version
@@ -162,7 +164,7 @@ class Fleet:
             self._set(self._settled(instance, now))
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None:
-        """An instance has taken a complete version. Ignored for a process that is no more."""
+        """Note that an instance has taken a complete version. Ignored if the process has ended."""
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return
@@ -172,7 +174,8 @@ class Fleet:
         self._set(self._settled(updated, self._clock()))
 
     def failed(self, name: str, reason: str) -> None:
-        """A request or transfer failed. Failures during the back-off of an earlier one count once."""
+        """Note that a request or a transfer failed. Failures during the back-off after an earlier one are not counted
+        again."""
         instance = self._instances.get(name)
         now = self._clock()
         if instance is None or instance.health in (InstanceHealth.DEAD, InstanceHealth.RETIRED) or now < instance.until:
@@ -188,23 +191,23 @@ class Fleet:
         self._set(replace(instance, health=health, failures=failures, until=until, reason=reason))
 
     def succeeded(self, name: str) -> None:
-        """A request did what it should: earlier failures are forgotten."""
+        """Note that a request succeeded. Earlier failures are forgotten."""
         instance = self._instances.get(name)
         if instance is not None and instance.failures and instance.health is not InstanceHealth.DEAD:
             self._instances[name] = replace(instance, failures=0)
 
     def retire(self, name: str) -> None:
-        """Scaled down: never gets work again in this incarnation."""
+        """Note that the instance is scaled down. This incarnation never gets work again."""
         if name in self._instances:
             self._set(replace(self._instances[name], health=InstanceHealth.RETIRED, reason="retired"))
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """No new work while draining; health is not touched."""
+        """Give it no new work while it drains. Its health stays as it is."""
         if name in self._instances:
             self._set(replace(self._instances[name], draining=draining))
 
     def tick(self) -> None:
-        """Apply time: silence, and ends of back-offs. Every query does it first."""
+        """Apply what time changes: silence, and ends of back-offs. Every query does this first."""
         now = self._clock()
         for instance in list(self._instances.values()):
             self._set(self._settled(instance, now))
@@ -216,7 +219,7 @@ class Fleet:
         return self._version
 
     def eligible(self, kind: str) -> list[Instance]:
-        """Instances that may take work, by name: healthy, ready, current, not draining."""
+        """The instances that may take work, by name: healthy, ready, with the current weights, and not draining."""
         self.tick()
         found = (i for i in self._instances.values() if i.kind == kind and self._may_work(i))
         return sorted(found, key=lambda i: i.name)
@@ -231,7 +234,8 @@ class Fleet:
         return any(i.ready and i.health not in (InstanceHealth.DEAD, InstanceHealth.RETIRED) for i in up)
 
     def stale_targets(self, version: int) -> list[Target]:
-        """Instances to send weights to, `version` being current from now on: up, not in a back-off, lacking it."""
+        """Make `version` the current one. Returns the instances to send it to: they are up, not in a back-off, and lack
+        it."""
         self.publish(version)
         self.tick()
         now = self._clock()
@@ -256,7 +260,7 @@ class Fleet:
         ]
 
     def gone(self, name: str, incarnation: str) -> bool:
-        """Whether this process will never answer: it is dead or silent for too long, or another has its place."""
+        """Whether this process will never answer: it is dead, silent for too long, or replaced by another one."""
         instance = self.get(name)
         return instance is None or instance.incarnation != incarnation or instance.health is InstanceHealth.DEAD
 

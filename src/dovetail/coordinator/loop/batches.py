@@ -47,7 +47,7 @@ class Batches:
         return pack(makers[stage](int(number)))
 
     def held_out(self, stage: Stage) -> list[Arrays]:
-        """The batches that the stage is evaluated on; those of one stage are kept in memory."""
+        """The batches on which the stage is evaluated. Those of one stage are kept in memory."""
         if stage not in self._held_out:
             assert self._prepared is not None
             supervised = stage is Stage.SFT
@@ -56,12 +56,12 @@ class Batches:
         return self._held_out[stage]
 
     def demonstrations(self) -> list[Arrays]:
-        """What a new reward model's scores are centred on; kept in memory until `forget_demonstrations`."""
+        """The batches by which a new reward model is centred. They are kept in memory until `forget_demonstrations`."""
         if self._demonstrations is None:
             assert self._prepared is not None
             self._demonstrations = self._prepared.scored_demonstrations()
         return self._demonstrations
 
     def forget_demonstrations(self) -> None:
-        """The reward model is trained."""
+        """Drop the demonstrations from memory: the reward model is trained."""
         self._demonstrations = None

@@ -1,4 +1,4 @@
-"""Where a run writes what it does."""
+"""The files and metrics to which a run writes what it does."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dovetail.coordinator.telemetry.timeline import Timeline
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run keeps for its next life (`store`, `batches`), tells its user (`history`, `results`, `timeline`), and
-    shows to whoever asks (`metrics`, `progress`, `log`)."""
+    """What a run keeps for a restart (`store`, `batches`), what it tells its user (`history`, `results`, `timeline`),
+    and what it shows (`metrics`, `progress`, `log`)."""
 
     store: Store
     results: Results
@@ -31,7 +31,7 @@ class RunRecords:
 
     @staticmethod
     def of(run_dir: Path, store: Store, seed: int, registry: CollectorRegistry, log: Callable[..., None]) -> RunRecords:
-        """Those of the run in `run_dir`, whose metrics are in `registry`."""
+        """The records of the run in `run_dir`. Its metrics are in `registry`."""
         return RunRecords(
             store,
             Results(store, run_dir, seed),
