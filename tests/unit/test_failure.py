@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.health.failure import sentence
-from dovetail.coordinator.main import LAST_WORD_BYTES, final_figures
-from dovetail.coordinator.store.results import Results, leave
+from dovetail.coordinator.main import TERMINATION_BYTES, final_figures
+from dovetail.coordinator.store.results import Results, write_final_summary
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
-from dovetail.local.aftermath import DiskWatch, full_disk, leave_behind, reserve, with_cause
+from dovetail.local.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import Stage
 from dovetail.planner.plan import make_plan
@@ -79,7 +79,7 @@ def test_a_killed_coordinators_summary_is_made_of_its_store(tmp_path: Path) -> N
     history = MetricsHistory(tmp_path)
     history.add(Stage.PPO, 2, {"reward": 0.5})
     history.close()
-    leave_behind(tmp_path, Outcome(False, "gen-0 died <often>"))
+    write_results(tmp_path, Outcome(False, "gen-0 died <often>"))
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "sft": {"loss_after": 1.5},
         "state": "failed",
@@ -98,8 +98,8 @@ def test_a_killed_coordinators_summary_is_made_of_its_store(tmp_path: Path) -> N
 
 
 def test_what_the_coordinator_said_of_its_failure_stays(tmp_path: Path) -> None:
-    leave(tmp_path, "failed", "line 7 is empty")
-    leave_behind(tmp_path, Outcome(False, "the coordinator died"))
+    write_final_summary(tmp_path, "failed", "line 7 is empty")
+    write_results(tmp_path, Outcome(False, "the coordinator died"))
     assert json.loads((tmp_path / "summary.json").read_text()) == {"state": "failed", "reason": "line 7 is empty"}
     assert "line 7 is empty" in (tmp_path / "report.html").read_text()
 
@@ -108,7 +108,7 @@ def test_what_the_coordinator_said_of_its_failure_stays(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_read_is_no_reason_to_leave_nothing(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "store.sqlite").write_bytes(damage)
     (tmp_path / "history.jsonl").write_bytes(b'\xff\xfe{"stage"')
-    leave_behind(tmp_path, Outcome(False, "interrupted", interrupted=True))
+    write_results(tmp_path, Outcome(False, "interrupted", interrupted=True))
     assert json.loads((tmp_path / "summary.json").read_text()) == {"state": "interrupted"}
     assert '<span class="bad">interrupted</span>' in (tmp_path / "report.html").read_text()
 
@@ -155,7 +155,7 @@ def test_the_last_figures_fit_into_a_pods_last_word() -> None:
     verdicts = [{"reason": "X", "message": "y" * 500}] * 7
     metrics = {f"metric_{k}": k + 0.123456789 for k in range(60)} | {"reward": 1.0}
     text = final_figures({"stage": "ppo", "metrics": metrics, "health": {"iteration": 1, "verdicts": verdicts}})
-    assert len(text) <= LAST_WORD_BYTES
+    assert len(text) <= TERMINATION_BYTES
     kept: dict[str, Any] = json.loads(text)
     assert (kept["metrics"], len(kept["health"]["verdicts"])) == ({"reward": 1.0}, 1)
 
@@ -201,14 +201,14 @@ def test_a_full_disk_is_the_cause_whoever_failed(disk: Path, tmp_path: Path) -> 
         write_json(disk / "summary.json", {"state": "failed", "reason": "x" * 100_000})
     assert json.loads((disk / "summary.json").read_text()) == {"state": "old"}
     assert not (disk / "summary.tmp").exists()
-    leave_behind(disk, died)  # raises nothing
+    write_results(disk, died)  # raises nothing
     filler.unlink()
 
 
 def test_a_run_keeps_room_for_its_last_words(disk: Path) -> None:
     reserve(disk)
     fill(disk)
-    leave_behind(disk, with_cause(Outcome(False, "the disk that holds store.sqlite is full"), (disk,)))
+    write_results(disk, with_cause(Outcome(False, "the disk that holds store.sqlite is full"), (disk,)))
     told = f"the disk that holds {disk} is full; free some space, then continue with --resume"
     assert json.loads((disk / "summary.json").read_text()) == {"state": "failed", "reason": told}
     assert told in (disk / "report.html").read_text()

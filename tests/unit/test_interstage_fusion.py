@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
 from dovetail.coordinator.fusion.fusion import ASSUMED, Fusion, StageFusion
-from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings, leaves
+from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings, reason_to_leave
 from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
@@ -191,11 +191,14 @@ def test_a_pod_that_is_about_to_end_gives_its_samples_away(tmp_path: Path) -> No
 def test_a_silent_suspect_gives_its_samples_away_if_others_are_there() -> None:
     instance = Instance("r0", "rollout", "g", "", "1", InstanceHealth.SUSPECT, True, 1, {}, 0.0, "")
     patience = GenerationSettings(suspect=10.0)
-    assert leaves(instance, 11.0, True, patience) == "suspect"
-    assert leaves(instance, 9.0, True, patience) is None, "its tokens still come"
-    assert leaves(instance, 11.0, False, patience) is None, "nobody else is there"
-    assert leaves(replace(instance, health=InstanceHealth.HEALTHY), 11.0, True, patience) is None
-    assert leaves(replace(instance, health=InstanceHealth.HEALTHY, draining=True), 0.0, False, patience) == "drain"
+    assert reason_to_leave(instance, 11.0, True, patience) == "suspect"
+    assert reason_to_leave(instance, 9.0, True, patience) is None, "its tokens still come"
+    assert reason_to_leave(instance, 11.0, False, patience) is None, "nobody else is there"
+    assert reason_to_leave(replace(instance, health=InstanceHealth.HEALTHY), 11.0, True, patience) is None
+    assert (
+        reason_to_leave(replace(instance, health=InstanceHealth.HEALTHY, draining=True), 0.0, False, patience)
+        == "drain"
+    )
 
 
 def test_a_server_that_comes_in_the_tail_gets_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The coordinator process: `python -m dovetail.coordinator.main`.
 
-Exit status: 0 the job succeeded, 3 it failed (the reason is in summary.json and the last log line), 143 it was told to
-stop, 1 anything else: started again, it goes on from its store."""
+Exit codes: 0: the job succeeded. 3: it failed; the reason is in summary.json and in the last log line. 143: it was told
+to stop. 2: the configuration is wrong. 1: anything else; a restarted coordinator goes on from its store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dovetail.coordinator.health.failure import EXPLAINED, disk_full, is_final, 
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.loop.driver import run_job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.store.results import leave
+from dovetail.coordinator.store.results import write_final_summary
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.manifest.types import RLHFJob
@@ -33,21 +33,22 @@ from dovetail.protocol.pulse import Pulse
 CRASHED = 1
 # In a pod: where its status gets the reason of a failure, or the last figures, from.
 TERMINATION_LOG = Path("/dev/termination-log")
-LAST_WORD_BYTES = 4000
+TERMINATION_BYTES = 4000
 FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")
 
 
-def last_word(text: str) -> None:
-    """Leave `text` for the kubelet, which cuts it at 4096 bytes; outside of pods nothing happens."""
+def write_termination_message(text: str) -> None:
+    """Write `text` as the container's termination message, which the kubelet cuts at 4096 bytes. Does nothing outside
+    of pods."""
     if TERMINATION_LOG.is_file():
         with contextlib.suppress(OSError):
             TERMINATION_LOG.write_text(text, encoding="utf-8")
 
 
 def final_figures(status: Mapping[str, Any]) -> str:
-    """The status as JSON, short enough for the kubelet to leave it whole."""
+    """The status as JSON, short enough for a termination message."""
     document = {**status, "instances": {}}
-    if len(json.dumps(document)) > LAST_WORD_BYTES:
+    if len(json.dumps(document)) > TERMINATION_BYTES:
         metrics, health = status["metrics"], status["health"]
         document["metrics"] = {name: metrics[name] for name in FIGURES if name in metrics}
         document["health"] = {**health, "verdicts": health.get("verdicts", [])[:1]} if health else {}
@@ -55,7 +56,8 @@ def final_figures(status: Mapping[str, Any]) -> str:
 
 
 def verdict(status: Mapping[str, Any], error: Exception) -> str:
-    """A line before the sentence that ends a job: nobody may have asked for the status since the iteration."""
+    """A line with the last verdicts, to go before the reason of a failure. Maybe nobody asked for the status since that
+    iteration."""
     if not isinstance(error, UnhealthyError) or not status["health"]:
         return ""
     return json.dumps({"health": {**status["health"], "verdicts": status["health"]["verdicts"][:1]}}) + "\n"
@@ -68,8 +70,8 @@ def _explain(error: Exception, run_dir: Path) -> str:
     return sentence(error, run_dir)
 
 
-def _let_go_of_logs() -> None:
-    """What a full disk did not take would make Python end with an exit code of its own."""
+def _discard_unwritten_logs() -> None:
+    """Discard log lines that a full disk did not take. Otherwise Python would end with an exit code of its own."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -80,7 +82,7 @@ def _let_go_of_logs() -> None:
 
 
 def _text(path: Path) -> str:
-    """Raises StoreError where job.json or plan.json is lost."""
+    """The text of a file. Raises StoreError if job.json or plan.json is lost."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -118,10 +120,10 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
                     raise
                 reason = _explain(error, env.run_dir)
                 engines.fail(reason)
-                last_word(verdict(engines.status(), error) + reason)
+                write_termination_message(verdict(engines.status(), error) + reason)
                 failed = True
                 return JOB_FAILED
-            last_word(final_figures(engines.status()))
+            write_termination_message(final_figures(engines.status()))
     except asyncio.CancelledError:
         log("coordinator.stopped")
         return 128 + signal.SIGTERM
@@ -135,14 +137,14 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; takes everything from the environment (docs/architecture.md)."""
+    """The entry point. It takes all settings from the environment (docs/architecture.md)."""
     del argv
     try:
         env = ProcessEnv.read()
         wait_for_debugger(env.name, EventLog(None, env.name))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        last_word(str(error))
+        write_termination_message(str(error))
         return 2
     env.run_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog(env.run_dir / "events.jsonl", env.name)
@@ -150,17 +152,17 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(_run(env, log))
     except Exception as error:
         reason = _explain(error, env.run_dir)
-        last_word(reason)
+        write_termination_message(reason)
         if not is_final(error):
             log("coordinator.crashed", reason=reason)
             return CRASHED
         log("job.failed", reason=reason)
         with contextlib.suppress(OSError):
-            leave(env.run_dir, "failed", reason)
+            write_final_summary(env.run_dir, "failed", reason)
         return JOB_FAILED
     finally:
         log.close()
-        _let_go_of_logs()
+        _discard_unwritten_logs()
 
 
 if __name__ == "__main__":

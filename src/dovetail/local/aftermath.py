@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.coordinator.store.results import leave
+from dovetail.coordinator.store.results import write_final_summary
 from dovetail.local.report.report import write_report
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.supervisor import Outcome
@@ -77,15 +77,15 @@ def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
     return replace(outcome, reason=text)
 
 
-def leave_behind(run_dir: Path, outcome: Outcome) -> None:
+def write_results(run_dir: Path, outcome: Outcome) -> None:
     """Write both files, as far as the disk has space. What the coordinator wrote about its failure stays. Call it after
     the last process has ended."""
     give_back(run_dir)
     with contextlib.suppress(OSError):
         if outcome.interrupted:
-            leave(run_dir, "interrupted", None)
+            write_final_summary(run_dir, "interrupted", None)
         elif _state(run_dir) != "failed":
-            leave(run_dir, "failed", outcome.reason)
+            write_final_summary(run_dir, "failed", outcome.reason)
     with contextlib.suppress(RunError, OSError):
         write_report(run_dir)
 

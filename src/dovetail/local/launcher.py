@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from dovetail.local.aftermath import DiskWatch, give_back, leave_behind, reserve, with_cause
+from dovetail.local.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
 from dovetail.local.files import allow_files, files_needed
 from dovetail.local.rundir import RunDir
 from dovetail.local.stopwatch import Stopwatch
@@ -175,11 +175,11 @@ class Launcher:
             outcome = with_cause(outcome, self._disks)
             self.stop()
             if not outcome.succeeded:
-                leave_behind(self.run_dir, outcome)
+                write_results(self.run_dir, outcome)
             return outcome
         except RunError as error:
             self.stop()
-            leave_behind(self.run_dir, Outcome(False, str(error)))
+            write_results(self.run_dir, Outcome(False, str(error)))
             raise
         finally:
             give_back(self.run_dir)

@@ -25,7 +25,7 @@ from dovetail.coordinator.health.failure import sentence
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
-from dovetail.local.aftermath import leave_behind, with_cause
+from dovetail.local.aftermath import with_cause, write_results
 from dovetail.local.launcher import Launcher
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
@@ -186,7 +186,7 @@ class Pipeline:
         """What a run that failed leaves, also if it was the user's own loop."""
         reason = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
         outcome = Outcome(False, reason, interrupted=isinstance(error, KeyboardInterrupt))
-        leave_behind(self.run_dir, with_cause(outcome, (self.run_dir,)))
+        write_results(self.run_dir, with_cause(outcome, (self.run_dir,)))
 
     async def _open(self) -> Engines:
         self._log = EventLog(

@@ -68,7 +68,7 @@ class Spawner:
         """The process ids of what runs, by name."""
         return dict(self._pids)
 
-    def last_words(self) -> str | None:
+    def last_log_line(self) -> str | None:
         """The last line of the zygote's log, to report its death."""
         return logs.last_line(self._log, self._log_start)
 

@@ -195,7 +195,7 @@ class Supervisor:
         if event.lost:
             hung = process.spawner.killed_as
             how = f"its spawner killed, as it hung: {hung}" if hung else f"{how_it_ended(event.code)} of its spawner"
-            last = process.spawner.last_words()
+            last = process.spawner.last_log_line()
         said = f"; it said last: {last}" if last else ""
         if name == COORDINATOR and event.code == 0:
             return Outcome(True)

@@ -107,7 +107,7 @@ class Prepared:
 
     def scored_demonstrations(self) -> list[Arrays]:
         """The demonstrations by which the reward model's scores are centred, at most 512, in batches of
-        `reward.batchSize`: held-out ones, or else the first ones to train on. None if the job reads no
+        `reward.batchSize`: held-out ones, or else the first ones to train on. Empty if the job reads no
         demonstrations."""
         data = self.data.demonstrations
         if data is None:

@@ -200,7 +200,7 @@ def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatForm
 
 
 def _raising(action: Callable[[], Any], what: str) -> Any:
-    """Run `load`, and turn the loader's errors into a DataError of one sentence. A DataError stays as it is."""
+    """Run `action`, and turn the loader's errors into a DataError of one sentence. A DataError stays as it is."""
     try:
         return action()
     except Exception as error:  # `datasets` raises many kinds, all about the user's source

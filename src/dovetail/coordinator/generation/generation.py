@@ -20,9 +20,9 @@ from dovetail.coordinator.generation.in_flight import (
     GenerationSettings,
     InFlight,
     Work,
-    given_up,
-    leaves,
     mean_step,
+    reason_to_give_up,
+    reason_to_leave,
     request_id,
 )
 from dovetail.coordinator.generation.kv_migration import KVMigration
@@ -332,12 +332,12 @@ class Generator:
             last_tokens[work.instance] = max(last_tokens.get(work.instance, 0.0), work.last_token)
         for name in last_tokens:
             quiet, others = now - last_tokens[name], bool(eligible - {name})
-            if (reason := leaves(fleet.get(name), quiet, others, s)) is not None:
+            if (reason := reason_to_leave(fleet.get(name), quiet, others, s)) is not None:
                 self._end(self._flying.on(name), reason)
         for work in self._flying:
             if work.task is None or work.task.done():
                 continue
-            failure = given_up(work, fleet.get(work.instance), now, last_tokens[work.instance], s)
+            failure = reason_to_give_up(work, fleet.get(work.instance), now, last_tokens[work.instance], s)
             if failure is not None:
                 work.failure = failure or work.failure
                 work.task.cancel()

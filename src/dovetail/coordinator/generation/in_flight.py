@@ -158,7 +158,7 @@ def mean_step(activities: Iterable[Activity]) -> float | None:
     return sum(seconds for _, seconds in seen) / steps if steps else None
 
 
-def given_up(
+def reason_to_give_up(
     work: Work, instance: Instance | None, now: float, server_last_token: float, settings: GenerationSettings
 ) -> str | None:
     """Why a request's connection is dropped: a phrase, or "" for a request that ignored its abort. None: it is kept.
@@ -174,7 +174,9 @@ def given_up(
     return None
 
 
-def leaves(instance: Instance | None, quiet: float, elsewhere: bool, settings: GenerationSettings) -> str | None:
+def reason_to_leave(
+    instance: Instance | None, quiet: float, elsewhere: bool, settings: GenerationSettings
+) -> str | None:
     """Why the samples of a server that may still answer move to other servers; None: they stay. `drain`: its pod will
     end, or it was asked. `suspect`: it does not report, its requests got no token for `quiet` seconds, and there is
     another server (`elsewhere`)."""

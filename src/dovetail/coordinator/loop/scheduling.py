@@ -54,7 +54,7 @@ from dovetail.protocol.profile import Profile
 HYSTERESIS = 0.03
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
-SPLIT_AGAIN = "a split backward would make a layer's activations again for every weight (spec.plan.recompute)"
+SPLIT_RECOMPUTES = "a split backward would recompute a layer's activations for every weight (spec.plan.recompute)"
 
 
 class ScheduleRecords(Protocol):
@@ -217,7 +217,7 @@ class Scheduling:
         split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
         names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
         choice = choose_schedule(problem, halves, names, effort)
-        choice.refused.update(dict.fromkeys(split, SPLIT_AGAIN))
+        choice.refused.update(dict.fromkeys(split, SPLIT_RECOMPUTES))
         own = self._dedicated(choice, times, size, together, limit)
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
         if not found:

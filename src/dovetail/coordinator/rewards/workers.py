@@ -102,7 +102,7 @@ class _Worker:
                     await self._output_changed.wait()
         return self._frames()
 
-    async def last_words(self) -> tuple[str, list[str]]:
+    async def how_it_ended(self) -> tuple[str, list[str]]:
         """How the worker ended, as a verb phrase, and the frames in which it was, if it wrote them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
@@ -212,7 +212,7 @@ class Workers:
             text = f"gave no answer within {limit:g} s (spec.models.reward.timeoutSeconds)"
             raise CallFailed(text, await worker.stack()) from None
         except _Gone:
-            raise CallFailed(*await worker.last_words()) from None
+            raise CallFailed(*await worker.how_it_ended()) from None
         if "raised" in reply:
             error = reply["raised"]
             raise CallFailed(f"raised {error['what']}", error["frames"], outside=error["outside"])
@@ -234,7 +234,7 @@ class Workers:
             await self._end(worker)
             raise CallFailed(text, frames) from None
         except _Gone:
-            how, frames = await worker.last_words()
+            how, frames = await worker.how_it_ended()
             await self._end(worker)
             raise CallFailed(f"{field}: importing the reward functions {how}", frames) from None
         except BaseException:

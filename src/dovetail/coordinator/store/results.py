@@ -88,7 +88,7 @@ class Results:
         return self._earlier + self._clock() - self._started
 
 
-def leave(run_dir: Path, state: str, reason: str | None) -> None:
+def write_final_summary(run_dir: Path, state: str, reason: str | None) -> None:
     """Write summary.json in place of a coordinator that could not, from what can be read of its store. No coordinator
     may have the store open. Raises OSError."""
     document = summarise(_records(run_dir / "store.sqlite"), state, reason)

@@ -48,7 +48,7 @@ class CoordinatorMetrics:
         )
         self.migrations = Counter(
             "dovetail_migrations",
-            "Samples that went on on another rollout: keys and values moved (kv), or prefilled again (tokens).",
+            "Samples that continued on another rollout: KV cache moved (kv), or prefilled again (tokens).",
             ["mechanism", "reason"],
             registry=registry,
         )
