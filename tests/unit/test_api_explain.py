@@ -3,8 +3,8 @@
 import pytest
 
 from dovetail.manifest.describe.explain import ExplainError, explain
+from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import RLHFJob
-from dovetail.manifest.words import model_in
 
 
 def test_an_object_lists_its_fields_with_types_and_defaults():

@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads or writes: their paths in the Kubernetes API."""
+"""The kinds of objects that the operator reads or writes. This is the one list; a new kind starts here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class Resource:
     def api_version(self) -> str:
         return f"{self.group}/{self.version}" if self.group else self.version
 
+    @property
+    def type_meta(self) -> dict[str, str]:
+        """How an object of this kind begins."""
+        return {"apiVersion": self.api_version, "kind": self.kind}
+
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
         """Of one object, of a namespace's, or of all."""
         base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
@@ -35,17 +40,29 @@ EVENT = Resource("Event", "", "v1", "events", watched=False)
 NODE = Resource("Node", "", "v1", "nodes", watched=False)
 # Not watched: the operator has no right to list Secrets.
 SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
+JOBSET = Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets")
+JOB = Resource("Job", "batch", "v1", "jobs")
+POD = Resource("Pod", "", "v1", "pods")
+CONFIG_MAP = Resource("ConfigMap", "", "v1", "configmaps")
+SERVICE = Resource("Service", "", "v1", "services")
+VOLUME_CLAIM = Resource("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
+SERVICE_ACCOUNT = Resource("ServiceAccount", "", "v1", "serviceaccounts")
+ROLE = Resource("Role", "rbac.authorization.k8s.io", "v1", "roles")
+ROLE_BINDING = Resource("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
+NETWORK_POLICY = Resource("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies")
+DISRUPTION_BUDGET = Resource("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets")
+# What a job owns but its Secret.
 CHILDREN = (
-    Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets"),
-    Resource("Job", "batch", "v1", "jobs"),
-    Resource("Pod", "", "v1", "pods"),
-    Resource("ConfigMap", "", "v1", "configmaps"),
-    Resource("Service", "", "v1", "services"),
-    Resource("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims"),
-    Resource("ServiceAccount", "", "v1", "serviceaccounts"),
-    Resource("Role", "rbac.authorization.k8s.io", "v1", "roles"),
-    Resource("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings"),
-    Resource("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
-    Resource("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
+    JOBSET,
+    JOB,
+    POD,
+    CONFIG_MAP,
+    SERVICE,
+    VOLUME_CLAIM,
+    SERVICE_ACCOUNT,
+    ROLE,
+    ROLE_BINDING,
+    NETWORK_POLICY,
+    DISRUPTION_BUDGET,
 )
 BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET)}

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.kube.resources import JOB, POD
 
 Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name
@@ -55,10 +56,10 @@ class Children:
         return [thing for (k, _), thing in sorted(self.objects.items(), key=lambda item: item[0]) if k == kind]
 
     def pods(self, *, surplus: bool) -> list[Object]:
-        return [pod for pod in self.of("Pod") if bool(label(pod, names.SURPLUS_LABEL)) == surplus]
+        return [pod for pod in self.of(POD.kind) if bool(label(pod, names.SURPLUS_LABEL)) == surplus]
 
     def jobs(self, *, surplus: bool) -> list[Object]:
-        return [job for job in self.of("Job") if bool(label(job, names.SURPLUS_LABEL)) == surplus]
+        return [job for job in self.of(JOB.kind) if bool(label(job, names.SURPLUS_LABEL)) == surplus]
 
 
 def is_ready(pod: Object) -> bool:

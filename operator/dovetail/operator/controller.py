@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import CHILDREN, RLHFJOB, Resource
+from dovetail.kube.resources import CHILDREN, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, Resource
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator import progress, reasons
@@ -40,11 +40,11 @@ from dovetail.protocol.plan import Plan
 RESYNC_SECONDS = 600.0
 # Pods of a job change together, and what was written is looked at once more: what kubelets or Kueue made of it.
 GATHER_SECONDS = 1.0
-BUSY = {"JobSet", "Job", "Pod"}
+BUSY = {JOBSET.kind, JOB.kind, POD.kind}
 FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
 # A binding is refused before its role is there, and pods come last.
-LATER = {"RoleBinding": 1, "JobSet": 2, "Job": 2}
+LATER = {ROLE_BINDING.kind: 1, JOBSET.kind: 2, JOB.kind: 2}
 MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
 
 
@@ -159,7 +159,7 @@ class Controller:
         try:
             if result.token and not isinstance(planned, PlanRefused):
                 context = RenderContext(planned[0], uid, planned[1], self._settings)
-                await self._tokens.ensure(context, new=children.get("JobSet", key[1]) is None)
+                await self._tokens.ensure(context, new=children.get(JOBSET.kind, key[1]) is None)
             for turn in (0, 1, 2):
                 await self._apply([thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn])
         except KubeError as error:
@@ -180,7 +180,7 @@ class Controller:
         pools, refused = self.nodes.pools, self.nodes.refused
         if isinstance(planned, PlanRefused) or not (pools is not None or refused):
             return Outlook()
-        (job, plan), jobset = planned, children.get("JobSet", key[1])
+        (job, plan), jobset = planned, children.get(JOBSET.kind, key[1])
         mine = jobset if jobset is not None and label(jobset, names.UID_LABEL) == uid else None
         wanted = needs(RenderContext(job, uid, plan, self._settings, sizes(mine)))
         if not wanted or pools is None:

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from dovetail.kube.resources import (
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+)
 from dovetail.operator.children import Children
 from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.objects import SUPPORTING
 
-KINDS = frozenset(
-    {
-        *("PersistentVolumeClaim", "ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Service", "NetworkPolicy"),
-        "PodDisruptionBudget",
-    }
-)
+KINDS = frozenset(SUPPORTING)
 REMEMBERED = 10_000
 
 
@@ -65,9 +65,9 @@ class Drift:
         if all_fine and before.same(look):
             return None
         if before.started and not look.started:
-            kinds -= {"ConfigMap"}  # a running job's is left alone
+            kinds -= {CONFIG_MAP.kind}  # a running job's is left alone
         if before.context.sizes != look.context.sizes:
-            kinds -= {"PodDisruptionBudget"}
+            kinds -= {DISRUPTION_BUDGET.kind}
         return {kind for kind in kinds if kind in look.versions and before.versions.get(kind) == look.versions[kind]}
 
     def found(self, look: Look, fine: Iterable[str], all_fine: bool) -> None:
@@ -85,7 +85,7 @@ def look_at(context: RenderContext, children: Children, started: bool, running: 
         if kind in KINDS:
             metadata = thing["metadata"]
             # A budget's status changes with every pod.
-            version = metadata.get("generation" if kind == "PodDisruptionBudget" else "resourceVersion")
+            version = metadata.get("generation" if kind == DISRUPTION_BUDGET.kind else "resourceVersion")
             more = metadata.get("labels"), metadata.get("ownerReferences")
             text = json.dumps((name, metadata.get("uid"), version or uuid4().hex, *more), sort_keys=True)
             versions[kind] = hash((versions.get(kind), text))

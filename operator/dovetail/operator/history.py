@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.kube.resources import CONFIG_MAP
 from dovetail.manifest.types import Stage
 from dovetail.operator.render.context import Object, RenderContext
 
@@ -78,8 +79,7 @@ def last_row(document: Mapping[str, Any], time: float) -> dict[str, Any]:
 def history_config_map(context: RenderContext, text: str) -> Object:
     """Written once, when the job ends; the status API shows it."""
     return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
+        **CONFIG_MAP.type_meta,
         "metadata": context.metadata(names.history_config_map(context.name), "history"),
         "data": {names.ITERATIONS_KEY: text},
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import EVENT
+from dovetail.kube.resources import EVENT, POD
 from dovetail.operator.children import Children
 from dovetail.operator.client import Client
 from dovetail.operator.rootcause import LOOK_SECONDS, creating
@@ -40,7 +40,7 @@ class Mounts:
     async def problems(self, key: Key, children: Children) -> dict[str, str]:
         """What kubelets say of the mounts of this job's stuck pods, by the pod's uid."""
         now, before = self._clock(), self._stuck.pop(key, {})
-        stuck = {str(pod["metadata"]["uid"]) for pod in children.of("Pod") if creating(pod)}
+        stuck = {str(pod["metadata"]["uid"]) for pod in children.of(POD.kind) if creating(pod)}
         if not stuck:
             return {}
         self._stuck[key] = {uid: before.get(uid, now) for uid in stuck}

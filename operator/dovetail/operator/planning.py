@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from dovetail.kube import names
+from dovetail.kube.resources import CONFIG_MAP, JOBSET
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.manifest import ManifestError, parse
 from dovetail.manifest.resolve import resolve
@@ -119,8 +120,8 @@ class Planner:
         if isinstance(read, PlanRefused):
             return read
         uid, job, wanted = str(document["metadata"]["uid"]), read.job, read.hash
-        made = children.get("ConfigMap", names.plan_config_map(job.metadata.name))
-        jobset = children.get("JobSet", job.metadata.name)
+        made = children.get(CONFIG_MAP.kind, names.plan_config_map(job.metadata.name))
+        jobset = children.get(JOBSET.kind, job.metadata.name)
         if made is not None and label(made, names.UID_LABEL) == uid:
             same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
             started = jobset is not None and label(jobset, names.UID_LABEL) == uid

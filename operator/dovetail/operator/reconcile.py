@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, VOLUME_CLAIM
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator import progress, reasons, rootcause
@@ -109,7 +110,7 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
             planned = PlanRefused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, PlanRefused):
         return _refused(planned, conditions, status)
-    made = seen.children.get("ConfigMap", names.plan_config_map(context.name)) if mine is not None else None
+    made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
     plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
     status = status.model_copy(update={"plan": plan})
     return _Reconciler(seen, context, conditions, status, now).run()
@@ -138,7 +139,7 @@ class _Reconciler:
         if self._jobset is not None and (problem := self._failure(self._jobset)) is not None:
             return self._failed(problem)
         # An earlier job's JobSet of this name may still be on its way out.
-        gone = self._children.get("JobSet", self._context.name) is None
+        gone = self._children.get(JOBSET.kind, self._context.name) is None
         if self._context.job.spec.suspend:
             return self._suspended()
         apply = self._supporting_objects()
@@ -189,7 +190,7 @@ class _Reconciler:
         """Pods are deleted, everything else stays; the volume holds what the job resumes from."""
         self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
         self._say_stopped(reasons.STOPPED, "spec.suspend is true")
-        gone = [] if self._jobset is None or deleting(self._jobset) else [("JobSet", self._context.name)]
+        gone = [] if self._jobset is None or deleting(self._jobset) else [(JOBSET.kind, self._context.name)]
         return self._result(apply=self._supporting_objects(), delete=[*self._surplus_gone(), *gone])
 
     def _queued(self, apply: list[Object]) -> Reconciled:
@@ -315,7 +316,7 @@ class _Reconciler:
             return found
         for thing in supporting_objects(self._context, but=fine):
             there = self._children.get(kind := thing["kind"], thing["metadata"]["name"])
-            fixed = kind == "PersistentVolumeClaim" or (kind == "ConfigMap" and started)
+            fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
                 found += [thing] if running or kind not in WITH_PODS else []
             elif not (fixed and self._is_mine(there)) and not matches(thing, there):
@@ -330,7 +331,7 @@ class _Reconciler:
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""
-        pod = progress.coordinator_pod(Children({("Pod", p["metadata"]["name"]): p for p in live(self._pods)}))
+        pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
         if pod is None or pod.get("status", {}).get("phase") != "Running":
             return [], []
         wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
@@ -339,7 +340,7 @@ class _Reconciler:
 
     def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
         jobs = [j for j in self._children.jobs(surplus=True) if not deleting(j)]
-        return [("Job", name) for j in jobs if (name := j["metadata"]["name"]) not in keep]
+        return [(JOB.kind, name) for j in jobs if (name := j["metadata"]["name"]) not in keep]
 
     # ------------------------------------------------------------ status
 
@@ -360,7 +361,7 @@ class _Reconciler:
         self._status = RLHFJobStatus.model_validate(merged)
 
     def _groups(self) -> list[GroupStatus]:
-        mine = [p for p in self._children.of("Pod") if self._is_mine(p)]
+        mine = [p for p in self._children.of(POD.kind) if self._is_mine(p)]
         return [
             GroupStatus(
                 name=group.name,
@@ -381,7 +382,7 @@ class _Reconciler:
 def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
     """Nothing is created. A finished JobSet stays, for its logs, until the job goes; an unfinished one holds GPUs."""
     uid = str(seen.document["metadata"]["uid"])
-    delete = [("Job", j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
+    delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
     delete += _unfinished(_jobset(seen, uid))
     ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
     if ttl is None or status.completion_time is None:
@@ -401,11 +402,11 @@ def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus
 
 def _jobset(seen: Seen, uid: str) -> Object | None:
     """The JobSet of this very job."""
-    there = seen.children.get("JobSet", str(seen.document["metadata"]["name"]))
+    there = seen.children.get(JOBSET.kind, str(seen.document["metadata"]["name"]))
     return there if there is not None and label(there, names.UID_LABEL) == uid else None
 
 
 def _unfinished(jobset: Object | None) -> list[Ref]:
     if jobset is None or deleting(jobset) or is_true(jobset, "Completed") or is_true(jobset, "Failed"):
         return []
-    return [("JobSet", str(jobset["metadata"]["name"]))]
+    return [(JOBSET.kind, str(jobset["metadata"]["name"]))]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.kube import names
+from dovetail.kube.resources import JOB, JOBSET, POD
 from dovetail.manifest.types import KIND
 from dovetail.operator.children import Children, Object, Ref, label
 
@@ -15,9 +16,9 @@ Key = tuple[str, str]  # namespace and name of an RLHFJob
 _METADATA = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 _LABELS = ("dovetail.dev/", names.KUEUE, names.JOB_NAME_LABEL)
 _STATUS = {
-    "Pod": ("phase", "podIP", "reason", "message", "conditions", "containerStatuses"),
-    "Job": ("failed", "conditions"),
-    "JobSet": ("conditions",),
+    POD.kind: ("phase", "podIP", "reason", "message", "conditions", "containerStatuses"),
+    JOB.kind: ("failed", "conditions"),
+    JOBSET.kind: ("conditions",),
 }
 _CONTAINER_STATUS = ("name", "image", "state")
 
@@ -127,7 +128,7 @@ def trim(thing: Object) -> Object:
     status = _only(thing.get("status") or {}, _STATUS[kind])
     if "containerStatuses" in status:
         status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]
-    spec = _sizes_only(thing.get("spec") or {}) if kind == "JobSet" else {}
+    spec = _sizes_only(thing.get("spec") or {}) if kind == JOBSET.kind else {}
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 

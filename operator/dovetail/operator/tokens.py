@@ -55,7 +55,7 @@ class Tokens:
             raise KubeError(409, f"Secret {name} came and went")
         if label(found, names.UID_LABEL) != context.uid:
             # Of an earlier job with this name, whose children the garbage collector has not got to yet.
-            await self._client.delete("Secret", context.namespace, name, str(found["metadata"]["uid"]))
+            await self._client.delete(SECRET.kind, context.namespace, name, str(found["metadata"]["uid"]))
             raise KubeError(409, f"Secret {name} of an earlier job is still there")
         try:
             self._known[context.uid] = base64.b64decode(found["data"][names.TOKEN_KEY]).decode()

@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from dovetail.manifest.type_descriptions import describe, expected, model_in
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
-from dovetail.manifest.words import expected, model_in
 
 _MAX_BYTES = 4 * 1024 * 1024
 # Of a whole document, with what its aliases stand for; the largest of our examples has some 300.
@@ -206,8 +206,6 @@ def _sentence(path: tuple[str | int, ...], kind: str, message: str, data: Any) -
 
 
 def _element(field: FieldInfo) -> str:
-    from dovetail.manifest.words import describe
-
     args = getattr(field.annotation, "__args__", None)
     return describe(args[0], []) if args else expected(field)
 

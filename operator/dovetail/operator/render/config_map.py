@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from dovetail.kube import names
+from dovetail.kube.resources import CONFIG_MAP
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.render.context import Object, RenderContext, digest
 
@@ -16,8 +17,7 @@ def config_map(context: RenderContext) -> Object:
     if context.room:
         metadata["annotations"][names.ROOM] = json.dumps(context.room, sort_keys=True)
     return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
+        **CONFIG_MAP.type_meta,
         "metadata": metadata,
         "data": {
             "job.json": json.dumps(in_pods(context.job), indent=2) + "\n",

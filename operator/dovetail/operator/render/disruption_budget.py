@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import DISRUPTION_BUDGET
 from dovetail.operator.render.context import Object, RenderContext
 
 
@@ -11,8 +12,7 @@ def disruption_budget(context: RenderContext) -> Object:
     rollouts may always go, and a pod that is not ready never holds up a drain."""
     pods = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
     return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
+        **DISRUPTION_BUDGET.type_meta,
         "metadata": context.metadata(context.name, "disruption"),
         "spec": {
             "minAvailable": pods - 1,

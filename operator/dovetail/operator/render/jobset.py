@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from dovetail.kube.resources import JOBSET
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process_names import COORDINATOR
-
-API_VERSION = "jobset.x-k8s.io/v1alpha2"
 
 
 def jobset(context: RenderContext) -> Object:
@@ -23,8 +22,7 @@ def jobset(context: RenderContext) -> Object:
     metadata = context.metadata(context.name, "jobset")
     metadata["labels"] |= context.queueing()
     return {
-        "apiVersion": API_VERSION,
-        "kind": "JobSet",
+        **JOBSET.type_meta,
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": False},

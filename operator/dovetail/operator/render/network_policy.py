@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import NETWORK_POLICY
 from dovetail.manifest.types import Role
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.protocol import env
@@ -26,8 +27,7 @@ def network_policy(context: RenderContext) -> Object:
     if context.settings.metrics_from:
         ingress.append({"from": context.settings.metrics_from, "ports": metrics_ports(context)})
     return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
+        **NETWORK_POLICY.type_meta,
         "metadata": context.metadata(context.name, "network"),
         "spec": {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress},
     }

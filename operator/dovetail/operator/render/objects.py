@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from dovetail.kube import names
+from dovetail.kube.resources import (
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+    NETWORK_POLICY,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    VOLUME_CLAIM,
+)
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.disruption_budget import disruption_budget
@@ -18,26 +28,29 @@ from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
 from dovetail.protocol.process_names import COORDINATOR
 
-__all__ = ["WITH_PODS", "jobset", "name_problem", "supporting_objects", "surplus_jobs"]
+__all__ = ["SUPPORTING", "WITH_PODS", "jobset", "name_problem", "supporting_objects", "surplus_jobs"]
 
 # Nobody can ask for the coordinator's address before it runs, nor be evicted.
-WITH_PODS = {"Service", "PodDisruptionBudget"}
+WITH_PODS = {SERVICE.kind, DISRUPTION_BUDGET.kind}
+
+
+# What pods need around them, one object of a kind, in the order in which they are applied.
+SUPPORTING: dict[str, Callable[[RenderContext], Object | None]] = {
+    VOLUME_CLAIM.kind: volume_claim,
+    CONFIG_MAP.kind: config_map,
+    SERVICE_ACCOUNT.kind: service_account,
+    ROLE.kind: role,
+    ROLE_BINDING.kind: role_binding,
+    SERVICE.kind: service,
+    NETWORK_POLICY.kind: network_policy,
+    DISRUPTION_BUDGET.kind: disruption_budget,
+}
 
 
 def supporting_objects(context: RenderContext, but: Collection[str] = ()) -> list[Object]:
-    """What pods need around them, one of a kind: cheap, kept while the job is suspended. `but`: kinds that are left
-    out."""
-    makers: dict[str, Callable[[RenderContext], Object | None]] = {
-        "PersistentVolumeClaim": volume_claim,
-        "ConfigMap": config_map,
-        "ServiceAccount": service_account,
-        "Role": role,
-        "RoleBinding": role_binding,
-        "Service": service,
-        "NetworkPolicy": network_policy,
-        "PodDisruptionBudget": disruption_budget,
-    }
-    made = (make(context) for kind, make in makers.items() if kind not in but)
+    """The objects of SUPPORTING. They cost little, so they are kept while the job is suspended. `but`: kinds that are
+    left out."""
+    made = (make(context) for kind, make in SUPPORTING.items() if kind not in but)
     return [thing for thing in made if thing is not None]
 
 

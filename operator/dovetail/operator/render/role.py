@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import ROLE
 from dovetail.manifest.describe.crd import GROUP, PLURAL
 from dovetail.operator.render.context import Object, RenderContext
 
@@ -11,8 +12,7 @@ def role(context: RenderContext) -> Object:
     """May read the job and its plan, for programs of the user's that ask the API server; nothing of ours does."""
     plan = names.plan_config_map(context.name)
     return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "Role",
+        **ROLE.type_meta,
         "metadata": context.metadata(names.account(context.name), "pods"),
         "rules": [
             {"apiGroups": [GROUP], "resources": [PLURAL], "resourceNames": [context.name], "verbs": ["get"]},

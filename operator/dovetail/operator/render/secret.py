@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import SECRET
 from dovetail.operator.render.context import Object, RenderContext
 
 
 def secret(context: RenderContext, token: str) -> Object:
     """To be created once: running pods hold the token, so it never changes."""
     return {
-        "apiVersion": "v1",
-        "kind": "Secret",
+        **SECRET.type_meta,
         "metadata": context.metadata(names.token_secret(context.name), "token"),
         "type": "Opaque",
         "immutable": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import SERVICE
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.protocol.env import COORDINATOR_PORT
 from dovetail.protocol.process_names import COORDINATOR
@@ -11,8 +12,7 @@ from dovetail.protocol.process_names import COORDINATOR
 def service(context: RenderContext) -> Object:
     """Resolves to the coordinator's pod, also before that is ready: the others wait for it themselves."""
     return {
-        "apiVersion": "v1",
-        "kind": "Service",
+        **SERVICE.type_meta,
         "metadata": context.metadata(names.coordinator_service(context.name), COORDINATOR),
         "spec": {
             "clusterIP": "None",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import JOB
 from dovetail.manifest.types import Role
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.job import job_spec
@@ -31,8 +32,7 @@ def _job(context: RenderContext, name: str, index: int) -> Object:
     metadata["labels"].pop(names.PRIORITY_LABEL, None)
     restarts = context.job.spec.failure_policy.max_restarts
     return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
+        **JOB.type_meta,
         "metadata": metadata,
         "spec": job_spec(template, 1, restarts),
     }

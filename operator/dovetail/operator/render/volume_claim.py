@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.kube import names
+from dovetail.kube.resources import VOLUME_CLAIM
 from dovetail.operator.render.context import Object, RenderContext
 
 
@@ -23,8 +24,7 @@ def volume_claim(context: RenderContext) -> Object | None:
     if settings.volume_class:
         spec["storageClassName"] = settings.volume_class
     return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
+        **VOLUME_CLAIM.type_meta,
         "metadata": context.metadata(names.volume_claim(context.name), "files"),
         "spec": spec,
     }

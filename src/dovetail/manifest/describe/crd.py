@@ -11,8 +11,8 @@ from dovetail.manifest.base import NAME_PATTERN
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import KIND, RLHFJobSpec
-from dovetail.manifest.words import model_in
 
 GROUP, VERSION, PLURAL, SINGULAR = "dovetail.dev", "v1alpha1", "rlhfjobs", "rlhfjob"
 

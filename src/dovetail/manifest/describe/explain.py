@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from dovetail.manifest.type_descriptions import expected, model_in, options, short_type
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
-from dovetail.manifest.words import expected, model_in, options, short_type
 
 _WIDTH = 100
 

@@ -8,8 +8,8 @@ from pydantic.fields import FieldInfo
 from dovetail.manifest.checks.rules import RULES
 from dovetail.manifest.checks.unexecuted import UNEXECUTED
 from dovetail.manifest.describe.explain import alias, default_of, summary
+from dovetail.manifest.type_descriptions import expected, model_in, options, short_type
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
-from dovetail.manifest.words import expected, model_in, options, short_type
 
 
 def reference() -> str:

@@ -1,4 +1,4 @@
-"""Types of API fields in plain words: for error messages, `dovetail explain` and the reference page."""
+"""Descriptions of field types, such as "a number above 0", for messages, `dovetail explain` and the reference page."""
 
 from __future__ import annotations
 
