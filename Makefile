@@ -12,7 +12,9 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 # Tests run in so many processes. They wait a good deal: two keep two cores busy.
 TEST_WORKERS ?= 2
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_WORKERS)
+# All workers must list the tests alike, those of a set too.
+PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
 .PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean

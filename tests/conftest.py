@@ -22,6 +22,11 @@ API_SERVER_ALONE = {"test_api.py", "test_chart_install.py", "test_crd.py", "test
 PARTS = ["cluster", "e2e", "api server", "unit"]
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # That of the workers, who list their tests alike. Processes that tests start have one each, as users' processes do.
+    os.environ.pop("PYTHONHASHSEED", None)
+
+
 def part_of(file: Path) -> str:
     """One of PARTS."""
     folder = file.parent.name
