@@ -18,8 +18,8 @@ settings.load_profile("dovetail")
 
 # Of tests/cluster, those that need an API server alone, and no nodes.
 API_SERVER_ALONE = {"test_api.py", "test_chart_install.py", "test_crd.py", "test_operator_api.py", "test_rbac.py"}
-# Of a run by several workers: the long ones first, the many short ones fill up what is left.
-PARTS = ["cluster", "e2e", "api server", "unit"]
+# Of a run by several workers: the long ones first, then what is not named here; the many short ones fill up what is left.
+ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "unit": 4}
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def part_of(file: Path) -> str:
-    """One of PARTS."""
+    """The name of its folder, or `api server`."""
     folder = file.parent.name
     return "api server" if folder == "cluster" and file.name in API_SERVER_ALONE else folder
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: an id with an address differs between workers; give the test ids")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: PARTS.index(part_of(item.path)))
+        items.sort(key=lambda item: ORDER.get(part_of(item.path), 3))
     else:
         # One process alone comes to the clusters last: nothing then runs beside them.
         items.sort(key=lambda item: item.path.parent.name == "cluster")
