@@ -18,7 +18,7 @@ settings.load_profile("dovetail")
 
 # Of tests/cluster, those that need an API server alone, and no nodes.
 API_SERVER_ALONE = {"test_api.py", "test_chart_install.py", "test_crd.py", "test_operator_api.py", "test_rbac.py"}
-# Of a run by several workers: the long ones first, then what is not named here; the many short ones fill up what is left.
+# Of a run by several workers: the long ones first. The many short ones come last and fill up what is left.
 ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "unit": 4}
 
 
