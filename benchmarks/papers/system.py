@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import Generated, Servers, deal, expected_longest, mean, quantiles
+from dovetail.planner.costs.generation import Generated, Servers, deal, expected_longest, quantiles
 from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, GPUCosts
 from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Load
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
@@ -69,9 +69,9 @@ class SystemCosts(GPUCosts):
         if self._system.balanced or dp == 1:
             return longest
         mini = min(work.mini_batch, work.batch)
-        tokens = quantiles(work.response, mini) + mean(work.prompt)
+        tokens = quantiles(work.response, mini) + work.prompt.mean
         average = float(tokens.mean())
-        most = (expected_longest(work.response, mini) + mean(work.prompt)) / average
+        most = (expected_longest(work.response, mini) + work.prompt.mean) / average
         spread = float(tokens.std()) / average
         each = max(1.0, mini / dp)
         return min(max(longest, 1 + spread * math.sqrt(2 * math.log(dp) / each)), max(1.0, most))
@@ -99,10 +99,10 @@ class SystemCosts(GPUCosts):
 
 def _static(server: Servers, samples: int, prompt: Lengths, response: Lengths) -> float:
     """Batches one after the other, each until its longest sample is done."""
-    slots = min(samples, server.slots(mean(prompt) + response.longest))
+    slots = min(samples, server.slots(prompt.mean + response.longest))
     rounds, rest = divmod(samples, slots)
     sizes = [slots] * rounds + ([rest] if rest else [])
-    return sum(n * mean(prompt) * server.prefill + response.longest * float(server.steps[n]) for n in sizes)
+    return sum(n * prompt.mean * server.prefill + response.longest * float(server.steps[n]) for n in sizes)
 
 
 class _Memory(GPUMemoryModel):

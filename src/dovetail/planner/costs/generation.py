@@ -93,13 +93,13 @@ def _destinations(server: Servers, instances: int, left: int, longest: int) -> i
 
 def _curve(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths) -> tuple[Floats, Floats]:
     """(n,) lengths of the last n samples of a server, n being what it can hold at once, and when each is done."""
-    slots = min(samples, server.slots(mean(prompt) + mean(response)))
+    slots = min(samples, server.slots(prompt.mean + response.mean))
     lengths = _of_server(response, slots, batch)
     gaps = np.diff(lengths, prepend=1.0)  # the prefill makes the first token
     ends: Floats = np.cumsum(gaps * server.steps[slots:0:-1])
     waiting = samples - slots
-    bulk = waiting * mean(response) / slots * float(server.steps[slots])
-    return lengths, ends + bulk + samples * mean(prompt) * server.prefill
+    bulk = waiting * response.mean / slots * float(server.steps[slots])
+    return lengths, ends + bulk + samples * prompt.mean * server.prefill
 
 
 def _reached(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths, tokens: float) -> float:
@@ -118,7 +118,7 @@ def _tail(server: Servers, batch: int, left: int, destinations: int, prompt: Len
     gaps = np.diff(mine, prepend=0.0)
     slots = min(len(mine), len(server.steps) - 1)
     came = (1 - 1 / max(1, destinations)) if destinations > 1 else 1.0
-    moved = len(mine) * came * (mean(prompt) + done) * server.arrival
+    moved = len(mine) * came * (prompt.mean + done) * server.arrival
     # Beyond its slots a destination has samples wait, as long as it takes the others.
     over = max(1.0, len(mine) / slots)
     counts = np.minimum(np.arange(len(mine), 0, -1), slots)
@@ -148,9 +148,3 @@ def expected_longest(lengths: Lengths, samples: int) -> float:
     normal = NormalDist()
     z = np.array([normal.inv_cdf(float(u)) for u in levels ** (1 / samples)])
     return float(np.clip(lengths.median * np.exp(lengths.sigma * z), 1, lengths.longest).mean())
-
-
-@lru_cache(maxsize=1024)
-def mean(lengths: Lengths) -> float:
-    """As `Lengths.mean`."""
-    return lengths.mean

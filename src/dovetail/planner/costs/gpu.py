@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import Generated, Servers, expected_longest, generate, mean
+from dovetail.planner.costs.generation import Generated, Servers, expected_longest, generate
 from dovetail.planner.costs.gpu_memory import Footprint, GPUMemory, GPUMemoryModel
 from dovetail.planner.costs.memory import ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.overlap import exposed_inference
@@ -176,7 +176,7 @@ class GPUCosts:
         if key not in self._inference:
             work, pool = self.work, self.inventory[share.pool]
             shape, head = work.needed(task)
-            prompt, response = mean(work.prompt), mean(work.response)
+            prompt, response = work.prompt.mean, work.response.mean
             tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
             context = (prompt + response) / 2
             stage, gather, hop = pass_seconds(shape, head, key[1], pool, tokens, context, self.constants)
@@ -223,7 +223,7 @@ class GPUCosts:
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
         trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
-        tokens = mean(work.prompt) + mean(work.response)
+        tokens = work.prompt.mean + work.response.mean
         mini = min(work.mini_batch, work.batch)
         stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, tokens / 2, c)
         stage *= self.straggling(share.dp)
@@ -238,7 +238,7 @@ class GPUCosts:
             fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
         # Of ranks with equal work the one with the longest sample of all ends last.
-        longest = expected_longest(work.response, self.longest_of(share.dp)) + mean(work.prompt)
+        longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
         skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch
         return Step(pp, -(-mini // (dp * share.micro_batch)), max(stage, gather), backwards, hop, fixed, skew)
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import mean
 from dovetail.planner.costs.memory import (
     BATCHED_TOKENS,
     CONTEXT_BYTES,
@@ -196,7 +195,7 @@ class GPUMemoryModel:
     def _cached_tokens(self, share: Share, room: int) -> float:
         """Tokens that a server keeps: those of its part of the batch as far as there is room, at least one sample."""
         work = self.work
-        wanted = -(-work.batch // share.dp) * (mean(work.prompt) + mean(work.response))
+        wanted = -(-work.batch // share.dp) * (work.prompt.mean + work.response.mean)
         return max(float(work.longest), min(float(room), max(wanted, work.longest)))
 
     def _kv_bytes(self, share: Share) -> float:

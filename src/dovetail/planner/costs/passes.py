@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from dovetail.planner.candidate import Share
-from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expected_longest, mean, quantiles
+from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expected_longest, quantiles
 from dovetail.planner.costs.memory import ITEMSIZE
 from dovetail.planner.costs.rooflines import BATCHES, Constants, all_gather, decode_step, forward
 from dovetail.planner.inventory import Pool
@@ -48,7 +48,7 @@ def decode_steps(
 def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: int, c: Constants) -> Servers:
     """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
     shape, gpu = work.actor, pool.gpu
-    prompt, response = mean(work.prompt), mean(work.response)
+    prompt, response = work.prompt.mean, work.response.mean
     gather = gathering(shape, "lm", pool, share, c)
     steps, saturation = decode_steps(
         shape, pool, share.tp, prompt + response / 2, gather, min(work.batch, max_samples), c
@@ -92,7 +92,7 @@ def pass_seconds(
 def shared_prompt(work: Workload, stages: int) -> float:
     """Part of a sample's prompt that a scorer computes for it: a pass has each prompt once, for all its samples in it
     (`dovetail.rollout.samples.packs`)."""
-    prompt, response = mean(work.prompt), mean(work.response)
+    prompt, response = work.prompt.mean, work.response.mean
     together = max(1, int((SCORER_TOKENS / stages - prompt) // response))
     return -(-work.per_prompt // together) / work.per_prompt
 
@@ -142,8 +142,8 @@ def straggling(work: Workload, dp: int) -> float:
     mini = min(work.mini_batch, work.batch)
     if dp == 1:
         return 1.0
-    average = float((quantiles(work.response, mini) + mean(work.prompt)).mean())
-    most = (expected_longest(work.response, mini) + mean(work.prompt)) / average
+    average = float((quantiles(work.response, mini) + work.prompt.mean).mean())
+    most = (expected_longest(work.response, mini) + work.prompt.mean) / average
     return max(1.0, most / max(1.0, mini / dp))
 
 

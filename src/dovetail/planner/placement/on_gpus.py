@@ -27,7 +27,7 @@ from dovetail.planner.placement.manifest import (
 )
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, worth
 from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Rejected, Result, Search
+from dovetail.planner.placement.search import Effort, Result, Search, alternatives
 from dovetail.planner.placement.training_job import rows, sequence_tokens, training_job
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
@@ -144,10 +144,7 @@ def _worth(found: Result, plainer: Result, work: Workload) -> Result:
     assert best is not None
     if other is None or worth(best.seconds, other.seconds, work.steps):
         return found
-    kind = other.candidate.placement, other.note
-    faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
-    plainer.rejected = [r for r in (faster, *found.rejected) if (r.placement, r.note) != kind]
-    return plainer
+    return replace(plainer, rejected=alternatives(found, other))
 
 
 def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:

@@ -18,7 +18,7 @@ from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
 from dovetail.planner.placement.placed import Chosen, Infeasible, worth
 from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Found, Rejected, Result, Search
+from dovetail.planner.placement.search import Effort, Found, Result, Search, alternatives
 from dovetail.planner.placement.structures import ALONE
 from dovetail.planner.shape import ModelShape
 
@@ -105,10 +105,7 @@ def _plainest(result: Result, costs: GPUCosts) -> Result:
     plainest = min(near, key=lambda found: (len({*found.note.split("; ")} - {"", ALONE}), found.seconds))
     if plainest is best:
         return result
-    kind = plainest.candidate.placement, plainest.note
-    faster = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
-    rejected = [r for r in (faster, *result.rejected) if (r.placement, r.note) != kind]
-    return replace(result, best=plainest, rejected=rejected)
+    return replace(result, best=plainest, rejected=alternatives(result, plainest))
 
 
 def _missing(result: Result) -> str:

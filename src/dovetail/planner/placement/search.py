@@ -83,6 +83,14 @@ class Result:
     complete: bool = True
 
 
+def alternatives(result: Result, instead: Found) -> list[Rejected]:
+    """What a result rejects if `instead` is the plan: its own best first, and nothing of the kind of `instead`."""
+    kind, best = (instead.candidate.placement, instead.note), result.best
+    assert best is not None
+    first = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
+    return [r for r in (first, *result.rejected) if (r.placement, r.note) != kind]
+
+
 class Search:
     """One search. Deterministic if `effort.expired` is."""
 
