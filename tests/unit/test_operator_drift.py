@@ -51,7 +51,7 @@ def rendered(monkeypatch):
         count.append(context.name)
         return real(context)
 
-    monkeypatch.setattr(objects, "config_map", config_map)
+    monkeypatch.setitem(objects.SUPPORTING, "ConfigMap", config_map)
     return count
 
 
