@@ -31,7 +31,7 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.pulse import Pulse
 
 CRASHED = 1
-# In a pod: where its status gets the reason of a failure, or the last figures, from.
+# In a pod, Kubernetes takes the reason of a failure, or the last figures, from this file.
 TERMINATION_LOG = Path("/dev/termination-log")
 TERMINATION_BYTES = 4000
 FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")

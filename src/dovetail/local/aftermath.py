@@ -15,7 +15,7 @@ from dovetail.local.report.report import write_report
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.supervisor import Outcome
 
-# With less than this no checkpoint, no log and no database goes on.
+# With less than this no checkpoint, log or database can be written.
 LEAST_BYTES = 1 << 20
 LOOK_SECONDS = 5.0
 RESERVE = ".reserve"

@@ -9,7 +9,7 @@ from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import UsageError
 
-# What a process has open without any sample under way: libraries, sockets of vLLM and of the trainers, logs.
+# The open files of a process without samples: libraries, sockets of vLLM and of the trainers, logs.
 BASE_FILES = 256
 
 

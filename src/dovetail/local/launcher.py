@@ -171,7 +171,7 @@ class Launcher:
                 disks.look()
                 if self._interrupts:
                     outcome = Outcome(False, "interrupted", interrupted=True)
-            # Before processes tidy up as they end.
+            # Before the processes clean up while they end.
             outcome = with_cause(outcome, self._disks)
             self.stop()
             if not outcome.succeeded:

@@ -45,7 +45,7 @@ def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
     if stage is not Stage.PPO:
         return stage, int(status.get("step") or 0), int(status.get("total_steps") or 0)
     iteration, total = int(status.get("iteration") or 0), int(status.get("total_iterations") or 0)
-    # The iteration under way counts from its first phase on; its training done, `phase` is null.
+    # The current iteration counts from its first phase on. After its training `phase` is null.
     done = iteration if status.get("phase") in (None, "export", "checkpoint") else max(0, iteration - 1)
     return stage, done, total
 

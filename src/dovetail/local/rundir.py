@@ -25,9 +25,9 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.profile import Profile
 from dovetail.supervision.errors import RunError, UsageError
 
-# Any of these says that a run has begun here.
+# Any of these files shows that a run has begun here.
 SIGNS = ("job.json", "plan.json", "run.json", "store.sqlite")
-# There from before the first file of an earlier run is deleted until after the last one is.
+# It exists from before the first file of an earlier run is deleted until after the last one is.
 DELETING = ".deleting"
 
 
@@ -169,7 +169,7 @@ class RunDir:
         signs = self._signs()
         results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
         if results and not has_store(self.path) and not (overwrite and signs):
-            # Without its store a run would begin anew among the files of the old one.
+            # Without its store a run would start from zero among the files of the old one.
             way = "delete the rest with --overwrite" if signs else "move them away"
             raise UsageError(
                 f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing or "

@@ -196,7 +196,7 @@ class Pod:
         code = await ended
         if self._liveness is not None:
             self._liveness.end(process.name)
-        # What it left behind may hold the pipe open.
+        # A process that it started may hold the pipe open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         await asyncio.wait({copying}, timeout=2.0)

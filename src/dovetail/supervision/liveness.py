@@ -26,7 +26,7 @@ from dovetail.supervision.proctree import Process, descendants
 # and more than the 90 s of a trainer's collective.
 LEAST_SILENT_SECONDS = 180.0
 LEAST_BUSY_SECONDS = 1800.0
-# An idle server's threads that poll and report need less of a core than this.
+# The polling and reporting threads of an idle server need less of a core than this.
 BUSY_SHARE = 0.02
 LONGEST_PERIOD_SECONDS = 5.0
 _PREFIX, _LOCK = "dovetail-pulse-", "lock"
@@ -69,7 +69,7 @@ class Pulses:
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Locked before it has its name: nobody sees a folder of ours whose lock is free.
+        # It is locked before it gets its name, so that no process sees a folder of ours that is not locked.
         new = self._folder / f"{_LOCK}.new"
         self._lock = new.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -157,7 +157,7 @@ class Liveness:
     def _judge(self, name: str, watched: _Watched, tree: list[Process], elapsed: float) -> str | None:
         limits = self._limits
         stopped = [process for process in tree if process.state == "T"]
-        # From the first look that found it stopped.
+        # Counted from the first look that found it stopped.
         watched.stopped = None if not stopped else 0.0 if watched.stopped is None else watched.stopped + elapsed
         if watched.stopped is not None and watched.stopped >= limits.stopped:
             whose = "" if any(p.pid == watched.pid for p in stopped) else f"its process {stopped[0].pid} "
@@ -166,7 +166,7 @@ class Liveness:
         if mark is None or stopped:
             return None
         cpu = sum(process.cpu for process in tree)
-        # A child that ended takes its seconds along.
+        # The CPU seconds of a child that ended are missing now.
         used = max(0.0, cpu - watched.cpu)
         watched.cpu = cpu
         if mark != watched.mark:

@@ -106,7 +106,7 @@ class Spawner:
         why."""
         if self._zygote is not None:
             self.killed_as = why
-            # Known only as long as it lives: those below it that have sessions of their own.
+            # Processes below it with sessions of their own can be found only while it lives.
             self._below = proctree.descendants(self._zygote.pid, proctree.snapshot())
             self._zygote.kill()
 
@@ -153,7 +153,7 @@ class Spawner:
             self._channel.close()
             self._channel = None
         if self._zygote is not None:
-            # Its children go first: it is they who matter, and a zygote that is still preloading has none.
+            # Kill its children first: they are what matters, and a zygote that still imports has none.
             with contextlib.suppress(ProcessLookupError):
                 self._zygote.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,7 +202,7 @@ class Spawner:
         except subprocess.TimeoutExpired:
             zygote.kill()
             code = zygote.wait()
-        # Its children die with it (PR_SET_PDEATHSIG); theirs became ours, and are known by their sessions.
+        # Its children die with it (PR_SET_PDEATHSIG). Their children are ours now, and are found by their sessions.
         sessions, below = self._sessions | {zygote.pid}, self._below
 
         def left(found: list[proctree.Process]) -> set[int]:

@@ -20,9 +20,9 @@ from dovetail.supervision.spawn import Event, Exited, Spawner, Started
 
 FIRST_DELAY_SECONDS = 0.2
 LONGEST_DELAY_SECONDS = 5.0
-# A process that lived this long is counted as healthy again: its next restart is quick.
+# A process that ran this long counts as healthy again, so its next restart is quick.
 HEALTHY_SECONDS = 60.0
-# What `max_restarts` counts: those of the last hour. A long run may have many, one that goes nowhere soon has them.
+# `max_restarts` counts restarts within this time. A long run may have many; a broken one has them within the hour.
 WINDOW_SECONDS = 3600.0
 
 

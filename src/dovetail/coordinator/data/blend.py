@@ -89,7 +89,7 @@ class Blend:
         return [self.pick(n) for n in range((step - 1) * size, step * size)]
 
     def _turn(self, n: int) -> tuple[int, int]:
-        # The source that lags its share most is next; ties go to the first. Kept, for the rule needs the whole past.
+        # Next is the source that is most below its share, and the first of equal ones. The rule needs all picks before.
         while len(self._sources) <= n:
             lag = self._weights * (len(self._sources) + 1) - self._counts
             source = int(np.argmax(lag))

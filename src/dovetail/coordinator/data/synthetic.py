@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail.coordinator.data.chat import ASSISTANT, HUMAN
 
-# Six true things about each topic. Short common words, many of them shared between topics.
+# Six true facts about each topic, in short common words. Topics share many words.
 FACTS: dict[str, tuple[str, ...]] = {
     "cat": ("is small", "is soft", "has fur", "can run", "can sleep", "likes milk"),
     "dog": ("is loud", "has fur", "can run", "can play", "likes meat", "likes walks"),
@@ -124,7 +124,7 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
     length = asked
     if rng.random() < lapse:  # too short, or a ramble whose length has a long tail
         length = rng.randint(1, asked) if rng.random() < 0.5 else asked + 1 + min(int(rng.expovariate(0.3)), 14)
-    # What is said keeps its order, as people have one: what it is, what it has or can do, what it likes or needs.
+    # Facts keep their order, as in natural speech: what it is, what it has or can do, what it likes or needs.
     unsaid = [FACTS[topic][i] for i in sorted(rng.sample(range(len(FACTS[topic])), min(length, len(FACTS[topic]))))]
     said: list[str] = []
     for i in range(length):

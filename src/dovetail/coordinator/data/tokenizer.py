@@ -11,7 +11,7 @@ from dovetail.coordinator.data.errors import DataError
 
 PAD = "<|pad|>"
 EOS = "<|eos|>"
-# More text than this hardly changes a vocabulary, but takes its time.
+# More text than this hardly changes a vocabulary, but takes time.
 MAX_TRAINING_CHARACTERS = 200_000_000
 
 

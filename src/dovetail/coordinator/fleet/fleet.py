@@ -17,7 +17,7 @@ from typing import Any
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.protocol.messages import Register
 
-# In a sentence about instances.
+# The most instances that a message describes.
 MOST_NAMED = 8
 
 
@@ -102,7 +102,7 @@ class Fleet:
             self._instances[message.name] = replace(old, seen=now)
             return
         if old is None or old.incarnation != message.incarnation:
-            # A new process holds what it says it holds: nothing, unless the coordinator is the one that restarted.
+            # A new process holds what it reports: nothing, unless it was the coordinator that restarted.
             fresh = Instance(
                 name=message.name,
                 kind=message.kind,
@@ -140,7 +140,7 @@ class Fleet:
         if health is InstanceHealth.DEAD:
             if now < old.until:
                 return replace(old, seen=now, ready=message.ready, doubts=doubts)
-            # It was given up: it must get the weights anew, as its process may have been in any state.
+            # It was given up, and its process may be in any state. So it must get the weights again.
             health, failures, version = InstanceHealth.STALE, 0, None
         return replace(
             old,
@@ -311,7 +311,7 @@ class Fleet:
         if not self._current(i):
             held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
             reason = f"holds {held}" + (f", version {self._version} is current" if self._version is not None else "")
-            # After a failed transfer its reason says more.
+            # After a failed transfer the reason of that says more.
             return replace(i, health=InstanceHealth.STALE, reason=i.reason if i.failures else reason)
         if silence > t.suspect:
             return replace(i, health=InstanceHealth.SUSPECT, reason=f"silent for {silence:.0f} s")

@@ -33,9 +33,9 @@ class Sleepers:
         on_swapped: Callable[[str, str, float], None] = lambda name, way, seconds: None,
     ) -> None:
         self._fleet, self._session, self._log, self._on_swapped = fleet, session, log, on_swapped
-        # By name: the incarnation that sleeps, and its way there.
+        # By name: the incarnation that sleeps, and the task that puts it to sleep.
         self._asleep: dict[str, tuple[str, asyncio.Task[bool]]] = {}
-        # By scorer: the incarnation that was told of its turn.
+        # By scorer: the incarnation that was told to load its models.
         self._expecting: dict[str, str] = {}
         self._told: set[asyncio.Task[bool]] = set()
         # By rollout: the incarnation of the scorer that has left the device to trainers.
@@ -124,7 +124,7 @@ class Sleepers:
         asleep = await self._post(instance, "/sleep?level=1", "in")
         scorer = self._scorer(instance.name)
         if asleep and scorer is not None:
-            # Now there is room for all of them; the first chunk need not wait for the answer.
+            # Now there is room for all models. The first chunk need not wait for the answer.
             await self._post(scorer, "/v1/bring", None)
         return asleep
 

@@ -45,7 +45,7 @@ async def generate_and_score(
     def progress(done: int, total: int, tokens: int) -> None:
         on_progress(done, total)
         inference.check()
-        # Who is idle may have changed.
+        # Which rollouts are idle may have changed.
         inference.poke()
 
     inference.add(_finished(s) for s in samples.samples(iteration, State.GENERATED))

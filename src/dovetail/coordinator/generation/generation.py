@@ -35,7 +35,7 @@ from dovetail.planner.costs.migration import Mechanism
 
 KIND = "rollout"
 GATHER_SECONDS = 0.005
-# Requests begun at once: thousands would keep the event loop from hearing what connects until its deadline has passed.
+# The most requests that are started at once. Thousands would block the event loop until connections time out.
 BURST = 256
 TOKEN_BYTES = 4
 
@@ -145,7 +145,7 @@ class Generator:
         self._end(works, "drain")
         tasks = [w.task for w in works if w.task is not None]
         if tasks:
-            # `generate` cancels what does not heed the abort.
+            # `generate` cancels requests that ignore the abort.
             await asyncio.wait(tasks, timeout=2 * self._settings.abort)
 
     # ------------------------------------------------------------ the loop
@@ -180,7 +180,7 @@ class Generator:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.flush):
                     await self._wake.wait()
-            # Responses tend to end together, at a step of the server.
+            # Responses often end together, at the same step of a server.
             await asyncio.sleep(GATHER_SECONDS)
             self._wake.clear()
             done = self._flying.flush(self._clock() - flushed)
@@ -234,7 +234,7 @@ class Generator:
             idle = [i.name for i in new if loads[i.name] == 0]
             for name, count in excess(loads, idle, self._generation.max_concurrent).items():
                 works = [w for w in self._flying.on(name) if w.ending is None]
-                # Those with most to come.
+                # The samples with the fewest tokens, which have most to come.
                 self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
 
     def _assign(self, eligible: Sequence[Instance]) -> None:

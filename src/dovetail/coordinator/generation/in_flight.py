@@ -19,7 +19,7 @@ from dovetail.protocol.messages import Span
 # so many samples for each token in an event, at 50 tokens a second, the coordinator spends at most a tenth of a core.
 SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
-# Small models decode so fast that their tokens share events worth this much: what a death then costs nobody notices.
+# The tokens of small models, which decode fast, share events that cover this time. Losing them costs little.
 EVENT_SECONDS = 0.1
 
 

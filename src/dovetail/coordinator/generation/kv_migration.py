@@ -20,7 +20,7 @@ from dovetail.planner.costs.migration import MeasuredCosts, Mechanism, Migration
 from dovetail.protocol.kv import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
-# Blocks are fetched only this long after the abort: the server drops them soon after.
+# Blocks are fetched only within this time after the abort, because the server drops them soon after.
 FRESH_SECONDS = HOLD_SECONDS - 10.0
 LEG_SECONDS = 10.0
 

@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.store.samples import Key
 
-# Tokens that are looked at to tell whether the last character is whole: it has four bytes at most.
+# The last tokens that show whether the last character is complete. A character has at most four bytes.
 WINDOW = 8
 INCOMPLETE = "\ufffd"
 

@@ -14,7 +14,7 @@ from dovetail.coordinator.store.changes import ChangeError
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.trainers.trainer_group import TrainerError
 
-# Errors whose message is a sentence for the user; of others a traceback helps, too.
+# Errors whose message is a sentence for the user. For others the traceback is printed too.
 EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, RewardError, UnhealthyError)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

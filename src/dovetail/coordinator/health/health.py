@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dovetail.manifest.types import RLHFJobSpec
 
-# Rounding between bfloat16 engines gives some 0.01 nats per token; two different sets of weights give far more.
+# Rounding between bfloat16 engines gives about 0.01 nats per token. Different weights give far more.
 MISMATCH_NATS = 0.05
 # The quickstart, which learns well, goes from 0.68 nats per token to 0.41 and from a KL of 0 to 0.42 nats per token.
 ENTROPY_LEAST_NATS = 0.01

@@ -15,7 +15,7 @@ from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.manifest.types import RLHFJobSpec
 
-# Prompts answered each time; a fraction of an iteration's.
+# The prompts that are answered each time: a fraction of an iteration's.
 PROMPTS = 64
 BEFORE, AFTER = "before_ppo", "after_ppo"
 

@@ -39,7 +39,7 @@ from dovetail.protocol.experience import Experience
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process_names import rollout_of
 
-# Without a single scored sample.
+# The limit of the time without a single scored sample.
 INFERENCE_SECONDS = 900.0
 
 

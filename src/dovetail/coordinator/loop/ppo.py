@@ -80,7 +80,7 @@ class PPOStage:
             from dovetail.coordinator.loop.scheduling import Scheduling
 
             self._scheduling = Scheduling(spec, plan, records.store, run_dir, records.log)
-            # Beside the stages before PPO: the first search compiles its kernels.
+            # It runs during the stages before PPO, because the first search compiles its kernels.
             self._placing = asyncio.create_task(self._scheduling.begin())
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class LiveFunction:
                         result = await work()
                     else:
                         thread = _Thread(work)
-                        # Raised here, for a coroutine cannot raise StopIteration.
+                        # Raised here, because a coroutine cannot raise StopIteration.
                         result, failure = await thread.result()
                         if failure is not None:
                             raise failure
@@ -97,7 +97,7 @@ class _Thread:
     def _run(self) -> None:
         try:
             self._tell(self._work(), None)
-        # SystemExit, too, is the function's.
+        # SystemExit too comes from the function.
         except BaseException as error:
             self._tell(None, error)
 
@@ -106,6 +106,6 @@ class _Thread:
             if not self._done.done():
                 self._done.set_result((result, error))
 
-        # Late: the loop may be closed.
+        # The answer may come late, when the loop is closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(tell)

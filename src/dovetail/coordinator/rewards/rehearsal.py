@@ -10,7 +10,7 @@ from dovetail.coordinator.rewards.calls import Call, Calls
 from dovetail.coordinator.rewards.stage import fields_of
 
 PROMPTS = 2
-# Where the job has no demonstrations to take responses from.
+# Responses for a job without demonstrations.
 RESPONSES = ["Yes, of course.", "I do not know."]
 
 

@@ -22,7 +22,7 @@ from dovetail.coordinator.rewards.values import WrongRewards, checked, describe,
 from dovetail.manifest import callables
 
 _PR_SET_PDEATHSIG = 1
-# Their frames are not the user's.
+# Frames of these files are not the user's.
 _OWN = {__file__, callables.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}
 _OWN.add(str(sys.modules["importlib"].__file__))
 

@@ -21,9 +21,9 @@ from dovetail.coordinator.rewards.values import FRAMES
 from dovetail.manifest.types import RewardModel
 from dovetail.protocol.env import TOKEN
 
-# Imports of large libraries and models that a module loads take their time.
+# A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0
-# For a worker that is being ended: its last words, its exit status.
+# Until a worker that is being ended has written its last output and its exit status is known.
 END_SECONDS = 2.0
 LINE_BYTES = 1 << 26
 TAIL_LINES = 200
@@ -57,7 +57,7 @@ class _Worker:
             stderr=asyncio.subprocess.PIPE,
             env=environment,
             limit=LINE_BYTES,
-            # What it starts ends with it.
+            # A group of its own, so that what it starts ends with it.
             start_new_session=True,
         )
         return _Worker(process)

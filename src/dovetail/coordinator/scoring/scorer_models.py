@@ -27,7 +27,7 @@ class ScorerModels:
         session: aiohttp.ClientSession,
     ) -> None:
         self._sources, self._plan_holds, self._fleet, self._session = sources, plan_holds, fleet, session
-        # By name: the incarnation that has loaded its models.
+        # By name: the incarnation of a scorer that has loaded its models.
         self._loaded: dict[str, str] = {}
         self.lanes = lanes_of(list(sources), list(plan_holds.values())) if plan_holds else []
 

@@ -266,7 +266,7 @@ class Inference:
         self._left -= len(samples)
         if not self._left:
             self._done.set()
-        # This task is done when `_hand_out` gets to look.
+        # This task has ended when `_hand_out` looks at it.
         self._wake.set()
 
     async def _try(self, scorer: Scorer, chunk: list[Finished]) -> bool:

@@ -13,7 +13,7 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
 
 SPEC, CHANGES = "run/spec", "run/changes"
-# The operator fits groups and plan to the nodes; results do not depend on them.
+# The operator adapts groups and plan to the nodes. Results do not depend on them.
 FITTED = ("spec.groups", "spec.plan")
 
 

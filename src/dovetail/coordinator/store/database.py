@@ -49,7 +49,7 @@ CREATE TABLE chunks (
 );
 CREATE TABLE kv (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-# Since version 1: stores that lack these get them, empty.
+# Tables that were added since version 1. Stores that lack them get them, empty.
 ADDED = """
 CREATE TABLE IF NOT EXISTS rewards (
     iteration INTEGER NOT NULL,

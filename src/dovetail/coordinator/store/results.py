@@ -15,7 +15,7 @@ from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.summary import build, write_json
 
 NOTE_SECONDS = 5.0
-# Beside the facts; the stages in the order in which they run.
+# Records beside the facts. Stages are in the order in which they run.
 STEPS = {"sft": "sft/step", "reward": "reward/step", "ppo": "ppo/progress"}
 RECORDS = ("job/seconds", "ppo/totals", CHANGES, *STEPS.values())
 
@@ -92,7 +92,7 @@ def write_final_summary(run_dir: Path, state: str, reason: str | None) -> None:
     """Write summary.json in place of a coordinator that could not, from what can be read of its store. No coordinator
     may have the store open. Raises OSError."""
     document = summarise(_records(run_dir / "store.sqlite"), state, reason)
-    # A pod's manifest is elsewhere, and a damaged one may be what failed.
+    # A pod's manifest is in another folder. And a damaged manifest may be the reason of the failure.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         document["seed"] = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["spec"]["seed"]
     write_json(run_dir / "summary.json", document)
@@ -101,7 +101,7 @@ def write_final_summary(run_dir: Path, state: str, reason: str | None) -> None:
 def _records(path: Path) -> dict[str, Any]:
     """All that `summarise` needs; {} of a store that is missing or cannot be read."""
     try:
-        # Not `Store`: it takes up the work that a dead coordinator left.
+        # Not `Store`, which would recover the samples of a dead coordinator.
         with contextlib.closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5.0)) as db:
             marks = ",".join("?" * len(RECORDS))
             rows = db.execute(

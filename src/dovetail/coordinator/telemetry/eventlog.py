@@ -40,7 +40,7 @@ class EventLog:
             self._write((line + "\n").encode())
 
     def _write(self, line: bytes) -> None:
-        # No buffer: what did not fit would fail again with each later line.
+        # Without a buffer, because a line that did not fit would fail again with each later line.
         line = b"\n" + line if self._cut else line
         try:
             self._cut = os.write(self._file, line) < len(line)

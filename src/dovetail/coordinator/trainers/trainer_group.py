@@ -105,7 +105,7 @@ class TrainerGroup:
             if remaining <= 0:
                 return JoinReply()
             await self._wait_change(remaining)
-        # Taken once: a rank that joins again after this has left the generation.
+        # Answered once. A rank that joins again after this has left the generation.
         return self._replies.pop(request.incarnation)
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
@@ -123,7 +123,7 @@ class TrainerGroup:
         if request.result is not None:
             self._take_result(request.result)
         if self._running is not None:
-            # An idle rank 0 has not got the command, even if it was sent: that reply was lost on its way.
+            # An idle rank 0 has not got the command, even if it was sent. That reply was lost.
             self._running.sent = False
         self._notify()
         deadline = self.clock() + POLL_SECONDS

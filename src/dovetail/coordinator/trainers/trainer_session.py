@@ -102,7 +102,7 @@ class TrainerSession:
         self._record(plan.stage, self._step)
         self._log("checkpoint.saved", stage=plan.stage.value, step=self._step)
         kept = self._kept(plan.stage)
-        # Those of later steps are of a future that a power failure took back.
+        # Checkpoints of later steps than the store knows: a power failure lost the store's last transactions.
         ours = [step for step in kept if step <= self._step]
         for step in [*ours[: -self._keep], *(s for s in kept if s > self._step)]:
             await asyncio.to_thread(self._delete, self._path(plan.stage, step))

@@ -17,7 +17,7 @@ from dovetail.coordinator.weights.weights import ReceiverError, push_offer
 from dovetail.protocol.messages import CommandResult, Offer, Publish, Receiver
 
 GRACE_SECONDS = 10.0
-# Receivers that fail so soon after the first one may be what it failed of; later ones waited for them in vain.
+# Receivers that fail within this time after the first one may be the cause. Later ones only waited for them.
 BLAME_SECONDS = 1.0
 
 
@@ -74,7 +74,7 @@ class Publisher:
         self._trainers = trainers
         self._session = session
         self._deadline = deadline_seconds
-        # Starts at the clock so that a restarted coordinator never reuses an epoch.
+        # It starts at the time, so that a restarted coordinator never uses an epoch again.
         self._epoch = int(time.time())
         self._members: frozenset[tuple[str, str]] | None = None
         self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}

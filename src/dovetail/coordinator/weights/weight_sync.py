@@ -144,7 +144,7 @@ class WeightSync:
 
             async def publish() -> Published | None:
                 nonlocal began
-                # A step may have been taken while this waited for the trainers: its own round follows.
+                # A step may have been taken while this waited for the trainers. Its own publish follows.
                 if self._session.step != version:
                     return None
                 began = self._clock()

@@ -13,9 +13,9 @@ import aiohttp
 
 from dovetail.protocol.messages import Offer, Receive, Receiver
 
-# Over the transfer's own deadline, for the calls around it.
+# Added to the transfer's own deadline, for the calls around it.
 GRACE_SECONDS = 10.0
-# Calls that only change state: an engine answers them between two steps.
+# For calls that only change state. An engine answers them between two steps.
 CALL_SECONDS = 30.0
 
 
@@ -83,13 +83,13 @@ async def _update_rollout(
         if epoch_is_new:
             await post(session, f"{base}/init_weight_transfer_engine", long, {"init_info": body})
     except ReceiverError:
-        # Its weights are whole: it may go on with them.
+        # Its weights are complete, so it may go on with them.
         with suppress(ReceiverError):
             await post(session, f"{base}/resume", CALL_SECONDS)
         raise
     await post(session, f"{base}/start_weight_update", CALL_SECONDS)
     await post(session, f"{base}/update_weights", long, {"update_info": body})
-    # Keys and values of the old weights are worthless now.
+    # The KV cache of the old weights is worthless now.
     await post(session, f"{base}/reset_prefix_cache?reset_running_requests=true", CALL_SECONDS)
     await post(session, f"{base}/finish_weight_update", CALL_SECONDS, {"weight_version": str(receive.offer.version)})
     await post(session, f"{base}/resume", CALL_SECONDS)

@@ -185,7 +185,7 @@ def gantt(title: str, bars: Sequence[Bar], kinds: Sequence[str], width: int = 94
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     end = max(b.end for b in kept) or 1.0
     left, top = 170, 6
-    # Hundreds of samples in flight are hundreds of tracks: thin ones then, named only where a process begins.
+    # Hundreds of running samples are hundreds of tracks. They are thin then, and named only where a process begins.
     row = 22.0 if len(tracks) <= 40 else max(2.5, 880 / len(tracks))
     height = top + row * len(tracks) + 34
     scale = (width - left - 14) / end
