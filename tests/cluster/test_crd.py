@@ -323,7 +323,7 @@ def test_names_columns_and_selectors(server, namespace):
     [
         ("rlhfjob", "An RLHF training job: SFT, reward model and PPO from one manifest."),
         ("rlhfjob.spec.ppo.kl", "KL penalty against the reference."),
-        ("rlhfjob.spec.groups.minReplicas", "Fewest rollout pods"),
+        ("rlhfjob.spec.groups.minReplicas", "Smallest number of rollout pods"),
         ("rlhfjob.status.conditions.message", "The root cause for people"),
     ],
 )
