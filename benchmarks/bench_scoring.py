@@ -28,8 +28,8 @@ import torch
 from dovetail.manifest.types import ScratchModel
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
-from dovetail.rollout.samples import Samples
-from dovetail.rollout.scoring import HEADS, Model, Scorer
+from dovetail.rollout.samples import SamplesToScore
+from dovetail.rollout.scoring import HEADS, Model, ModelScorer
 
 WANT: tuple[Model, ...] = ("reference", "reward")
 VOCABULARY = 8192
@@ -37,7 +37,7 @@ WIDTH = 16
 PADDED_TOKENS = 8192
 
 
-def scorer_of(hidden: int, layers: int, positions: int, work: Counter[str]) -> Scorer:
+def scorer_of(hidden: int, layers: int, positions: int, work: Counter[str]) -> ModelScorer:
     config = {
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
@@ -48,7 +48,7 @@ def scorer_of(hidden: int, layers: int, positions: int, work: Counter[str]) -> S
         "max_position_embeddings": positions,
         "tie_word_embeddings": True,
     }
-    scorer = Scorer(progress=lambda model, tokens: work.update({model: tokens}))
+    scorer = ModelScorer(progress=lambda model, tokens: work.update({model: tokens}))
     refs = {name: ModelRef(head=HEADS[name], scratch=ScratchModel(config=config), seed=1) for name in WANT}  # type: ignore[arg-type]
     scorer.load(refs)
     # A new value head is zero.
@@ -56,17 +56,17 @@ def scorer_of(hidden: int, layers: int, positions: int, work: Counter[str]) -> S
     return scorer
 
 
-def batch(prompts: int, samples: int, prompt_tokens: int, responses: tuple[int, int]) -> Samples:
+def batch(prompts: int, samples: int, prompt_tokens: int, responses: tuple[int, int]) -> SamplesToScore:
     """Prompt after prompt, response lengths uniform within `responses`."""
     g = np.random.default_rng(0)
     lengths = g.integers(responses[0], responses[1] + 1, prompts * samples)
     tokens = g.integers(0, VOCABULARY, (prompts * samples, prompt_tokens + responses[1]))
     starts = g.integers(0, VOCABULARY, (prompts, prompt_tokens))
     tokens[:, :prompt_tokens] = starts.repeat(samples, axis=0)
-    return Samples(tokens, np.full(prompts * samples, prompt_tokens), lengths)
+    return SamplesToScore(tokens, np.full(prompts * samples, prompt_tokens), lengths)
 
 
-def padded(scorer: Scorer, batch: Samples, work: Counter[str]) -> Arrays:
+def padded(scorer: ModelScorer, batch: SamplesToScore, work: Counter[str]) -> Arrays:
     """Passes of rows of one width, the longest first."""
     widths = -(-batch.lengths // WIDTH) * WIDTH
     logprobs = np.zeros((len(widths), int(batch.responses.max())), np.float32)
@@ -88,12 +88,12 @@ def padded(scorer: Scorer, batch: Samples, work: Counter[str]) -> Arrays:
     return {"ref_logprobs": logprobs, "scores": scores}
 
 
-def apart(scorer: Scorer, batch: Samples, samples: int) -> Arrays:
+def apart(scorer: ModelScorer, batch: SamplesToScore, samples: int) -> Arrays:
     logprobs = np.zeros((len(batch.tokens), int(batch.responses.max())), np.float32)
     scores = np.zeros(len(batch.tokens), np.float32)
     for first in range(samples):
         rows = np.arange(first, len(batch.tokens), samples)
-        found = scorer.score(WANT, Samples(batch.tokens[rows], batch.prompts[rows], batch.responses[rows]))
+        found = scorer.score(WANT, SamplesToScore(batch.tokens[rows], batch.prompts[rows], batch.responses[rows]))
         logprobs[rows, : found["ref_logprobs"].shape[1]] = found["ref_logprobs"]
         scores[rows] = found["scores"]
     return {"ref_logprobs": logprobs, "scores": scores}

@@ -11,7 +11,7 @@ import engine_worker as base
 import torch
 
 from dovetail.manifest.types import ScratchModel
-from dovetail.models import Stage, load_config
+from dovetail.models import PipelineStage, load_config
 from dovetail.models.build import build_stage, fill, open_source
 from dovetail.models.tensor_parallel import split_stage
 from dovetail.protocol.messages import Action, ModelRef
@@ -142,7 +142,7 @@ def passes(groups: Any, family: str) -> tuple[float, float]:
     """Largest differences of logits and of parameters' gradients from the whole model's on one rank."""
     ref = scratch(family)
     whole = build_stage(ref).requires_grad_(True)
-    stage = Stage(load_config(ref), "lm")
+    stage = PipelineStage(load_config(ref), "lm")
     mesh = groups.of("actor").tp_mesh
     split = split_stage(stage, mesh)
     stage.to_empty(device="cpu")

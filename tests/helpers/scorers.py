@@ -125,7 +125,7 @@ def with_client(
 
     async def run() -> None:
         receiver = FakeReceiver()
-        scorer = scoring.Scorer(max_tokens=max_tokens)
+        scorer = scoring.ModelScorer(max_tokens=max_tokens)
         service = ScorerService(scorer, lambda event, **fields: events.append((event, fields)), None, receiver)
         try:
             async with TestClient(TestServer(make_app(service, TOKEN)), headers=HEADERS) as client:

@@ -14,7 +14,7 @@ from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms import losses
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate, kl_loss
-from dovetail.trainer.steps.experience import Samples, targets
+from dovetail.trainer.steps.experience import PPOSamples, targets
 from helpers.local_trainer import LocalTrainer
 from helpers.losses import policy_loss
 from helpers.recursive_gae import gae_recursive
@@ -184,10 +184,10 @@ def test_scores_of_a_function_keep_their_differences_and_clipped_ones_are_counte
     arrays["scores"] = np.linspace(10, 99, 16).astype(np.float32)
     batch = unpack(pack(arrays))
     config = PPO(advantage="rloo", samples_per_prompt=2)
-    free = targets(Samples.read(batch, config), config, 0.0, None)
+    free = targets(PPOSamples.read(batch, config), config, 0.0, None)
     assert free.metrics["advantage_std"] > 1.0
     assert free.metrics["reward_clipped"] == 0.0
     config = PPO(advantage="rloo", samples_per_prompt=2, reward_clip=5.0)
-    flat = targets(Samples.read(batch, config), config, 0.0, None)
+    flat = targets(PPOSamples.read(batch, config), config, 0.0, None)
     assert flat.metrics["advantage_std"] == 0.0
     assert flat.metrics["reward_clipped"] == 1.0

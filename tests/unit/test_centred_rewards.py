@@ -17,18 +17,18 @@ from dovetail.models import build_stage
 from dovetail.protocol.messages import CommandResult, Evaluate, Export, ModelRef
 from dovetail.protocol.wire import unpack
 from dovetail.rollout import scoring
-from dovetail.rollout.samples import Samples
+from dovetail.rollout.samples import SamplesToScore
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, reward_batch, sft_batch
 
 
 def scorer_scores(folder: Path, batch: bytes) -> np.ndarray:
     arrays = unpack(batch)
-    scorer = scoring.Scorer()
+    scorer = scoring.ModelScorer()
     scorer.load({"reward": ModelRef(head="value", path=str(folder))})
     prompts = np.ones_like(arrays["lengths"])
     rows = {"tokens": arrays["tokens"], "prompt_lengths": prompts, "response_lengths": arrays["lengths"] - 1}
-    return scorer.score(["reward"], Samples.read(rows))["scores"]
+    return scorer.score(["reward"], SamplesToScore.read(rows))["scores"]
 
 
 def test_demonstrations_score_zero_on_average_in_trainer_and_scorer(tmp_path: Path) -> None:

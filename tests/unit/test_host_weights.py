@@ -10,7 +10,7 @@ from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef
 from dovetail.rollout import host_weights, scoring
 from dovetail.rollout.host_weights import HostModels
-from dovetail.rollout.samples import Samples
+from dovetail.rollout.samples import SamplesToScore
 from helpers.scorers import FakeCopies, exported, samples
 
 
@@ -20,15 +20,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRef]:
 
 
 @pytest.fixture
-def arrays() -> Samples:
-    return Samples.read(samples())
+def arrays() -> SamplesToScore:
+    return SamplesToScore.read(samples())
 
 
-def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelRef], arrays: Samples) -> None:
-    plain, copies = scoring.Scorer(), FakeCopies()
+def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelRef], arrays: SamplesToScore) -> None:
+    plain, copies = scoring.ModelScorer(), FakeCopies()
     plain.load(folders)
     expected = plain.score(scoring.MODELS, arrays)
-    scorer = scoring.Scorer(copies=[copies])
+    scorer = scoring.ModelScorer(copies=[copies])
     scorer.load(folders)
     assert not copies.brought, "a server that generates keeps its GPU to itself"
     for prefetched in (True, False):
@@ -45,14 +45,14 @@ def test_scores_are_the_same_wherever_the_weights_wait(folders: dict[str, ModelR
 
 
 def test_new_weights_of_the_critic_reach_host_memory_and_the_next_scores(
-    folders: dict[str, ModelRef], arrays: Samples
+    folders: dict[str, ModelRef], arrays: SamplesToScore
 ) -> None:
-    scorer = scoring.Scorer(copies=[FakeCopies()])
+    scorer = scoring.ModelScorer(copies=[FakeCopies()])
     scorer.load(folders)
     old = scorer.score(["critic"], arrays)["values"]
     new = {name: p.data for name, p in build_stage(folders["reward"]).named_parameters()}
     scorer.apply_weights(scorer.stage_weights(new.items()), 3)
-    expected = scoring.Scorer()
+    expected = scoring.ModelScorer()
     expected.load({"critic": folders["reward"].model_copy(update={"head": "value"})})
     values = expected.score(["critic"], arrays)["values"]
     assert np.abs(values - old).max() > 1e-3
@@ -61,12 +61,14 @@ def test_new_weights_of_the_critic_reach_host_memory_and_the_next_scores(
         scorer.leave()
 
 
-def test_models_make_room_for_each_other_where_not_all_fit(folders: dict[str, ModelRef], arrays: Samples) -> None:
-    plain = scoring.Scorer()
+def test_models_make_room_for_each_other_where_not_all_fit(
+    folders: dict[str, ModelRef], arrays: SamplesToScore
+) -> None:
+    plain = scoring.ModelScorer()
     plain.load(folders)
     largest = max(sum(p.nbytes for _, p in plain.require(name).named_parameters()) for name in scoring.MODELS)
     copies = FakeCopies(largest)
-    scorer = scoring.Scorer(copies=[copies])
+    scorer = scoring.ModelScorer(copies=[copies])
     scorer.host = HostModels([copies], margin_bytes=0)
     scorer.load(folders)
     assert len(scorer.bring()) == 1
@@ -77,12 +79,12 @@ def test_models_make_room_for_each_other_where_not_all_fit(folders: dict[str, Mo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu(folders: dict[str, ModelRef], arrays: Samples) -> None:
+def test_on_a_gpu(folders: dict[str, ModelRef], arrays: SamplesToScore) -> None:
     device = torch.device("cuda")
-    plain = scoring.Scorer(device)
+    plain = scoring.ModelScorer(device)
     plain.load(folders)
     expected = plain.score(scoring.MODELS, arrays)
-    scorer = scoring.Scorer(device, copies=[host_weights.CudaCopies(device)])
+    scorer = scoring.ModelScorer(device, copies=[host_weights.CudaCopies(device)])
     scorer.load(folders)
     before = torch.cuda.memory_allocated()
     for _ in range(2):

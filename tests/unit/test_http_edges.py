@@ -28,7 +28,7 @@ from dovetail.protocol.messages import Offer, Register
 from dovetail.protocol.wire import pack
 from dovetail.rollout import scorer_app
 from dovetail.rollout.scorer_app import ScorerService
-from dovetail.rollout.scoring import Scorer
+from dovetail.rollout.scoring import ModelScorer
 from dovetail.trainer.metrics_server import MetricsServer
 from helpers.fake_kube import ServerThread
 from helpers.scorers import ref, samples
@@ -95,7 +95,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr(HeaderDeadline, "header_seconds", 0.5)
     patch.setattr(ServerThread, "runner", lambda _, app: serving.Runner(app, header_seconds=0.5, shutdown_timeout=0.1))
     host = Host(tmp_path_factory.mktemp("run"))
-    service = ScorerService(Scorer(["cpu"]), lambda *_, **__: None)
+    service = ScorerService(ModelScorer(["cpu"]), lambda *_, **__: None)
     service.scorer.load({"reference": ref("lm", 0)})
     coordinator = ServerThread(make_app(host, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
     scorer = ServerThread(scorer_app.make_app(service, TOKEN))

@@ -19,7 +19,7 @@ from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
-from dovetail.rollout.samples import Samples, packs
+from dovetail.rollout.samples import SamplesToScore, packs
 from helpers.estimates import estimate, simulate
 
 H100, A100, V100 = gpu("NVIDIA-H100-80GB-HBM3"), gpu("NVIDIA-A100-SXM4-80GB"), gpu("Tesla-V100-SXM2-32GB")
@@ -196,7 +196,7 @@ def test_scorers_compute_a_prompt_once_for_the_samples_in_a_pass(per_prompt: int
     job = replace(workload(), prompt=Lengths.fixed(prompt), response=Lengths.fixed(response), per_prompt=per_prompt)
     tokens = np.zeros((64, prompt + response), np.int64)
     tokens[:, 0] = np.arange(64) // per_prompt
-    samples = Samples(tokens, np.full(64, prompt), np.full(64, response))
+    samples = SamplesToScore(tokens, np.full(64, prompt), np.full(64, response))
     computed = sum(len(pack.tokens) for pack in packs(samples, SCORER_TOKENS, 10**9))
     expected = 64 * (response + prompt * shared_prompt(job, 1))
     # Neighbouring prompts fill the rest of a pass, so that a group may need one more or fewer.

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from dovetail.protocol.kv import HOLD, PULL, KVHold
 from dovetail.rollout.kv import config, connector
-from dovetail.rollout.kv.connector import Scheduling, Working
+from dovetail.rollout.kv.connector import SchedulerHalf, WorkerHalf
 from dovetail.rollout.weights_vllm import LOADED
 
 BLOCK, BLOCKS, VERSION = 16, 10, 3
@@ -49,7 +49,7 @@ def pulling(ports: list[int], **changes: Any) -> Any:
 
 
 def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() -> None:
-    half = Scheduling(BLOCK)
+    half = SchedulerHalf(BLOCK)
     assert half.finished(request(), [4, 5, 6, 7])
     (export,) = half.take().exports
     assert (export.hold.key, export.block_ids, export.tokens) == ("k", [4, 5, 6, 7], 50)
@@ -71,7 +71,7 @@ def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() ->
     ids=["stopped", "length", "not asked", "no version", "nonsense", "too short", "in prefill", "preempted"],
 )
 def test_other_requests_let_go_of_their_blocks_at_once(changes: dict[str, Any]) -> None:
-    half = Scheduling(BLOCK)
+    half = SchedulerHalf(BLOCK)
     ended = request(**changes)
     assert not half.finished(ended, [4, 5, 6, 7])
     metadata = half.take()
@@ -81,7 +81,7 @@ def test_other_requests_let_go_of_their_blocks_at_once(changes: dict[str, Any]) 
 
 
 def test_all_tokens_but_the_last_are_asked_for_once() -> None:
-    half, asking = Scheduling(BLOCK), pulling([1])
+    half, asking = SchedulerHalf(BLOCK), pulling([1])
     assert half.matched(asking, 0) == (39, True)
     assert half.matched(asking, 16) == (23, True), "asking changes nothing"
     half.allocated(asking, allocated(2, 8, 9), 23)
@@ -94,11 +94,11 @@ def test_all_tokens_but_the_last_are_asked_for_once() -> None:
 
 @pytest.mark.parametrize("params", [None, {PULL: None}, {PULL: {"key": "k"}}, {PULL: 7}])
 def test_parameters_that_make_no_sense_are_no_error(params: Any) -> None:
-    assert Scheduling(BLOCK).matched(request(kv_transfer_params=params), 0) == (0, False)
+    assert SchedulerHalf(BLOCK).matched(request(kv_transfer_params=params), 0) == (0, False)
 
 
 def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
-    half = Scheduling(BLOCK)
+    half = SchedulerHalf(BLOCK)
     both = {**pulling([1]).kv_transfer_params, **request().kv_transfer_params}
     asking = request(kv_transfer_params=both, num_computed_tokens=39)
     half.allocated(asking, allocated(1, 2, 3), 39)
@@ -111,20 +111,20 @@ def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
 # ---------------------------------------------------------------- two workers
 
 
-def new_worker(caches: dict[str, Any]) -> tuple[config.KVSetup, Working]:
+def new_worker(caches: dict[str, Any]) -> tuple[config.KVSetup, WorkerHalf]:
     setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
     extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
     vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-    worker = Working(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
+    worker = WorkerHalf(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
     worker.register(caches)
     return setup, worker
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Working, dict[str, torch.Tensor], list[int]]]]:
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[WorkerHalf, dict[str, torch.Tensor], list[int]]]]:
     """Source and destination, with their caches and ports."""
     monkeypatch.setenv("DOVETAIL_TOKEN", "job-token")
-    monkeypatch.setattr(connector, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(connector, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(LOADED, "version", VERSION)
     monkeypatch.setattr(config, "PULL_SECONDS", 30.0)
     monkeypatch.setattr(config, "WAIT_SECONDS", 0.0)
@@ -142,15 +142,15 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Working, dic
         setup.reserved[0].close()
 
 
-def export(worker: Working, block_ids: list[int], **changes: Any) -> None:
-    half = Scheduling(BLOCK)
+def export(worker: WorkerHalf, block_ids: list[int], **changes: Any) -> None:
+    half = SchedulerHalf(BLOCK)
     assert half.finished(request(**changes), block_ids)
     for each in half.take().exports:
         worker.export(each)
 
 
-def load(worker: Working, asking: Any, block_ids: list[int], computed: int = 0) -> Any:
-    half = Scheduling(BLOCK)
+def load(worker: WorkerHalf, asking: Any, block_ids: list[int], computed: int = 0) -> Any:
+    half = SchedulerHalf(BLOCK)
     tokens, _ = half.matched(asking, computed)
     half.allocated(asking, allocated(*block_ids), tokens)
     for each in half.take().loads:
@@ -213,7 +213,7 @@ def test_a_cancelled_load_is_over_at_once_and_writes_nothing(workers: Any) -> No
     _, (target, ours, _) = workers
     before = {name: cache.clone() for name, cache in ours.items()}
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        half, asking = Scheduling(BLOCK), pulling([silent.getsockname()[1]])
+        half, asking = SchedulerHalf(BLOCK), pulling([silent.getsockname()[1]])
         half.allocated(asking, allocated(1, 2, 3), half.matched(asking, 0)[0])
         target.start(half.take().loads[0])
         connection, _ = silent.accept()

@@ -24,7 +24,7 @@ from dovetail.local import launcher
 from dovetail.local.progress import Lines
 from dovetail.manifest.types import Stage
 from dovetail.rollout import scoring
-from dovetail.rollout.samples import Samples
+from dovetail.rollout.samples import SamplesToScore
 from dovetail.supervision import supervisor
 from dovetail.supervision.spawn import ForkSpawner
 from dovetail.trainer.measure import SavedBytes
@@ -90,9 +90,9 @@ def test_a_trainer_holds_no_more_after_300_iterations() -> None:
 
 
 def test_a_scorer_holds_no_more_after_300_iterations() -> None:
-    scorer = scoring.Scorer()
+    scorer = scoring.ModelScorer()
     scorer.load({name: ref(head, 0) for name, head in scoring.HEADS.items()})
-    chunk = Samples.read(samples(n=2))
+    chunk = SamplesToScore.read(samples(n=2))
 
     assert slope(lambda _: void(scorer.score(scoring.MODELS, chunk)), live_tensors) <= 10
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
-from dovetail.models import HuggingFaceWriter, ModelError, Stage, build_stage, layer_range, load_config
+from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, layer_range, load_config
 from dovetail.protocol.messages import ModelRef
 
 COMMON = {
@@ -46,7 +46,7 @@ def ref(family: str, head: str = "lm", **changes: Any) -> ModelRef:
     return ModelRef(head=head, scratch=ScratchModel(architecture=family, config=config), seed=5)
 
 
-def hugging_face(whole: Stage) -> Any:
+def hugging_face(whole: PipelineStage) -> Any:
     """transformers' own model with the stage's weights, randomised so that no bias or norm is trivial."""
     generator = torch.Generator().manual_seed(0)
     for parameter in whole.parameters():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
-from dovetail.models import Stage, load_config
+from dovetail.models import PipelineStage, load_config
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.gpu_memory import GPUMemoryModel
 from dovetail.planner.costs.memory import (
@@ -84,7 +84,7 @@ def test_parameters_are_those_of_the_stages_that_are_trained(tmp_path: Path, nam
     for pp in (1, 2, 3):
         job = Training(shape, head, Parallelism(pp=pp), Dtype.FLOAT32, 64)
         for stage in range(pp):
-            module = Stage(config, head, stage, pp)
+            module = PipelineStage(config, head, stage, pp)
             count = sum(p.numel() for p in module.parameters())
             assert trained_parameters(job, stage) == (count, count), (name, head, pp, stage)
 
@@ -92,7 +92,7 @@ def test_parameters_are_those_of_the_stages_that_are_trained(tmp_path: Path, nam
 def test_adapters_are_counted_as_they_are_injected(tmp_path: Path) -> None:
     config = load_config(reference(tmp_path, CONFIGS["llama"], "value"))
     for adapter in (LoRA(rank=4), LoRA(rank=2, target_modules=["q_proj", "down_proj"])):
-        module = Stage(config, "value", 1, 2)
+        module = PipelineStage(config, "value", 1, 2)
         lora.inject(module, adapter)
         job = Training(ModelShape.of(CONFIGS["llama"]), "value", Parallelism(pp=2), Dtype.FLOAT32, 64, lora=adapter)
         total = sum(p.numel() for p in module.parameters())

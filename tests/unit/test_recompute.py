@@ -1,4 +1,4 @@
-"""Activations that are made again: the same bits, and as little memory as the memory model says."""
+"""Activation checkpointing: the same bits, and as little memory as the memory model says."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dovetail.manifest.types import Dtype, LoRA, Parallelism, ScratchModel
-from dovetail.manifest.types import Stage as StageName
-from dovetail.models import Outputs, Stage, build_stage
+from dovetail.manifest.types import Dtype, LoRA, Parallelism, ScratchModel, Stage
+from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.recompute import recompute, recomputes
 from dovetail.models.stage import Head
 from dovetail.planner.costs.memory import Training, training_memory
@@ -46,7 +45,7 @@ def made(
     place: tuple[int, int] = (0, 1),
     adapters: LoRA | None = None,
     **config: int,
-) -> Stage:
+) -> PipelineStage:
     scratch = ScratchModel(architecture=architecture, config=CONFIGS[architecture] | config)  # type: ignore[arg-type]
     stage = build_stage(ModelRef(head=head, scratch=scratch, seed=3), *place)
     stage.requires_grad_(True).train()
@@ -70,7 +69,7 @@ def loss_of(output: Tensor | Outputs) -> Tensor:
     return output.float().logsumexp(-1).sum()
 
 
-def gradients(stages: list[Stage], lengths: list[int]) -> dict[str, Tensor]:
+def gradients(stages: list[PipelineStage], lengths: list[int]) -> dict[str, Tensor]:
     """Of two micro-batches through the stages, which are cut as the executor cuts them."""
     total = sum(lengths)
     for seed in range(2):
@@ -202,15 +201,15 @@ def test_memory_is_what_the_model_says(architecture: str) -> None:
     assert peaks[False] - peaks[True] == pytest.approx(modelled[False] - modelled[True], rel=0.1)
 
 
-STEPS: list[tuple[StageName, list[str], Any]] = [
-    (StageName.SFT, ["actor"], sft_batch),
-    (StageName.REWARD, ["reward"], reward_batch),
-    (StageName.PPO, ["actor", "critic"], ppo_batch),
+STEPS: list[tuple[Stage, list[str], Any]] = [
+    (Stage.SFT, ["actor"], sft_batch),
+    (Stage.REWARD, ["reward"], reward_batch),
+    (Stage.PPO, ["actor", "critic"], ppo_batch),
 ]
 
 
 @pytest.mark.parametrize(("stage", "models", "batch"), STEPS, ids=[stage.value for stage, _, _ in STEPS])
-def test_steps_of_a_trainer_are_the_same_and_hold_less(stage: StageName, models: list[str], batch: Any) -> None:
+def test_steps_of_a_trainer_are_the_same_and_hold_less(stage: Stage, models: list[str], batch: Any) -> None:
     with LocalTrainer(job()) as trainer:
         found: list[dict[str, Tensor]] = []
         metrics: list[dict[str, float]] = []
@@ -229,9 +228,9 @@ def test_steps_of_a_trainer_are_the_same_and_hold_less(stage: StageName, models:
 
 def test_a_split_backward_is_refused() -> None:
     with LocalTrainer(job()) as trainer:
-        trainer.metrics(load_command(StageName.SFT).model_copy(update={"recompute": ["actor"]}))
-        step = trainer.step(StageName.SFT, 1, sft_batch(1), ["actor"], 4)
+        trainer.metrics(load_command(Stage.SFT).model_copy(update={"recompute": ["actor"]}))
+        step = trainer.step(Stage.SFT, 1, sft_batch(1), ["actor"], 4)
         halves = [a.model_copy(update={"kind": k}) for a in step.actions[0] for k in ("F" if a.kind == "F" else "IW")]
         refused = trainer.execute(step.model_copy(update={"actions": [halves]}))
         assert refused.error is not None
-        assert "splits backwards of actor, whose layers make their activations again" in refused.error
+        assert "splits backwards of actor, which has activation checkpointing" in refused.error

@@ -1,4 +1,4 @@
-"""Where plans make activations again: as pinned, and where memory asks for it."""
+"""Where plans have activation checkpointing: as pinned, and where memory asks for it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import pack
 from dovetail.rollout import scoring
-from dovetail.rollout.samples import Samples
+from dovetail.rollout.samples import SamplesToScore
 from dovetail.rollout.scorer_app import ScorerService
 from helpers.scorers import (
     VOCABULARY,
@@ -58,11 +58,11 @@ def test_company_changes_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]
     prompts[0], responses[0] = 48, 80  # all of the model's positions
     tokens = g.integers(0, VOCABULARY, (24, 128)).astype(np.int32)
 
-    def rows(chosen: list[int]) -> Samples:
+    def rows(chosen: list[int]) -> SamplesToScore:
         arrays = {"tokens": tokens, "prompt_lengths": prompts, "response_lengths": responses}
-        return Samples.read({name: array[chosen] for name, array in arrays.items()})
+        return SamplesToScore.read({name: array[chosen] for name, array in arrays.items()})
 
-    scorer = scoring.Scorer()
+    scorer = scoring.ModelScorer()
     scorer.load(folders)
     together = scorer.score(scoring.MODELS, rows(list(range(24))))
     for size in (1, 2, 5):
@@ -154,8 +154,8 @@ def test_every_route_but_metrics_and_health_asks_for_the_token() -> None:
 
 
 def test_an_empty_request_has_empty_answers(folders: dict[str, ModelRef]) -> None:
-    scorer = scoring.Scorer()
+    scorer = scoring.ModelScorer()
     scorer.load(folders)
-    none = Samples(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    none = SamplesToScore(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     result = scorer.score(scoring.MODELS, none)
     assert {k: v.shape for k, v in result.items()} == {"ref_logprobs": (0, 0), "scores": (0,), "values": (0, 0)}

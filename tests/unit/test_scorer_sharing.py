@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.rollout import scoring
-from dovetail.rollout.samples import KEYS, Samples, packs
+from dovetail.rollout.samples import KEYS, SamplesToScore, packs
 from helpers.scorers import VOCABULARY, exported, trainers_numbers
 
 GROUP = 4
@@ -41,8 +41,8 @@ def grouped(prompts: list[int], seed: int = 0) -> Arrays:
     return {"tokens": tokens[order], "prompt_lengths": sizes[:, 0], "response_lengths": sizes[:, 1]}
 
 
-def part(arrays: Arrays, rows: list[int]) -> Samples:
-    return Samples.read({name: array[rows] for name, array in arrays.items()})
+def part(arrays: Arrays, rows: list[int]) -> SamplesToScore:
+    return SamplesToScore.read({name: array[rows] for name, array in arrays.items()})
 
 
 @pytest.mark.parametrize(("max_tokens", "temperature"), [(8192, 1.0), (150, 0.7), (1, 1.0)])
@@ -50,9 +50,9 @@ def test_shared_prompts_give_the_numbers_of_whole_sequences(
     folders: dict[str, ModelRef], max_tokens: int, temperature: float
 ) -> None:
     arrays = grouped([1, 17, 30, 64])
-    scorer = scoring.Scorer(max_tokens=max_tokens)
+    scorer = scoring.ModelScorer(max_tokens=max_tokens)
     scorer.load(folders)
-    found = scorer.score(scoring.MODELS, Samples.read(arrays), temperature)
+    found = scorer.score(scoring.MODELS, SamplesToScore.read(arrays), temperature)
     expected = trainers_numbers(folders, arrays, temperature)
     assert set(found) == set(expected)
     for name, array in expected.items():
@@ -62,7 +62,7 @@ def test_shared_prompts_give_the_numbers_of_whole_sequences(
 def test_siblings_change_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]) -> None:
     arrays = grouped([3, 16, 45, 70], seed=1)
     n = len(arrays["tokens"])
-    scorer = scoring.Scorer()
+    scorer = scoring.ModelScorer()
     scorer.load(folders)
     together = scorer.score(scoring.MODELS, part(arrays, list(range(n))))
     order = np.random.default_rng(2).permutation(n).tolist()
@@ -78,9 +78,9 @@ def test_siblings_change_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]
 def test_a_prompt_is_computed_once_for_all_its_samples(folders: dict[str, ModelRef]) -> None:
     arrays = grouped([20, 40, 64])
     work: Counter[str] = Counter()
-    scorer = scoring.Scorer(progress=lambda model, tokens: work.update({model: tokens}))
+    scorer = scoring.ModelScorer(progress=lambda model, tokens: work.update({model: tokens}))
     scorer.load(folders)
-    scorer.score(scoring.MODELS, Samples.read(arrays))
+    scorer.score(scoring.MODELS, SamplesToScore.read(arrays))
     shared = 20 + 40 + 64 + int(arrays["response_lengths"].sum())
     assert dict(work) == dict.fromkeys(scoring.MODELS, shared)
     assert shared < int((arrays["prompt_lengths"] + arrays["response_lengths"]).sum())
@@ -101,7 +101,7 @@ def test_packs_hold_every_sample_once_within_the_bounds(
         tokens[i, :prompt] = which
         tokens[i, prompt : prompt + response] = 100 * i + np.arange(response)
     prompts, responses = (np.array([c[k] for c in chosen]) for k in (0, 2))
-    samples = Samples(tokens, prompts, responses)
+    samples = SamplesToScore(tokens, prompts, responses)
     everyone = Counter((p, w) for p, w, _ in chosen)
     seen: list[int] = []
     computed = 0

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dovetail.manifest.types import ScratchModel
-from dovetail.models import Stage, build_stage
+from dovetail.models import PipelineStage, build_stage
 from dovetail.protocol.messages import ModelRef
 from dovetail.rollout import scorer, scoring
-from dovetail.rollout.samples import Samples
-from dovetail.rollout.split import Pass, Split, build_split
+from dovetail.rollout.samples import SamplesToScore
+from dovetail.rollout.split import SplitModel, StagePass, build_split
 from helpers.scorers import CONFIG, VOCABULARY, FakeCopies, samples
 
 OPT = {
@@ -36,9 +36,9 @@ def refs(architecture: str, **more: object) -> dict[str, ModelRef]:
     return {name: ModelRef(head=head, scratch=scratch, seed=7) for name, head in scoring.HEADS.items()}
 
 
-def loaded(models: dict[str, ModelRef], **how: Any) -> scoring.Scorer:
+def loaded(models: dict[str, ModelRef], **how: Any) -> scoring.ModelScorer:
     """With value heads that are not zero."""
-    made = scoring.Scorer(max_tokens=48, **how)
+    made = scoring.ModelScorer(max_tokens=48, **how)
     made.load(models)
     for name in ("reward", "critic"):
         parameters = dict(made.require(name).named_parameters())
@@ -52,7 +52,7 @@ def test_scores_are_the_same_bits_whole_and_split(
     architecture: str, tied: bool, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "SCORER_CPU_TOKENS", 48)
-    models, arrays = refs(architecture, tie_word_embeddings=tied), Samples.read(samples(n=12))
+    models, arrays = refs(architecture, tie_word_embeddings=tied), SamplesToScore.read(samples(n=12))
     whole, split = loaded(models), loaded(models, devices=["cpu"] * stages)
     # No more stages than layers.
     assert [len(part.layer_ids) for part in split.require("reference").stages] == {
@@ -78,7 +78,7 @@ def test_only_the_models_that_the_plan_names_are_split() -> None:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_new_weights_go_to_the_stages_that_hold_them(on_host: bool) -> None:
-    models, arrays = refs("llama"), Samples.read(samples())
+    models, arrays = refs("llama"), SamplesToScore.read(samples())
     more: dict[str, Any] = {"copies": [FakeCopies(), FakeCopies()]} if on_host else {}
     made = loaded(models, devices=["cpu", "cpu"], **more)
     old = made.score(["critic"], arrays)["values"]
@@ -92,7 +92,7 @@ def test_new_weights_go_to_the_stages_that_hold_them(on_host: bool) -> None:
     for stage in (first, second):
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, tensors[name])
-    expected = scoring.Scorer()
+    expected = scoring.ModelScorer()
     expected.load({"critic": models["critic"]})
     expected.apply_weights(expected.stage_weights(tensors.items()), 4)
     values = expected.score(["critic"], arrays)["values"]
@@ -105,7 +105,7 @@ def test_new_weights_go_to_the_stages_that_hold_them(on_host: bool) -> None:
 
 
 def test_weights_in_host_memory_go_to_each_stages_own_device() -> None:
-    models, arrays = refs("llama"), Samples.read(samples())
+    models, arrays = refs("llama"), SamplesToScore.read(samples())
     expected = loaded(models).score(scoring.MODELS, arrays)
     devices = [FakeCopies(), FakeCopies()]
     made = loaded(models, devices=["cpu", "cpu"], copies=devices)
@@ -141,21 +141,21 @@ class Meeting:
 PASSES = 4
 
 
-def one(number: int) -> Pass[int]:
+def one(number: int) -> StagePass[int]:
     tokens = np.array([number])
-    return Pass(tokens, (1,), (None,), tokens, lambda found: int(found.item()))
+    return StagePass(tokens, (1,), (None,), tokens, lambda found: int(found.item()))
 
 
 def test_stages_work_on_passes_one_after_the_other_at_the_same_time() -> None:
     both = threading.Barrier(2)
     stages: list[Any] = [Meeting(both, is_last=False), Meeting(both, is_last=True)]
-    split = Split(stages, [torch.device("cpu")] * 2)
+    split = SplitModel(stages, [torch.device("cpu")] * 2)
     assert list(split.run(map(one, range(PASSES)))) == [2, 3, 4, 5]
 
 
 def test_a_pass_that_fails_ends_the_run_and_the_next_one_works() -> None:
     built = build_split(refs("llama")["reward"], 2, [torch.device("cpu")] * 2, torch.float32)
-    assert all(isinstance(stage, Stage) for stage in built.stages)
+    assert all(isinstance(stage, PipelineStage) for stage in built.stages)
     with pytest.raises(IndexError):
         list(built.run(map(one, [0, VOCABULARY + 1, 0, 0, 0])))
     assert list(built.run(map(one, [0]))) == [0]

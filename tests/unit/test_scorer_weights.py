@@ -125,7 +125,7 @@ def test_the_trainers_own_sender_reaches_the_critic(folders: dict[str, ModelRef]
     critic = build_stage(folders["reward"])
 
     async def run() -> None:
-        service = ScorerService(scoring.Scorer(devices), lambda event, **fields: None)
+        service = ScorerService(scoring.ModelScorer(devices), lambda event, **fields: None)
         loop = asyncio.get_running_loop()
         answers: list[asyncio.Task[tuple[int, str]]] = []
         try:

@@ -138,7 +138,7 @@ def test_a_stage_that_is_not_the_first_has_room_for_what_it_receives(
     import torch
     from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 
-    from dovetail.rollout import stage_worker
+    from dovetail.rollout import compat, stage_worker
 
     assert f"{stage_worker.__name__}.{stage_worker.StageWorker.__name__}" == server.STAGE_WORKER
     runner = SimpleNamespace(intermediate_tensors=None, max_num_tokens=7, model=None)
@@ -148,7 +148,7 @@ def test_a_stage_that_is_not_the_first_has_room_for_what_it_receives(
         runner.model = SimpleNamespace(make_empty_intermediate_tensors=make)
 
     monkeypatch.setattr(stage_worker.CPUWorker, "load_model", load_model)
-    monkeypatch.setattr(stage_worker, "get_pp_group", lambda: SimpleNamespace(is_first_rank=first))
+    monkeypatch.setattr(compat, "is_first_stage", lambda: first)
     worker = object.__new__(stage_worker.StageWorker)
     worker.model_runner, worker.device = runner, torch.device("cpu")
     worker.model_config = SimpleNamespace(dtype=torch.bfloat16)

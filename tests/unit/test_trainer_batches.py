@@ -11,7 +11,7 @@ from dovetail.protocol.wire import unpack
 from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked
 from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.steps.experience import (
-    Samples,
+    PPOSamples,
     recomputes_old_logprobs,
     response_positions,
     targets,
@@ -117,8 +117,8 @@ def test_response_token_r_belongs_to_the_output_before_it() -> None:
 # ---------------------------------------------------------------- the whole batch
 
 
-def samples(config: PPO, **changes: np.ndarray) -> Samples:
-    return Samples.read({**unpack(ppo_batch(3)), **changes}, config)
+def samples(config: PPO, **changes: np.ndarray) -> PPOSamples:
+    return PPOSamples.read({**unpack(ppo_batch(3)), **changes}, config)
 
 
 def test_rewards_are_score_less_penalty_less_kl() -> None:
@@ -188,8 +188,8 @@ def test_missing_values_are_named_only_where_they_are_needed() -> None:
     arrays = unpack(ppo_batch(3))
     del arrays["values"]
     with pytest.raises(BadCommand, match="no array 'values'"):
-        Samples.read(arrays, PPO())
-    assert Samples.read(arrays, PPO(advantage="grpo")).values is None
+        PPOSamples.read(arrays, PPO())
+    assert PPOSamples.read(arrays, PPO(advantage="grpo")).values is None
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from dovetail.manifest.types import ScratchModel
-from dovetail.models import Outputs, Stage, build_stage
+from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.stage import Head
 from dovetail.protocol.messages import ModelRef
+from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
 from dovetail.trainer.parallel import is_sharded, set_last_backward, shard, take_split_gradients
 
 HIDDEN, COUNT = 32, 4
@@ -39,7 +39,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head = "lm") -> dict[str, torch.Tensor]:
     """Of two mini-batches' sum on stage `rank` of 3; `order`: B, or I and W of the micro-batches of one."""
     scratch = ScratchModel(architecture="llama", config=CONFIG)
-    stage: Stage = build_stage(ModelRef(head=head, scratch=scratch, seed=5), rank, 3)
+    stage: PipelineStage = build_stage(ModelRef(head=head, scratch=scratch, seed=5), rank, 3)
     if head == "lm+value":
         stage.score.weight.fill_(0.1)  # from scratch it is zero
     stage.requires_grad_(True).train()

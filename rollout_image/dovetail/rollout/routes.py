@@ -50,8 +50,8 @@ STATE = ServerState()
 
 
 def dtype_of(config: Any) -> str | None:
-    """torch's name of the weights' dtype in a VllmConfig; None where they are quantised, or keys and values have a
-    dtype of their own."""
+    """torch's name of the weights' dtype in a VllmConfig; None where they are quantised, or the KV cache has a
+    dtype of its own."""
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     whole = config.model_config.quantization is None and config.cache_config.cache_dtype in ("auto", dtype)
     return dtype if whole else None

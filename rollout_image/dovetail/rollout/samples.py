@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from dovetail.protocol.wire import Arrays
 
-# Attention on GPUs repeats a prompt's keys and values for each of its responses: so many tokens' to one of a pack.
+# Attention on GPUs repeats a prompt's KV cache for each of its responses: at most this many times a pack's tokens.
 KEYS = 8
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplesToScore:
     """tokens (N, T) int64, prompt then response, right-padded; prompts, responses: lengths, (N,) int64."""
 
     tokens: NDArray[np.int64]
@@ -23,7 +23,7 @@ class Samples:
     responses: NDArray[np.int64]
 
     @staticmethod
-    def read(arrays: Arrays) -> Samples:
+    def read(arrays: Arrays) -> SamplesToScore:
         """From the arrays of POST /v1/score. Raises ValueError naming the array that is wrong."""
         found = {}
         for name, dimensions in (("tokens", 2), ("prompt_lengths", 1), ("response_lengths", 1)):
@@ -45,7 +45,7 @@ class Samples:
             raise ValueError("response_lengths must not be negative")
         if len(prompts) and (prompts + responses).max() > tokens.shape[1]:
             raise ValueError("prompt_lengths + response_lengths exceed the width of tokens")
-        return Samples(tokens, prompts, responses)
+        return SamplesToScore(tokens, prompts, responses)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -70,7 +70,7 @@ class Pack:
     before: NDArray[np.int64]
 
 
-def groups(samples: Samples) -> list[list[int]]:
+def groups(samples: SamplesToScore) -> list[list[int]]:
     """Samples by prompt, the longest first, and the groups by their longest."""
     found: dict[bytes, list[int]] = {}
     lengths = samples.lengths
@@ -79,7 +79,7 @@ def groups(samples: Samples) -> list[list[int]]:
     return list(found.values())
 
 
-def packs(samples: Samples, max_tokens: int, max_outputs: int, enough: int | None = None) -> Iterator[Pack]:
+def packs(samples: SamplesToScore, max_tokens: int, max_outputs: int, enough: int | None = None) -> Iterator[Pack]:
     """All samples, in packs of at most `max_tokens` tokens and `max_outputs` positions before response tokens, whose
     samples have at most `KEYS` x `max_tokens` tokens with their prompts (or one sample). A prompt is in as few packs as
     may be. Samples of several prompts share a pack up to `enough` tokens."""
@@ -109,7 +109,7 @@ def packs(samples: Samples, max_tokens: int, max_outputs: int, enough: int | Non
         yield _pack(samples, pack)
 
 
-def _pack(samples: Samples, chosen: Sequence[Sequence[int]]) -> Pack:
+def _pack(samples: SamplesToScore, chosen: Sequence[Sequence[int]]) -> Pack:
     """Of groups that share a prompt."""
     parts: list[NDArray[np.int64]] = []
     prefixes: list[int | None] = []

@@ -32,7 +32,7 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.pulse import Pulse
 from dovetail.rollout.host_weights import CudaCopies
 from dovetail.rollout.scorer_app import Log, Metrics, ScorerService, make_app
-from dovetail.rollout.scoring import Scorer
+from dovetail.rollout.scoring import ModelScorer
 
 REGISTER_SECONDS = 2.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -209,7 +209,9 @@ def main(argv: list[str] | None = None) -> int:
         log, metrics = event_log(env.name), Metrics()
         copies = [CudaCopies(torch.device(d)) for d in devices] if settings.shared and not on_cpu else None
         split = None if args.device else settings.split
-        scorer = Scorer(devices, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies, split)
+        scorer = ModelScorer(
+            devices, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies, split
+        )
         service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
         asyncio.run(serve(env, service, log))
     except (ValueError, OSError) as error:

@@ -22,8 +22,8 @@ from dovetail.protocol import serving
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.pulse import ThreadProgress
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
-from dovetail.rollout.samples import Samples
-from dovetail.rollout.scoring import NotReady, Scorer
+from dovetail.rollout.samples import SamplesToScore
+from dovetail.rollout.scoring import ModelScorer, NotReady
 from dovetail.rollout.weights import TransferError, WeightReceiver
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
@@ -79,7 +79,7 @@ class ScorerService:
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: ModelScorer,
         log: Log,
         metrics: Metrics | None = None,
         receiver: Receiving | None = None,
@@ -134,7 +134,7 @@ class ScorerService:
                 return pack(self.scorer.score(want, samples, temperature))
 
         try:
-            samples = Samples.read(unpack(body))
+            samples = SamplesToScore.read(unpack(body))
         except SafetensorError as error:
             raise ValueError(f"the body is not a safetensors document: {error}") from error
         return await self._run(work)

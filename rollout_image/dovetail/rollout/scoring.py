@@ -15,8 +15,8 @@ from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCO
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.rollout.host_weights import Copies, HostModels
-from dovetail.rollout.samples import Pack, Samples, packs
-from dovetail.rollout.split import Pass, Split, build_split
+from dovetail.rollout.samples import Pack, SamplesToScore, packs
+from dovetail.rollout.split import SplitModel, StagePass, build_split
 
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
@@ -58,7 +58,7 @@ def _values(_: Pack, values: Tensor, rows: Tensor) -> Tensor:
     return values.float()[rows]
 
 
-class Scorer:
+class ModelScorer:
     """Holds up to three models and runs them. `progress` is called with (model, tokens) after each forward pass; a
     prompt that samples share counts once.
 
@@ -81,7 +81,7 @@ class Scorer:
         self._split = dict.fromkeys(MODELS, len(self.devices)) if split is None else dict(split)
         self._progress = progress
         self._refs: dict[Model, ModelRef] = {}
-        self._models: dict[Model, Split] = {}
+        self._models: dict[Model, SplitModel] = {}
         self._broken: str | None = None
         self.critic_version: int | None = None
         self.host = None if copies is None else HostModels(copies)
@@ -124,7 +124,7 @@ class Scorer:
                 self._models[name] = self._build(name, ref)
                 self._refs[name] = ref
 
-    def _build(self, name: Model, ref: ModelRef) -> Split:
+    def _build(self, name: Model, ref: ModelRef) -> SplitModel:
         built = build_split(ref, self._split.get(name, 1), self.devices, self.dtype, on_host=self.host is not None)
         if self.host is not None:
             self.host.hold(name, built.stages)
@@ -140,7 +140,7 @@ class Scorer:
         if self.host is not None:
             self.host.leave()
 
-    def require(self, name: Model) -> Split:
+    def require(self, name: Model) -> SplitModel:
         """The loaded model; raises NotReady."""
         if name not in self._models:
             raise NotReady(f"model {name} is not loaded; POST /v1/load first")
@@ -150,7 +150,7 @@ class Scorer:
 
     # ------------------------------------------------------------ forward passes
 
-    def score(self, want: Iterable[str], samples: Samples, temperature: float = 1.0) -> Arrays:
+    def score(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> Arrays:
         """`ref_logprobs` (N, R) of the response tokens at `temperature`, `scores` (N,): the reward head at a
         sample's last token, `values` (N, R): the critic's output before each response token. float32, 0
         outside a response; R is the longest response. Raises NotReady, and ValueError for a bad request."""
@@ -183,8 +183,8 @@ class Scorer:
     def _passes(
         self,
         name: Model,
-        model: Split,
-        samples: Samples,
+        model: SplitModel,
+        samples: SamplesToScore,
         wanted: Callable[[Pack], NDArray[np.int64]],
         read: Callable[[Pack, Tensor, Tensor], Tensor],
     ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
@@ -197,7 +197,7 @@ class Scorer:
             outputs = max(1, SCORER_LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
         multiple, enough = (ROWS, SCORER_CPU_TOKENS) if self.device.type == "cpu" else (1, None)
 
-        def forward(pack: Pack) -> Pass[tuple[Pack, NDArray[np.float32]]]:
+        def forward(pack: Pack) -> StagePass[tuple[Pack, NDArray[np.float32]]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
             if len(tokens) > len(pack.tokens):
                 # Token 0 is in every vocabulary.
@@ -208,14 +208,14 @@ class Scorer:
                 values: NDArray[np.float32] = read(pack, found, torch.from_numpy(which).to(found.device)).cpu().numpy()
                 return pack, values
 
-            return Pass(tokens, lengths, prefixes, filled(positions, multiple), result)
+            return StagePass(tokens, lengths, prefixes, filled(positions, multiple), result)
 
         for pack, values in model.run(map(forward, packs(samples, most, outputs, enough))):
             yield pack, values
             self._progress(name, len(pack.tokens))
 
     def _reference(
-        self, model: Split, samples: Samples, shape: tuple[int, int], temperature: float
+        self, model: SplitModel, samples: SamplesToScore, shape: tuple[int, int], temperature: float
     ) -> NDArray[np.float32]:
         def read(pack: Pack, logits: Tensor, rows: Tensor) -> Tensor:
             tokens = samples.tokens[pack.of, samples.prompts[pack.of] + pack.at]
@@ -226,13 +226,13 @@ class Scorer:
             result[pack.of, pack.at] = logprobs
         return result
 
-    def _critic(self, model: Split, samples: Samples, shape: tuple[int, int]) -> NDArray[np.float32]:
+    def _critic(self, model: SplitModel, samples: SamplesToScore, shape: tuple[int, int]) -> NDArray[np.float32]:
         result = np.zeros(shape, np.float32)
         for pack, values in self._passes("critic", model, samples, lambda pack: pack.before, _values):
             result[pack.of, pack.at] = values
         return result
 
-    def _reward(self, model: Split, samples: Samples) -> NDArray[np.float32]:
+    def _reward(self, model: SplitModel, samples: SamplesToScore) -> NDArray[np.float32]:
         result = np.zeros(len(samples.tokens), np.float32)
         for pack, values in self._passes("reward", model, samples, lambda pack: pack.last, _values):
             result[pack.rows] = values

@@ -248,7 +248,7 @@ def kv_cache_bytes(
 
 
 def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
-    """Bytes of one token's keys and values, over all layers."""
+    """Bytes of one token's KV cache, over all layers."""
     heads = int(config.get("num_attention_heads", 1))
     kv_heads = int(config.get("num_key_value_heads") or heads)
     layers = int(config.get("num_hidden_layers", 1))
@@ -258,7 +258,7 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 def kv_setup(
     env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool, ranks: int
 ) -> KVSetup | None:
-    """How this server of `ranks` tensor parallel ranks hands keys and values to others; None for models with several
+    """How this server of `ranks` tensor parallel ranks hands its KV cache to others; None for models with several
     kinds of layers, whose caches vLLM lays out by kind only without such a connector."""
     if len(set(config.get("layer_types") or ())) > 1:
         return None

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.models import Stage, build_stage
+from dovetail.models import PipelineStage, build_stage
 from dovetail.models.config import load_config
 from dovetail.protocol.messages import ModelRef
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Pass(Generic[R]):
+class StagePass(Generic[R]):
     """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. `read` makes the
     result of the last stage's output."""
 
@@ -32,10 +32,10 @@ class Pass(Generic[R]):
     read: Callable[[Tensor], R]
 
 
-class Split:
+class SplitModel:
     """A model's stages in order, each on a device of its own (several may be the same CPU)."""
 
-    def __init__(self, stages: Sequence[Stage], devices: Sequence[torch.device]) -> None:
+    def __init__(self, stages: Sequence[PipelineStage], devices: Sequence[torch.device]) -> None:
         self.stages, self.devices = tuple(stages), tuple(devices)
 
     @property
@@ -55,7 +55,7 @@ class Split:
             for name, parameter in stage.named_parameters()
         }
 
-    def run(self, passes: Iterable[Pass[R]]) -> Iterator[R]:
+    def run(self, passes: Iterable[StagePass[R]]) -> Iterator[R]:
         """The result of each pass, in their order. With several stages, stage k works on a pass while stage k + 1 works
         on the one before; each has a thread, so that what waits for one device does not hold up another."""
         if len(self.stages) == 1:
@@ -75,7 +75,7 @@ class Split:
             for worker in workers:
                 worker.shutdown(cancel_futures=True)
 
-    def _begin(self, workers: Sequence[ThreadPoolExecutor], each: Pass[R]) -> Future[R]:
+    def _begin(self, workers: Sequence[ThreadPoolExecutor], each: StagePass[R]) -> Future[R]:
         last = len(self.stages) - 1
 
         def first() -> Tensor:
@@ -93,7 +93,7 @@ class Split:
         return workers[last].submit(end, future)
 
     # Inference mode is a thread's own.
-    def _stage(self, k: int, each: Pass[R], inputs: Tensor) -> Tensor:
+    def _stage(self, k: int, each: StagePass[R], inputs: Tensor) -> Tensor:
         stage, device = self.stages[k], self.devices[k]
         with torch.inference_mode():
             wanted = torch.from_numpy(each.wanted).to(device) if stage.is_last else None
@@ -104,14 +104,14 @@ class Split:
         assert isinstance(found, Tensor)  # a scorer's models have one head
         return found
 
-    def _read(self, each: Pass[R], found: Tensor) -> R:
+    def _read(self, each: StagePass[R], found: Tensor) -> R:
         with torch.inference_mode(), torch.cuda.device_of(found):
             return each.read(found)
 
 
 def build_split(
     ref: ModelRef, stages: int, devices: Sequence[torch.device], dtype: torch.dtype, *, on_host: bool = False
-) -> Split:
+) -> SplitModel:
     """The model in `stages` stages, or as many as it has layers, one on each of the first of `devices`. `on_host`: the
     parameters are in host memory, and only what is no parameter on the devices. Raises `dovetail.models.ModelError`."""
     count = min(stages, int(load_config(ref).num_hidden_layers))
@@ -122,4 +122,4 @@ def build_split(
         if on_host:
             stage.place_buffers(device)
         built.append(stage)
-    return Split(built, places)
+    return SplitModel(built, places)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dovetail.models.compat import local_box
 from dovetail.models.config import ModelError, is_tied, load_config
 from dovetail.models.source import Folder, Seed, Source
-from dovetail.models.stage import VALUE_HEAD, Stage
+from dovetail.models.stage import VALUE_HEAD, PipelineStage
 from dovetail.protocol.messages import ModelRef
 
 
@@ -21,11 +21,11 @@ def build_stage(
     pp_size: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> Stage:
+) -> PipelineStage:
     """A stage with its weights, on `device` in `dtype`, in evaluation mode and without gradients.
 
     Reads only the stage's own tensors. Raises `ModelError` for anything wrong with the folder."""
-    stage = Stage(load_config(ref), ref.head, pp_rank, pp_size)
+    stage = PipelineStage(load_config(ref), ref.head, pp_rank, pp_size)
     stage.to(dtype)
     stage.to_empty(device=device)
     fill(stage, open_source(ref, stage), {name: name for name, _ in stage.named_parameters()})
@@ -34,14 +34,14 @@ def build_stage(
     return stage
 
 
-def open_source(ref: ModelRef, stage: Stage) -> Source:
+def open_source(ref: ModelRef, stage: PipelineStage) -> Source:
     """The tensors that `ref` names."""
     if ref.path is None:
         return Seed(ref.seed, stage.config, stage)
     return Folder(Path(ref.path), value_head=ref.head == "lm+value")
 
 
-def fill(stage: Stage, source: Source, names: dict[str, str]) -> None:
+def fill(stage: PipelineStage, source: Source, names: dict[str, str]) -> None:
     """Copy the source's tensors into the stage's parameters, sharded or not, casting to their dtype.
 
     `names` maps a parameter's name to its name in the stage without wrappers. A value head that the source lacks is

@@ -1,5 +1,5 @@
-"""Activation recomputation: of a decoder layer only the input is kept, and the layer runs again when its backward comes
-(Chen et al. 2016, arXiv 1604.06174)."""
+"""Activation checkpointing: a decoder layer keeps only its input, and runs again when its backward pass comes (Chen et
+al. 2016, arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.models.stage import Stage
+from dovetail.models.stage import PipelineStage
 
 
 class _Recomputed(nn.Module):
-    """Comes before a layer's class: module hooks, FSDP2's among them, run once and outside of what is done again."""
+    """A base class put before a layer's own. Module hooks, such as FSDP2's, run once, outside of what is run again."""
 
     # Whether the second run must draw the same random numbers: only the adapters' dropout draws any.
     draws: bool
@@ -34,16 +34,16 @@ def _recomputed(cls: type[Any]) -> type[Any]:
     return _classes[cls]
 
 
-def recompute(stage: Stage) -> None:
-    """Let `stage`'s layers make their activations again in training's backward passes; before they are sharded. The
-    gradients are the same bits. Names of parameters stay as they are.
+def recompute(stage: PipelineStage) -> None:
+    """Turn activation checkpointing on for the stage's layers. Call it before the layers are sharded. The gradients are
+    the same bits. The names of parameters stay as they are.
 
-    A backward pass must be whole: each weight's gradient of a split one would run its layer again."""
+    Backward passes must not be split: each weight's gradient would run its layer again."""
     for layer in stage.body.layers.values():
         layer.__class__ = _recomputed(type(layer))
         layer.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
 
 
-def recomputes(stage: Stage) -> bool:
-    """Whether `recompute` was called on it."""
+def recomputes(stage: PipelineStage) -> bool:
+    """Whether the stage has activation checkpointing."""
     return any(isinstance(layer, _Recomputed) for layer in stage.body.layers.values())

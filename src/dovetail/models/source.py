@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.models.config import ModelError
-from dovetail.models.stage import VALUE_HEAD, VALUE_HEAD_FILE, Stage
+from dovetail.models.stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
 
 
 class Source(Protocol):
@@ -79,7 +79,7 @@ class Seed:
     Each tensor has a generator of its own, seeded by (seed, name): it is the same whatever the pipeline split, and
     whichever other tensors a rank holds."""
 
-    def __init__(self, seed: int, config: Any, stage: Stage) -> None:
+    def __init__(self, seed: int, config: Any, stage: PipelineStage) -> None:
         self._seed = seed
         self._std = float(getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02)
         self._pad = getattr(config, "pad_token_id", None)

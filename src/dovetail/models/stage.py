@@ -43,7 +43,7 @@ def layer_range(layers: int, rank: int, size: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """Stage `pp_rank` of `pp_size`, built on the meta device (see `dovetail.models.build`).
 
     Tied embeddings: with one stage the head uses the embedding's weight and there is no `lm_head` parameter; with

@@ -11,11 +11,11 @@ from torch import nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError
-from dovetail.models.stage import Stage
+from dovetail.models.stage import PipelineStage
 from dovetail.models.vocabulary import share_rows
 
 
-class Split(NamedTuple):
+class TensorSplit(NamedTuple):
     """A stage's parameters by name. `shared`: those of which each rank holds a part, and the dimension that is shared;
     `partial`: copies whose gradients are to be added up over the ranks. Others are copies with the same gradient."""
 
@@ -23,7 +23,7 @@ class Split(NamedTuple):
     partial: frozenset[str]
 
 
-NOTHING = Split({}, frozenset())
+NOTHING = TensorSplit({}, frozenset())
 
 
 def check_degree(config: Any, tp: int) -> None:
@@ -35,7 +35,7 @@ def check_degree(config: Any, tp: int) -> None:
             raise ModelError(f"tp {tp} does not divide the model's {field}, {size}; use a tp that does")
 
 
-def split_stage(stage: Stage, mesh: Any) -> Split:
+def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     """Share out the layers and the vocabulary of `stage` (on the meta device) over `mesh`, of one dimension; before
     recomputation and FSDP2. What is split becomes DTensors. Does nothing for one rank. Raises `ModelError`
     (`check_degree`)."""
@@ -77,4 +77,4 @@ def split_stage(stage: Stage, mesh: Any) -> Split:
     placed = {name: p.placements[0] for name, p in named.items() if isinstance(p, DTensor)}
     shared = {name: place.dim for name, place in placed.items() if isinstance(place, Shard)}
     # Norms of each head: every rank holds them, but its gradient is that of its own heads.
-    return Split(shared, frozenset(name for name in named if name.split(".")[-2] in stage.family.head_norms))
+    return TensorSplit(shared, frozenset(name for name in named if name.split(".")[-2] in stage.family.head_norms))

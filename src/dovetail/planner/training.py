@@ -110,7 +110,7 @@ class Times:
 
     def expect(self, sizes: Mapping[str, Sequence[int]], again: Sequence[str] = ()) -> None:
         """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`), for where they
-        are neither measured nor profiled, and which models make activations again (`Plan.recomputed`)."""
+        are neither measured nor profiled, and which models have activation checkpointing (`Plan.recomputed`)."""
         self._sizes = {model: list(each) for model, each in sizes.items()}
         self.again = frozenset(again)
 

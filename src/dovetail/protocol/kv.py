@@ -1,4 +1,4 @@
-"""Keys and values of a migrating sample: what a rollout announces, and what requests ask of it."""
+"""The KV cache of a migrating sample: what a rollout announces, and what requests ask of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HOLD_SECONDS = 30.0
 
 
 class KVAbility(Message):
-    """`Register.abilities["kv"]`: this rollout can hand a sample's keys and values to another one of equal layout."""
+    """`Register.abilities["kv"]`: this rollout can hand a sample's KV cache to another one of equal layout."""
 
     transport: Literal["tcp", "nixl"]
     host: str = ""
     ports: list[int] = Field(default_factory=list, description="One for each tensor-parallel rank; tcp only.")
     layout: str = Field(description="Dtype and ranks; workers compare more.")
-    token_bytes: int = Field(description="Keys and values of one token over all ranks.")
+    token_bytes: int = Field(description="Bytes of one token's KV cache over all ranks.")
     block_tokens: int = 1
 
 

@@ -93,7 +93,7 @@ class Load(Message):
         default_factory=dict, description="Where a model's stages are, if not where the plan's layout puts them."
     )
     recompute: list[str] = Field(
-        default_factory=list, description="Models whose layers make their activations again in the backward pass."
+        default_factory=list, description="Models that are trained with activation checkpointing."
     )
 
 

@@ -124,7 +124,7 @@ class Batching(Model):
     mini_batch_size: int = Field(description="Sequences per optimizer step, all data-parallel ranks together.")
     micro_batch_size: int = Field(description="Sequences per forward pass of one rank.")
     micro_batches: int = Field(description="Micro-batches of one data-parallel rank in an optimizer step.")
-    recompute: bool = Field(default=False, description="Layers make their activations again in the backward pass.")
+    recompute: bool = Field(default=False, description="Activation checkpointing: layers run again in backwards.")
 
 
 class Plan(Model):
@@ -165,5 +165,5 @@ class Plan(Model):
         return self.apart.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
 
     def recomputed(self, stage: Stage) -> list[str]:
-        """Models that make their activations again in the stage's backward passes."""
+        """Models with activation checkpointing in the stage."""
         return [row.model for row in self.batching if row.stage is stage and row.recompute]

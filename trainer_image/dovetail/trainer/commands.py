@@ -41,7 +41,7 @@ from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.probe import take_probe
 from dovetail.trainer.steps import ppo, reward, sft
 from dovetail.trainer.steps.context import Context, Metrics, Run
-from dovetail.trainer.timeline import Timeline
+from dovetail.trainer.timeline import SpanRecorder
 from dovetail.trainer.transfers import measure_transfers
 from dovetail.trainer.weights import WeightSender
 
@@ -68,7 +68,7 @@ class CommandRunner:
     ) -> None:
         self._groups, self._client, self._failed, self._log = groups, client, failed, log
         self._spec = spec
-        self.timeline = Timeline(process)
+        self.timeline = SpanRecorder(process)
         self.engine = Engine(spec, groups, self.timeline.record)
         self._context = Context(
             spec, groups, self.engine, self._fetch, self.timeline, load_loss(spec.ppo), load_advantages(spec.ppo)
@@ -313,9 +313,9 @@ class CommandRunner:
             stage = command.stage.value if isinstance(command, Step | Load | Evaluate) else "ppo"
             size = getattr(self._spec, stage).micro_batch_size
             kept = isinstance(command, Step) and self._spec.plan.recompute != "Always"
-            again = "set plan.recompute to Always, " if kept else ""
+            also = "set plan.recompute to Always, " if kept else ""
             remedy = (
-                f" while running {command.id}: lower {stage}.microBatchSize (now {size}), {again}or spread the model "
+                f" while running {command.id}: lower {stage}.microBatchSize (now {size}), {also}or spread the model "
                 "over more ranks"
             )
         text = sentence(problem, remedy)

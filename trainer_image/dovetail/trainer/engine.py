@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.manifest.types import Optimizer, RLHFJobSpec
-from dovetail.manifest.types import Stage as StageName
+from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer import checkpoint
 from dovetail.trainer.algorithms.ema import ema_update
@@ -25,7 +24,7 @@ from dovetail.trainer.executor import Executor, MicroBatch, Pipe, Record, agree_
 from dovetail.trainer.export import export_model
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.measure import Collected
-from dovetail.trainer.optim import Step, local
+from dovetail.trainer.optim import OptimizerStep, local
 from dovetail.trainer.parallel import gather_by_layer, reshard, set_last_backward, take_split_gradients
 from dovetail.trainer.parts import parts, senders
 from dovetail.trainer.reduction import Reduction
@@ -47,13 +46,13 @@ class Engine:
         self.spec, self.groups, self.record = spec, groups, record
         self.models: dict[str, EngineModel] = {}
         self.loaded: dict[str, ModelRef] = {}
-        self.stage: StageName | None = None
+        self.stage: Stage | None = None
         self.step = 0
         self.ema: dict[str, Tensor] = {}
         self.measured = Collected()
         self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what runs sent between stages
         # Optimizer steps that are decided but not applied everywhere, by model: see `run`.
-        self._begun: dict[str, Step] = {}
+        self._begun: dict[str, OptimizerStep] = {}
 
     # ------------------------------------------------------------ state
 
@@ -80,7 +79,7 @@ class Engine:
                     self.groups.device,
                     weights=command.checkpoint is None,
                     always_shard=self.spec.plan.sharding == "Always",
-                    again=name in command.recompute,
+                    checkpointing=name in command.recompute,
                 )
             self.stage = command.stage
             if self.averages and "actor" in self.models:
@@ -96,12 +95,12 @@ class Engine:
     @property
     def averages(self) -> bool:
         """Whether the ranks that hold the actor keep its average (`ppo.ema`)."""
-        return self.stage is StageName.PPO and self.spec.ppo.ema is not None and "actor" in self.loaded
+        return self.stage is Stage.PPO and self.spec.ppo.ema is not None and "actor" in self.loaded
 
-    def _optimizer_config(self, stage: StageName, model: str) -> Optimizer:
-        if stage is StageName.PPO:
+    def _optimizer_config(self, stage: Stage, model: str) -> Optimizer:
+        if stage is Stage.PPO:
             return self.spec.ppo.actor_optimizer if model == "actor" else self.spec.ppo.critic_optimizer
-        return self.spec.sft.optimizer if stage is StageName.SFT else self.spec.reward.optimizer
+        return self.spec.sft.optimizer if stage is Stage.SFT else self.spec.reward.optimizer
 
     def save(self, path: Path, run: str = "") -> None:
         """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""

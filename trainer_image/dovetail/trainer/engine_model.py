@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dovetail.manifest.types import Optimizer, TrainedModel
-from dovetail.models import ModelError, Stage, load_config
+from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source
 from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
-from dovetail.models.tensor_parallel import NOTHING, Split, split_stage
+from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
@@ -32,12 +32,12 @@ class EngineModel:
     name: str
     ref: ModelRef
     trained: TrainedModel
-    module: Stage
+    module: PipelineStage
     groups: ModelGroups
     optimizer: AdamW
     compute: torch.dtype
     replicated: bool = False
-    split: Split = NOTHING
+    split: TensorSplit = NOTHING
 
     @classmethod
     def build(
@@ -51,19 +51,19 @@ class EngineModel:
         device: torch.device,
         weights: bool = True,
         always_shard: bool = False,
-        again: bool = False,
+        checkpointing: bool = False,
     ) -> Self:
         """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
-        parameters stay uninitialised, for a checkpoint to fill; frozen ones are always read. `again`: layers make
-        their activations again in the backward pass."""
+        parameters stay uninitialised, for a saved checkpoint to fill; frozen ones are always read. `checkpointing`:
+        layers keep only their input and run again in the backward pass."""
         compute = compute_dtype(trained.dtype, device)
-        stage = Stage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
+        stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
         if trained.lora is not None:
             if groups.tp_size > 1:
                 raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")
             lora.inject(stage, trained.lora)
         split = split_stage(stage, groups.tp_mesh)
-        if again:
+        if checkpointing:
             recompute(stage)
         replicated = is_replicated(stage, compute, device, always_shard)
         if not replicated:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from dovetail.models import Stage
+from dovetail.models import PipelineStage
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.batches import Packed
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
-from dovetail.trainer.measure import SavedBytes, Stopwatch
+from dovetail.trainer.measure import ActionStopwatch, SavedBytes
 
 Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
@@ -50,7 +50,7 @@ class Pipe:
     `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has all gradients of
     a mini-batch, `step` before the next one's first forward and at the end."""
 
-    stage: Stage
+    stage: PipelineStage
     groups: ModelGroups
     batches: Sequence[MicroBatch]
     device: torch.device
@@ -175,7 +175,7 @@ class Executor:
         self.pipes, self.deadline, self.record, self.window, self.clock = pipes, deadline, record, window, clock
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
         self.nccl = device.type == "cuda"
-        self.watch = Stopwatch(device)
+        self.watch = ActionStopwatch(device)
         self.saved_bytes: dict[tuple[str, int], int] = {}
         self.peak_bytes = 0
         self._held_bytes = 0
@@ -189,10 +189,10 @@ class Executor:
 
     def run(self, actions: Sequence[Action], training: bool = True) -> None:
         """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for, and
-        `ValueError` for a split backward of a model that makes its activations again."""
+        `ValueError` for a split backward of a model with activation checkpointing."""
         self._splits = {action.model for action in actions if action.kind == "I"}
-        if again := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
-            raise ValueError(f"the schedule splits backwards of {again[0]}, whose layers make their activations again")
+        if checkpointed := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
+            raise ValueError(f"the schedule splits backwards of {checkpointed[0]}, which has activation checkpointing")
         for index, action in enumerate(actions):
             for ahead in actions[index : index + 1 + self.window]:
                 self._post(ahead)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.manifest.types import LoRA
-from dovetail.models import ModelError, Stage
+from dovetail.models import ModelError, PipelineStage
 from dovetail.models.build import local_part
 from dovetail.models.source import generator
 from dovetail.models.stage import VALUE_HEAD
@@ -17,7 +17,7 @@ _BASE = ".base_layer."
 _ADAPTER = "default"
 
 
-def inject(stage: Stage, config: LoRA) -> None:
+def inject(stage: PipelineStage, config: LoRA) -> None:
     """Put adapters on the stage's linear layers (all of a block's, or `target_modules`) and freeze everything else
     but the value head. Works on the meta device. Raises `ModelError` when no layer has a named target."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -35,7 +35,7 @@ def inject(stage: Stage, config: LoRA) -> None:
         parameter.requires_grad_(".lora_" in name or name.startswith(f"{VALUE_HEAD}."))
 
 
-def initialise(stage: Stage, seed: int) -> None:
+def initialise(stage: PipelineStage, seed: int) -> None:
     """A ~ Kaiming uniform with a = sqrt(5), as peft does, B = 0; each A from a seed of its own, so the adapters do not
     depend on the pipeline split or sharding."""
     for name, parameter in stage.named_parameters():
@@ -56,7 +56,7 @@ def plain_name(name: str) -> str | None:
     return name.replace(_BASE, ".")
 
 
-def delta(stage: Stage, name: str, read: Any) -> Tensor | None:
+def delta(stage: PipelineStage, name: str, read: Any) -> Tensor | None:
     """The update alpha/rank * B A of base weight `name` (Hu et al. 2021, section 4.1), or None without an adapter.
 
     `read(name)` gives a parameter's full tensor; it may be a collective, so all ranks of a stage ask alike."""

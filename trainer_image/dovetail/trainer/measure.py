@@ -18,7 +18,7 @@ from dovetail.trainer.optim import local
 Key = tuple[str, Kind, int]
 
 
-class Stopwatch:
+class ActionStopwatch:
     """Seconds of blocks of compute, by key; on a GPU by events, so that nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:

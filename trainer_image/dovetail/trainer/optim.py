@@ -77,9 +77,9 @@ class AdamW:
         begun.finish()
         return begun.rate
 
-    def begin(self, scale: float) -> Step:
+    def begin(self, scale: float) -> OptimizerStep:
         """The step that `step` would apply, to be applied part by part."""
-        return Step(self, scale, learning_rate(self.steps, self.total_steps, self.config, self.warmup_total))
+        return OptimizerStep(self, scale, learning_rate(self.steps, self.total_steps, self.config, self.warmup_total))
 
     def follow(self, rate: float | None, total_steps: int | None, warmup_total: int | None) -> None:
         """From the next step on: the peak learning rate, the steps in all and those that warm-up is a share of, where
@@ -121,7 +121,7 @@ class AdamW:
             torch.cuda.synchronize(device)
 
 
-class Step:
+class OptimizerStep:
     """One optimizer step that may be applied to some parameters earlier than to others: each is updated by itself, so
     the result is the same bits. `rate` is its learning rate."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dovetail.manifest.types import Dtype
-from dovetail.models import ModelError, Stage
+from dovetail.models import ModelError, PipelineStage
 from dovetail.trainer.groups import ModelGroups
 from dovetail.trainer.optim import local
 
@@ -16,7 +16,7 @@ from dovetail.trainer.optim import local
 REPLICATED_BYTES = 2**30
 
 
-def is_replicated(stage: Stage, compute: torch.dtype, device: torch.device, always_shard: bool = False) -> bool:
+def is_replicated(stage: PipelineStage, compute: torch.dtype, device: torch.device, always_shard: bool = False) -> bool:
     """Whether every data-parallel rank holds the whole stage, and gradients are added up once a mini-batch. The same
     on all ranks of the stage; works on the meta device.
 
@@ -43,7 +43,7 @@ def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def shard(stage: Stage, groups: ModelGroups, compute: torch.dtype, device: torch.device) -> None:
+def shard(stage: PipelineStage, groups: ModelGroups, compute: torch.dtype, device: torch.device) -> None:
     """Shard every layer and then the rest over dp (ZeRO-2: a stage's weights stay whole from the first forward to the
     last backward of a mini-batch). Works on a stage still on the meta device. Gradients are summed, not averaged, in
     float32. Layers may be split over tp before. Does nothing on one CPU rank in float32."""
@@ -62,19 +62,19 @@ def shard(stage: Stage, groups: ModelGroups, compute: torch.dtype, device: torch
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _sharded(stage: Stage) -> list[Any]:
+def _sharded(stage: PipelineStage) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-def is_sharded(stage: Stage) -> bool:
+def is_sharded(stage: PipelineStage) -> bool:
     """Whether FSDP2 holds the stage's weights."""
     return bool(_sharded(stage))
 
 
-def set_last_backward(stage: Stage, last: bool) -> None:
-    """Reduce gradients and reshard in the coming backward pass (`last`), or only accumulate."""
+def set_last_backward(stage: PipelineStage, last: bool) -> None:
+    """Whether the next backward pass reduces gradients and reshards (`last`), or only accumulates gradients."""
     if sharded := _sharded(stage):
         root = sharded[0]
         root.set_requires_gradient_sync(last)
@@ -82,11 +82,12 @@ def set_last_backward(stage: Stage, last: bool) -> None:
         root.set_reshard_after_backward(last)
 
 
-def take_split_gradients(stage: Stage, compute: torch.dtype, device: torch.device, last: bool) -> None:
+def take_split_gradients(stage: PipelineStage, compute: torch.dtype, device: torch.device, last: bool) -> None:
     """Hand FSDP2 what the second half of a split backward added to the weights' gradients; reduce them if `last`.
 
-    FSDP2 takes gradients in as a whole backward ends. So there is one, of a single position and with gradients of
-    zero: after the last half, and in lower precision after each, so that they are added up in float32 as always."""
+    FSDP2 reduces only after a full backward pass. So after split backwards we run a one-token backward with zero
+    gradients: after the last one of a mini-batch, and in lower precision after each, so that gradients accumulate in
+    float32 as always."""
     if not is_sharded(stage) or not (last or compute != torch.float32):
         return
     set_last_backward(stage, last)
@@ -96,13 +97,13 @@ def take_split_gradients(stage: Stage, compute: torch.dtype, device: torch.devic
     torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
 
 
-def gather_by_layer(stage: Stage, by_layer: bool) -> None:
-    """Drop each layer's gathered weights right after its forward pass (`by_layer`), or keep them for what follows."""
+def gather_by_layer(stage: PipelineStage, by_layer: bool) -> None:
+    """Whether each layer's all-gathered weights are dropped right after its forward pass (`by_layer`)."""
     if sharded := _sharded(stage):
         sharded[0].set_reshard_after_forward(by_layer)
 
 
-def reshard(stage: Stage) -> None:
-    """Drop gathered weights after forward passes that no backward follows."""
+def reshard(stage: PipelineStage) -> None:
+    """Drop all-gathered weights after forward passes that no backward pass follows."""
     for module in _sharded(stage):
         module.reshard()

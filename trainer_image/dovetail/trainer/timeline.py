@@ -12,7 +12,7 @@ from dovetail.protocol.messages import Span
 MAX_SPANS = 2000
 
 
-class Timeline:
+class SpanRecorder:
     """Collects spans until `take`. `clock` gives seconds since the epoch."""
 
     def __init__(self, process: str, clock: Callable[[], float] = time.time, limit: int = MAX_SPANS) -> None:

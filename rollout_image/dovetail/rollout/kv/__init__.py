@@ -1,1 +1,1 @@
-"""Keys and values of a migrating sample, from one vLLM server to another: an out-of-tree KV connector over TCP."""
+"""The KV cache of a migrating sample goes from one vLLM server to another: an out-of-tree KV connector over TCP."""

@@ -1,4 +1,4 @@
-"""vLLM KV connector: a request that is aborted leaves its keys and values for the server that goes on with it.
+"""vLLM KV connector: a request that is aborted leaves its KV cache to the server that continues it.
 
 Source: a request with `dovetail_hold` in its kv_transfer_params that is aborted after its prefill keeps its blocks for
 one step, in which each worker copies them to host memory and serves them (`dovetail.rollout.kv.wire`).
@@ -45,7 +45,7 @@ PULLERS = 4
 
 
 @dataclass
-class Export:
+class BlockExport:
     """Blocks of a finished request, `tokens` tokens of which are computed."""
 
     request_id: str
@@ -55,7 +55,7 @@ class Export:
 
 
 @dataclass
-class Load:
+class BlockLoad:
     """Blocks [first, last) of a waiting request, to fetch from elsewhere, with `tokens` tokens from its start."""
 
     request_id: str
@@ -70,9 +70,9 @@ class Metadata(KVConnectorMetadata):
     """`cancels`: requests that were aborted while their blocks were coming. `refused`: keys whose blocks are not kept,
     though the requests asked for it."""
 
-    exports: list[Export] = field(default_factory=list)
+    exports: list[BlockExport] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
 
 
@@ -81,10 +81,10 @@ class DovetailConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._half: Scheduling | Working = (
-            Scheduling(vllm_config.cache_config.block_size)
+        self._half: SchedulerHalf | WorkerHalf = (
+            SchedulerHalf(vllm_config.cache_config.block_size)
             if role is KVConnectorRole.SCHEDULER
-            else Working(vllm_config, kv_cache_config)
+            else WorkerHalf(vllm_config, kv_cache_config)
         )
 
     @property
@@ -92,13 +92,13 @@ class DovetailConnector(KVConnectorBase_V1):
         return False  # what is lost is recomputed
 
     @property
-    def _scheduling(self) -> Scheduling:
-        assert isinstance(self._half, Scheduling)
+    def _scheduling(self) -> SchedulerHalf:
+        assert isinstance(self._half, SchedulerHalf)
         return self._half
 
     @property
-    def _working(self) -> Working:
-        assert isinstance(self._half, Working)
+    def _working(self) -> WorkerHalf:
+        assert isinstance(self._half, WorkerHalf)
         return self._half
 
     # ------------------------------------------------------------ scheduler
@@ -145,7 +145,7 @@ class DovetailConnector(KVConnectorBase_V1):
         return self._working.results()
 
     def shutdown(self) -> None:
-        if isinstance(self._half, Working):
+        if isinstance(self._half, WorkerHalf):
             self._half.close()
 
     def _metadata(self) -> Metadata:
@@ -166,7 +166,7 @@ def asked(request: Any, key: str, kind: Any) -> Any:
         return None
 
 
-class Scheduling:
+class SchedulerHalf:
     """The scheduler's half: which blocks to keep and which to fetch."""
 
     def __init__(self, block_size: int) -> None:
@@ -191,7 +191,7 @@ class Scheduling:
         self._tried.add(request.request_id)
         self.loading.add(request.request_id)
         params = asked(request, PULL, KVPull)
-        self._next.loads.append(Load(request.request_id, params, list(ids[first:last]), first, tokens))
+        self._next.loads.append(BlockLoad(request.request_id, params, list(ids[first:last]), first, tokens))
 
     def take(self) -> Metadata:
         """What the workers are to do in the step that is being scheduled."""
@@ -214,11 +214,11 @@ class Scheduling:
             # Also of one that was complete: whoever aborted it at the same moment does not know that.
             self._next.refused.append(hold.key)
             return False
-        self._next.exports.append(Export(request.request_id, hold, list(block_ids), tokens))
+        self._next.exports.append(BlockExport(request.request_id, hold, list(block_ids), tokens))
         return True
 
 
-class Working:
+class WorkerHalf:
     """A worker's half: copies out of the cache and into it, the server, and the threads that fetch."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -234,7 +234,7 @@ class Working:
         self._held = HeldBlocks(int(extra["held_bytes"]), float(extra["hold_seconds"]), lambda: LOADED.version)
         self._server: HeldServer | None = None
         self._pool = ThreadPoolExecutor(PULLERS, thread_name_prefix="dovetail-kv-pull")
-        self._fetching: dict[str, tuple[Load, Future[list[torch.Tensor]], float]] = {}
+        self._fetching: dict[str, tuple[BlockLoad, Future[list[torch.Tensor]], float]] = {}
         self._copied: set[str] = set()
         self._cancelled: set[str] = set()
 
@@ -256,7 +256,7 @@ class Working:
 
     def _serve(self) -> None:
         if not self._token:
-            logger.warning("%s is empty: keys and values are neither served nor fetched", TOKEN)
+            logger.warning("%s is empty: the KV cache is neither served nor fetched", TOKEN)
             return
         host, port, wait = (
             self._extra["host"],
@@ -266,11 +266,11 @@ class Working:
         try:
             self._server = HeldServer(host, port, self._held, self._token, self._layout, self._pull_seconds, wait)
         except OSError as error:
-            logger.warning("keys and values cannot be served on port %d: %s", port, error)
+            logger.warning("the KV cache cannot be served on port %d: %s", port, error)
 
     # ------------------------------------------------------------ out
 
-    def export(self, export: Export) -> None:
+    def export(self, export: BlockExport) -> None:
         """Copy blocks to host memory and serve them."""
         self._copied.add(export.request_id)
         began, size = time.monotonic(), len(export.block_ids) * sum(self._block_bytes)
@@ -296,7 +296,7 @@ class Working:
 
     # ------------------------------------------------------------ in
 
-    def start(self, load: Load) -> None:
+    def start(self, load: BlockLoad) -> None:
         future = self._pool.submit(self._fetch, load, time.monotonic() + self._pull_seconds)
         self._fetching[load.request_id] = (load, future, time.monotonic())
 
@@ -307,7 +307,7 @@ class Working:
             found[1].cancel()
             self._cancelled.add(request_id)
 
-    def _fetch(self, load: Load, end: float) -> list[torch.Tensor]:
+    def _fetch(self, load: BlockLoad, end: float) -> list[torch.Tensor]:
         if self._server is None or len(load.pull.ports) <= self._rank:
             raise PullError("this worker takes part in no transfers" if self._server is None else "no port is given")
         left = end - time.monotonic()
@@ -320,7 +320,7 @@ class Working:
             address, self._token, load.pull.key, blocks, load.tokens, weights, self._layout, self._block_bytes, left
         )
 
-    def _install(self, load: Load, layers: Sequence[torch.Tensor]) -> None:
+    def _install(self, load: BlockLoad, layers: Sequence[torch.Tensor]) -> None:
         if LOADED.version != load.pull.weights:
             raise PullError(f"it is of weights {load.pull.weights}, this worker holds {LOADED.version}")
         for cache, layer in zip(self._caches, layers, strict=True):
@@ -344,7 +344,7 @@ class Working:
             except PullError as error:
                 results.failed_recving.add(request_id)
                 logger.warning(
-                    "%s is computed anew, its keys and values did not come from %s: %s",
+                    "%s is computed again, its KV cache did not come from %s: %s",
                     *(load.pull.key, load.pull.host, error),
                 )
         return results

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Held:
-    """`layers`: per layer (blocks, bytes of a block) uint8 in host memory. `tokens`: how many have keys and values.
+    """`layers`: per layer (blocks, bytes of a block) uint8 in host memory. `tokens`: how many are in the KV cache.
     `weights`: the version that computed them."""
 
     weights: int

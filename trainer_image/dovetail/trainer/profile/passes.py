@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dovetail.models import Outputs, Stage, load_config
+from dovetail.models import Outputs, PipelineStage, load_config
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.profile import ModelTimes, PassTimes
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
@@ -71,8 +71,8 @@ def _three_layers(config: Any) -> Any:
     return type(config).from_dict(fields)
 
 
-def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: torch.dtype) -> Stage:
-    stage = Stage(config, ref.head, rank, _STAGES)
+def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: torch.dtype) -> PipelineStage:
+    stage = PipelineStage(config, ref.head, rank, _STAGES)
     stage.to(dtype)
     stage.to_empty(device=device)
     for parameter in stage.parameters():
@@ -89,7 +89,7 @@ def _median(values: Sequence[float], less: Sequence[float] | None = None) -> flo
 
 
 def _measure(
-    stages: Sequence[Stage], size: int, tokens: int, device: torch.device, repeats: int, clock: Clock
+    stages: Sequence[PipelineStage], size: int, tokens: int, device: torch.device, repeats: int, clock: Clock
 ) -> list[dict[str, list[float]]]:
     """All repeats of each stage; stages take turns, so that whatever else the machine does hits all alike."""
     found: list[dict[str, list[float]]] = [{name: [] for name in _PARTS} for _ in stages]
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _pass(
-    stage: Stage,
+    stage: PipelineStage,
     split: bool,
     size: int,
     tokens: int,

@@ -21,7 +21,7 @@ from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch, check_actions
 from dovetail.trainer.functions import UserAdvantages
 from dovetail.trainer.groups import Groups, peer_errors
-from dovetail.trainer.timeline import Timeline
+from dovetail.trainer.timeline import SpanRecorder
 
 Metrics = dict[str, float]
 # Second half of a command: the collective work. The first half (checks) has no collectives and changes nothing.
@@ -37,7 +37,7 @@ class Context:
     groups: Groups
     engine: Engine
     fetch: Callable[[str], Arrays]
-    timeline: Timeline
+    timeline: SpanRecorder
     loss: PolicyLoss
     advantages: UserAdvantages | None
 

@@ -22,7 +22,7 @@ from dovetail.trainer.steps.context import Metrics, variance
 
 
 @dataclass(frozen=True)
-class Samples:
+class PPOSamples:
     """One iteration's samples. (N, R) float32 tensors have entry r for response token r; `mask` (N, R) bool."""
 
     sequences: Sequences
@@ -39,7 +39,7 @@ class Samples:
     returns: Tensor | None
 
     @staticmethod
-    def read(arrays: Arrays, config: PPO, own_values: bool = False) -> Samples:
+    def read(arrays: Arrays, config: PPO, own_values: bool = False) -> PPOSamples:
         """`own_values`: the trainer makes the values, so the batch needs none. Raises BadCommand naming the array that
         is missing, misshapen or not finite inside its mask."""
         tokens = read(arrays, "tokens", torch.int64, (None, None))
@@ -70,7 +70,7 @@ class Samples:
         scores = read(arrays, "scores", torch.float32, (n,))
         if not bool(torch.isfinite(scores).all()):
             raise BadCommand("batch array 'scores' holds a value that is not finite")
-        samples = Samples(
+        samples = PPOSamples(
             sequences=sequences,
             prompt_lengths=prompts,
             response_lengths=responses,
@@ -152,7 +152,7 @@ class Targets:
 
 
 def targets(
-    samples: Samples,
+    samples: PPOSamples,
     config: PPO,
     kl_coef: float,
     recomputed: Tensor | None,
@@ -200,7 +200,7 @@ def targets(
 
 
 def _advantages(
-    samples: Samples, config: PPO, kl_coef: float, function: UserAdvantages | None, old: Tensor, iteration: int
+    samples: PPOSamples, config: PPO, kl_coef: float, function: UserAdvantages | None, old: Tensor, iteration: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Advantages, returns and the rewards they were made from, each (N, R)."""
     if samples.advantages is not None:

@@ -24,7 +24,7 @@ from dovetail.trainer.errors import BadCommand
 from dovetail.trainer.executor import MicroBatch
 from dovetail.trainer.steps.context import Context, Metrics, Run, digest, mean
 from dovetail.trainer.steps.experience import (
-    Samples,
+    PPOSamples,
     Targets,
     recomputes_old_logprobs,
     response_positions,
@@ -44,7 +44,7 @@ class Ptx:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RankSchedule:
     """This rank's list for `mini_batches` of each model; `digest` is of all ranks' lists."""
 
     actions: list[Action]
@@ -74,7 +74,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     if not models:
         raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
     arrays = context.fetch(step.batch)
-    samples = Samples.read(arrays, config, own_values=shared)
+    samples = PPOSamples.read(arrays, config, own_values=shared)
     here = [name for name in models if name in context.engine.models]
     for name in here:
         context.check_vocabulary(context.model(name), samples.sequences)
@@ -86,7 +86,7 @@ def prepare_step(context: Context, step: Step) -> Run:
             + (" with ptxCoef above 0" if ptx is not None else "")
         )
     actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in here}, step.mini_batches)
-    schedule = Schedule(actions, step.mini_batches, digest(step.actions))
+    schedule = RankSchedule(actions, step.mini_batches, digest(step.actions))
     recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
@@ -117,7 +117,7 @@ def _check_returns(learns_values: bool, goals: Targets) -> None:
         raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
 
 
-def _ptx(context: Context, step: Step, samples: Samples, arrays: Arrays) -> Ptx:
+def _ptx(context: Context, step: Step, samples: PPOSamples, arrays: Arrays) -> Ptx:
     sequences = Sequences.read(arrays, "ptx_")
     mask = read(arrays, "ptx_loss_mask", torch.uint8, tuple(sequences.tokens.shape))
     if "actor" in context.engine.models:
@@ -129,7 +129,7 @@ def _ptx(context: Context, step: Step, samples: Samples, arrays: Arrays) -> Ptx:
 
 
 def _mini_batches(
-    context: Context, step: Step, samples: Samples, models: list[str], ptx: Ptx | None
+    context: Context, step: Step, samples: PPOSamples, models: list[str], ptx: Ptx | None
 ) -> list[MiniBatch]:
     """Every optimizer step of the iteration. Mini-batch k of an epoch mixes in the k-th share of the ptx rows."""
     config = context.spec.ppo
@@ -153,11 +153,11 @@ def _mini_batches(
 
 def _train(
     context: Context,
-    samples: Samples,
+    samples: PPOSamples,
     goals: Targets,
     ptx: Ptx | None,
     minis: list[MiniBatch],
-    schedule: Schedule,
+    schedule: RankSchedule,
     models: list[str],
 ) -> Metrics:
     totals: dict[str, float] = defaultdict(float)
@@ -225,7 +225,7 @@ def _add(totals: dict[str, float], stats: dict[str, float]) -> None:
 # ---------------------------------------------------------------- micro-batches
 
 
-def _responses(samples: Samples, rows: list[int]) -> tuple[Packed, Tensor]:
+def _responses(samples: PPOSamples, rows: list[int]) -> tuple[Packed, Tensor]:
     """The rows packed, the outputs of their response tokens wanted; and which (rows, R) of a table these are."""
     time = samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths[rows], samples.response_lengths[rows], time)
@@ -233,7 +233,7 @@ def _responses(samples: Samples, rows: list[int]) -> tuple[Packed, Tensor]:
 
 
 def _actor_micro_batch(
-    context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
+    context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
     """The policy's loss (`ppo.loss`) plus KL penalty (if it is in the loss) and entropy bonus over the response tokens
     of `rows`. Where the actor has a value head, `valueCoef` times the value loss is added: one backward pass for
@@ -312,7 +312,7 @@ def _actor_micro_batch(
 
 
 def _critic_micro_batch(
-    context: Context, samples: Samples, goals: Targets, mini: MiniBatch, rows: list[int]
+    context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
     packed, keep = _responses(samples, rows)
     return MicroBatch(packed, _value_part(context, goals, mini, rows, keep))
@@ -372,7 +372,7 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
-def _before_step(context: Context, samples: Samples) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value
     head, if it has one, before each of them, and where it samples at another temperature, the log-probabilities at
     temperature 1. One forward pass for all; a collective call."""
