@@ -22,12 +22,12 @@ class KubeError(Exception):
 
     @property
     def rejected(self) -> bool:
-        """Asking again for the same would give the same answer, until somebody changes something."""
+        """Whether the same request would fail again until somebody changes something."""
         return self.status in (400, 403, 404, 405, 422)
 
 
 async def connect() -> client.ApiClient:
-    """In a pod by its ServiceAccount, elsewhere by KUBECONFIG."""
+    """A connection that uses the ServiceAccount in a pod, and KUBECONFIG elsewhere."""
     settings = client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(settings)
@@ -71,7 +71,7 @@ async def request(
 
 
 def status_message(body: str) -> str:
-    """The message of a metav1.Status, or the text as it is."""
+    """The message of a metav1.Status; other text is returned as it is."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

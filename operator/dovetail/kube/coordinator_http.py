@@ -1,6 +1,7 @@
-"""Ask a job's coordinator, and believe nothing of its answer: a coordinator runs its tenant's code.
+"""Requests to a job's coordinator, whose answers are not trusted: a coordinator runs its tenant's code.
 
-However it answers, it costs the asker a bounded time and memory, and the job's token goes nowhere else."""
+Whatever the coordinator answers, the request takes a bounded time and memory. The job's token is sent to no other
+address."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ class NoAnswer(Exception):
 
 
 def session() -> aiohttp.ClientSession:
-    """For coordinators alone: cookies of theirs are not kept."""
+    """A client session for coordinators alone. It keeps no cookies."""
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
 
 
 async def fetch(session: aiohttp.ClientSession, url: str, token: str, *, seconds: float, most: int) -> bytes:
-    """The body of a GET, at most `most` bytes and `seconds` from first to last byte. Raises NoAnswer."""
+    """The body of a GET. It has at most `most` bytes, and takes at most `seconds` from the first to the last byte.
+    Raises NoAnswer."""
     try:
         async with session.get(
             url,
@@ -53,8 +55,8 @@ async def fetch(session: aiohttp.ClientSession, url: str, token: str, *, seconds
 
 
 def document(content: bytes, values: int = DOCUMENT_VALUES) -> dict[str, Any]:
-    """The JSON object in an answer, with null for what is no finite number. Raises NoAnswer, also for one that would
-    take much more memory than its bytes: with more than about `values` values."""
+    """The JSON object in an answer; null replaces numbers that are not finite. Raises NoAnswer, also for an answer
+    with more than about `values` values: it would take much more memory than its bytes."""
     # Each value but the first follows one of these.
     if sum(content.count(mark) for mark in (b",", b"[", b"{")) > values:
         raise NoAnswer(f"the coordinator's answer has more than {values} values")

@@ -1,4 +1,4 @@
-"""Names and labels of everything that belongs to a job. Deterministic, so that children never come twice."""
+"""Names and labels of all objects of a job. They are deterministic, so no object is created twice."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def plan_config_map(job: str) -> str:
 
 
 def history_config_map(job: str) -> str:
-    """The ConfigMap with what stays of a finished job's iterations."""
+    """The ConfigMap that keeps some iterations of a finished job."""
     return f"{job}-history"
 
 
 def token_secret(job: str) -> str:
-    """The Secret with the token that every HTTP route between the job's pods asks for."""
+    """The Secret with the job's token. Every HTTP route between the job's pods requires the token."""
     return f"{job}-token"
 
 
 def volume_claim(job: str) -> str:
-    """The claim for the job's files, where the manifest names none."""
+    """The claim for the job's files if the manifest names none."""
     return f"{job}-files"
 
 
@@ -70,12 +70,12 @@ def surplus_job(job: str, group: str, index: int) -> str:
 
 
 def run_dir(job: RLHFJob, uid: str) -> str:
-    """The job's folder on its volume: of this very RLHFJob, not of an earlier one with the same name."""
+    """The job's folder on its volume. An earlier RLHFJob with the same name had another one."""
     return f"{VOLUME_MOUNT}/{job.metadata.name}-{uid[:8]}"
 
 
 def labels(job: str, uid: str, component: str) -> dict[str, str]:
-    """Labels of a child. The uid tells it from the children of an earlier job with the same name."""
+    """Labels of a child. The uid distinguishes it from the children of an earlier job with the same name."""
     return {
         "app.kubernetes.io/name": "dovetail",
         "app.kubernetes.io/instance": job,

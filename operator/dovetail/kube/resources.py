@@ -10,7 +10,7 @@ from dovetail.manifest.types import KIND
 
 @dataclass(frozen=True)
 class Resource:
-    """`watched`: children of which the operator wants every change."""
+    """One kind of object. `watched`: the operator watches the objects of this kind that belong to jobs."""
 
     kind: str
     group: str
@@ -24,11 +24,11 @@ class Resource:
 
     @property
     def type_meta(self) -> dict[str, str]:
-        """How an object of this kind begins."""
+        """The first two fields of an object of this kind."""
         return {"apiVersion": self.api_version, "kind": self.kind}
 
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
-        """Of one object, of a namespace's, or of all."""
+        """The path of one object, of all in a namespace, or of all in the cluster."""
         base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         parts = [base, *(["namespaces", namespace] if namespace else []), self.plural]
         return "/".join([*parts, *(p for p in (name, subresource) if p)])

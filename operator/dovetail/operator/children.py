@@ -1,4 +1,4 @@
-"""What exists of a job now, and what can be read from it. Pure."""
+"""The objects that exist for a job, and what can be read from them. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse_time(text: str | None) -> datetime | None:
 
 
 def condition(thing: Object, kind: str) -> Object | None:
-    """The condition of that type, if it is there."""
+    """The condition of that type; None if there is none."""
     found = thing.get("status", {}).get("conditions") or []
     return next((c for c in found if c.get("type") == kind), None)
 
@@ -30,7 +30,7 @@ def is_true(thing: Object, kind: str) -> bool:
 
 
 def changed_at(thing: Object, kind: str) -> str:
-    """When the condition of that type, which is there, became what it is."""
+    """When the condition of that type last changed. The condition must exist."""
     return str((condition(thing, kind) or {}).get("lastTransitionTime", ""))
 
 
@@ -67,7 +67,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_over(pod: Object) -> bool:
-    """The pod has run its course, or is on its way out."""
+    """Whether the pod has ended, or is being deleted."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed") or deleting(pod)
 
 
@@ -82,8 +82,8 @@ def sizes(jobset: Object | None) -> dict[str, int]:
 
 
 def matches(wanted: Any, actual: Any) -> bool:
-    """Whether `actual` already says what `wanted` does: what was applied is a part of what the API server made of it.
-    Lists must be of one length, so that what others added to a list of ours counts as drift."""
+    """Whether `actual` agrees with `wanted`. `actual` may have more fields, which the API server adds. Lists must have
+    the same length, so an item that somebody added to a list of ours is a difference."""
     if isinstance(wanted, Mapping):
         return isinstance(actual, Mapping) and all(matches(value, actual.get(key)) for key, value in wanted.items())
     if isinstance(wanted, list):

@@ -1,4 +1,4 @@
-"""The calls that the operator makes over the `kubernetes` package's connection: plain objects, no generated types."""
+"""The operator's calls to the API server, with plain JSON objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Client:
     async def list(
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = ""
     ) -> Sequence[Object]:
-        """All, page by page, with kind and apiVersion that lists leave out."""
+        """All objects, with kind and apiVersion, which the API server leaves out in lists."""
         return [item async for page in self.pages(resource, namespace, selector, fields) for item in page]
 
     async def pages(
@@ -54,15 +54,15 @@ class Client:
         return await self._call("POST", resource.path(metadata["namespace"]), {"fieldManager": _MANAGER}, thing)
 
     async def apply(self, thing: Mapping[str, Any]) -> Object:
-        """Server-side apply; fields of ours that others took are taken back."""
+        """Server-side apply. It takes back fields that others have taken."""
         resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
         query = {"fieldManager": _MANAGER, "force": "true"}
         path = resource.path(metadata["namespace"], metadata["name"])
         return await self._call("PATCH", path, query, dict(thing), APPLY)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
-        """In the foreground: it is gone when all that it owned is. Nothing happens if it is gone already, or is another
-        object than the one with that uid."""
+        """Delete in the foreground: the object is gone when all that it owned is gone. Nothing happens if the object
+        is gone already, or has another uid."""
         body: Object = {"propagationPolicy": "Foreground"}
         if uid:
             body["preconditions"] = {"uid": uid}
@@ -73,7 +73,8 @@ class Client:
                 raise
 
     async def write_status(self, job: Mapping[str, Any], status: Object) -> Object:
-        """Of the RLHFJob as it was read: refused (409 or 422) when it has changed since."""
+        """Write the status of the RLHFJob as it was read. The API server refuses (409 or 422) if the job has changed
+        since."""
         metadata = job["metadata"]
         patch = [
             {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},

@@ -48,7 +48,7 @@ class Conditions:
         self._told: list[JobEvent] = []
 
     def set(self, kind: ConditionType, status: bool, reason: str, message: str = "") -> None:
-        """The time of the last transition stays while the status does."""
+        """Set one condition. The time of the last transition changes only with the status."""
         said: Literal["True", "False"] = "True" if status else "False"
         old = self._old.get(kind)
         since = old.last_transition_time if old is not None and old.status == said else self._now
@@ -62,21 +62,21 @@ class Conditions:
         )
 
     def is_true(self, kind: ConditionType) -> bool:
-        """As set now, else as it was."""
+        """Whether the condition is true: as set now, else as it was before."""
         found = self._new.get(kind) or self._old.get(kind)
         return found is not None and found.status == "True"
 
     def tell(self, event: JobEvent) -> None:
-        """An event besides those of conditions whose reason is new."""
+        """Add an event. Conditions with a new reason have events of their own."""
         self._told.append(event)
 
     def result(self) -> list[Condition]:
-        """In a fixed order; what was not set stays as it was."""
+        """The conditions in a fixed order. Those that were not set stay as they were."""
         merged = self._old | self._new
         return [merged[kind] for kind in ORDER if kind in merged]
 
     def events(self) -> list[JobEvent]:
-        """Those told, and one for each condition whose status or reason is new, with something to tell."""
+        """The added events, and one for each condition with a new status or reason and a message."""
         found = list(self._told)
         for kind in ORDER:
             new, old = self._new.get(kind), self._old.get(kind)

@@ -1,4 +1,4 @@
-"""Carries out what `reconcile` says: one worker at a time per job, for as long as this replica leads."""
+"""Does what `reconcile` decides: one worker at a time for each job, while this replica leads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
 
 
 class Controller:
-    """`now`: the time of day, for what goes into objects."""
+    """The loop of the leading replica. `now`: the time of day, which goes into objects."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Controller:
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
 
     async def observe(self, thing: Object, deleted: bool) -> None:
-        """A watch event: remember it and enqueue the job that it is about, unless the reply to a write told it."""
+        """Take a watch event: store it, and enqueue its job unless the reply to a write told the same before."""
         if not deleted and self.store.knows(thing):
             return
         key = self.store.remove(thing) if deleted else self.store.put(thing)
@@ -85,8 +85,8 @@ class Controller:
             await self.queue.add(key, GATHER_SECONDS if thing["kind"] in BUSY and not deleted else 0.0)
 
     async def run(self) -> None:
-        """Until cancelled. Nothing is decided before everything has been listed: to a controller that sees a job and
-        not yet its children, they would all be missing."""
+        """Work until cancelled. Decisions wait until everything is listed: before that, a job's children would seem to
+        be missing."""
         if self._settings.nodes_seconds > 0:
             await self.nodes.look()  # so that new jobs are planned with it
         while True:
@@ -128,7 +128,7 @@ class Controller:
             self._metrics.reconciled(outcome, time.monotonic() - started, len(self.queue), self._client.requests)
 
     async def process(self, key: Key) -> float | None:
-        """Reconcile one job; seconds until it wants to be looked at again. Raises KubeError."""
+        """Reconcile one job. Returns the seconds until it must be looked at again. Raises KubeError."""
         document = self.store.job(key)
         if document is None:
             self._coordinators.forget(key)

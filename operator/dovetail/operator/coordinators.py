@@ -1,4 +1,5 @@
-"""Asks the running jobs' coordinators how far they are: beside the reconciliation, which never waits for one."""
+"""Asks the coordinators of running jobs for their progress, at the same time as the reconciliation, which never waits
+for them."""
 
 from __future__ import annotations
 
@@ -41,9 +42,8 @@ class _Followed:
 
 
 class CoordinatorPoller:
-    """By pod address, so that no name service is needed. Each is asked every `seconds`, of many each less often;
-    `changed` is called with the job whose status has something new to tell, once its finished steps have been asked
-    for, too."""
+    """Asks coordinators at their pod addresses, so it needs no DNS. Each is asked every `seconds`, and less often if
+    there are many. `changed` is called with each job whose status has news, after its finished steps were read too."""
 
     def __init__(
         self, session: aiohttp.ClientSession, seconds: float, changed: Callable[[Key], Awaitable[None]]
@@ -56,8 +56,7 @@ class CoordinatorPoller:
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     def report(self, key: Key, children: Children, token: str | None) -> dict[str, Any] | None:
-        """The newest answer; None while there is none. From now on the coordinator is asked, while it has a pod that
-        runs."""
+        """The newest answer; None if there is none yet. From now on the coordinator is asked while a pod of it runs."""
         pod = progress.coordinator_pod(children)
         address = (pod or {}).get("status", {}).get("podIP")
         if pod is None or token is None or not address or is_over(pod) or pod["status"].get("phase") != "Running":
@@ -71,11 +70,11 @@ class CoordinatorPoller:
         return None
 
     def history(self, key: Key) -> JobHistory | None:
-        """The steps that this job's coordinators have told of, if any."""
+        """The steps that this job's coordinators have reported, if any."""
         return self._histories.get(key)
 
     def forget(self, key: Key) -> None:
-        """Ask this job's coordinator no more; its steps are forgotten."""
+        """Stop asking this job's coordinator, and drop its steps."""
         self._stop(key)
         self._histories.pop(key, None)
 
@@ -85,7 +84,7 @@ class CoordinatorPoller:
             there.task.cancel()
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop asking all coordinators."""
         tasks = [there.task for there in self._followed.values()]
         for key in list(self._followed):
             self._stop(key)

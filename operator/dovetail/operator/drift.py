@@ -1,5 +1,5 @@
-"""Remembers which of a job's small objects were found as they should be, so that they are not rendered and compared
-again with every event of a pod."""
+"""Remembers which small objects of a job were found correct. Without this, every event of a pod would render and
+compare them again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ REMEMBERED = 10_000
 
 @dataclass(frozen=True)
 class Look:
-    """What was compared. Job, plan and settings are the very objects: others may differ. `versions`: by kind, what is
-    there."""
+    """What one comparison was made of. Job, plan and settings are compared by identity. `versions`: the versions of
+    the existing objects by kind."""
 
     context: RenderContext
     started: bool
@@ -40,7 +40,7 @@ class Look:
         )
 
     def renders_as(self, other: Look) -> bool:
-        """But for what depends on the pods of each group."""
+        """Whether both render the same objects, apart from those that depend on the number of pods."""
         mine, theirs = self.context, other.context
         return (
             mine.job is theirs.job
@@ -52,13 +52,14 @@ class Look:
 
 @dataclass
 class Drift:
-    """Of all jobs, by uid: the last look, the kinds that were fine, and whether nothing was to be done at all."""
+    """The memory for all jobs, by uid: the last comparison, the kinds that were correct, and whether nothing was left
+    to do."""
 
     _seen: dict[str, tuple[Look, frozenset[str], bool]] = field(default_factory=dict)
 
     def fine(self, look: Look) -> set[str] | None:
-        """The kinds of which the job's object is there and as it was when it was found fine; None: nothing has changed
-        since nothing was to be done."""
+        """The kinds whose object is unchanged since it was found correct. None: nothing has changed since nothing was
+        left to do."""
         before, kinds, all_fine = self._seen.get(look.context.uid, (None, frozenset[str](), False))
         if before is None or not before.renders_as(look):
             return set()
@@ -71,7 +72,7 @@ class Drift:
         return {kind for kind in kinds if kind in look.versions and before.versions.get(kind) == look.versions[kind]}
 
     def found(self, look: Look, fine: Iterable[str], all_fine: bool) -> None:
-        """`fine`: kinds that are there and as they should be."""
+        """Remember a comparison. `fine`: the kinds whose objects exist and are correct."""
         self._seen.pop(look.context.uid, None)
         while len(self._seen) >= REMEMBERED:
             self._seen.pop(next(iter(self._seen)))
@@ -79,7 +80,7 @@ class Drift:
 
 
 def look_at(context: RenderContext, children: Children, started: bool, running: bool) -> Look:
-    """`started`: the job has a JobSet; `running`: and a pod of it runs."""
+    """What is compared now. `started`: the job has a JobSet. `running`: at least one of its pods runs."""
     versions: dict[str, int] = {}
     for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
         if kind in KINDS:

@@ -1,4 +1,4 @@
-"""kopf's part: watches that feed the queue, and nothing else: no finalizers, timers, daemons or annotations."""
+"""kopf's part: watches that feed the queue. The operator uses no finalizers, timers, daemons or annotations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dovetail.operator.kopf_watches import OnEvent, direct_watches
 
 
 def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: tuple[str, ...], stop: Event) -> None:
-    """Run kopf until `stop` is set or a watch dies, which raises. `loop` is the controller's.
+    """Run kopf until `stop` is set. Raises if a watch dies. `loop` is the controller's loop.
 
-    For a thread of its own: kopf takes over the main thread's signals, and cancels what it finds in its loop."""
+    Run this in a thread of its own: kopf takes over the main thread's signals and cancels the tasks in its loop."""
     feed = _Feed(controller, loop)
     with direct_watches(feed.give), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(
@@ -90,7 +90,8 @@ def make_registry(on_event: OnEvent) -> kopf.OperatorRegistry:
 
 
 def make_settings() -> kopf.OperatorSettings:
-    """Least privilege: no looking for CRDs and namespaces; of other kinds only what is ours."""
+    """kopf's settings with least privilege: kopf does not look for CRDs and namespaces, and watches only objects of
+    ours."""
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.posting.enabled = False

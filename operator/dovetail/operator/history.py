@@ -1,4 +1,4 @@
-"""What stays of a job's curves when its coordinator is gone: a bounded number of its finished steps. Pure."""
+"""The steps of a job that are kept when its coordinator is gone. Their number is limited. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAGES = {stage.value for stage in Stage}
 
 
 class JobHistory:
-    """Of one job, whose coordinator knows `token`. `offset`: where its rows go on."""
+    """The steps of one job. `token`: the job's token. `offset`: where the coordinator's next rows begin."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -31,9 +31,9 @@ class JobHistory:
         self._rows: dict[tuple[str, int], str] = {}  # lines of JSON: a tenth of what objects take
 
     def take(self, rows: Iterable[Any], *, missing: bool = False) -> None:
-        """Rows of history.jsonl, in order; `missing`: only those that are not here. Of a step that was replayed the
-        last counts; what is no row is passed over. With too many, every second goes: older ones are wider apart then.
-        """
+        """Add rows of history.jsonl, in order. `missing`: add only steps that are not there yet. If a step was run
+        again, the last row counts. Items that are no rows are ignored. If there are too many rows, every second one is
+        dropped, so older steps are further apart."""
         for item in rows:
             row = _row(item)
             if row is None:
@@ -48,7 +48,7 @@ class JobHistory:
                     del self._rows[key]
 
     def text(self) -> str:
-        """A JSON list; empty text without rows."""
+        """The rows as a JSON list; empty text if there are none."""
         return f"[{','.join(self._rows.values())}]" if self._rows else ""
 
 
@@ -70,14 +70,14 @@ def _row(item: Any) -> dict[str, Any] | None:
 
 
 def last_row(document: Mapping[str, Any], time: float) -> dict[str, Any]:
-    """The last step that a coordinator's status tells of, as a row; it may be none."""
+    """A row for the last step in a coordinator's status. It may be incomplete."""
     ppo = document.get("stage") == Stage.PPO.value
     step = document.get("iteration" if ppo else "step")
     return {"stage": document.get("stage"), "step": step, "time": time, "metrics": document.get("metrics")}
 
 
 def history_config_map(context: RenderContext, text: str) -> Object:
-    """Written once, when the job ends; the status API shows it."""
+    """The ConfigMap that is written once, when the job ends. The status API shows it."""
     return {
         **CONFIG_MAP.type_meta,
         "metadata": context.metadata(names.history_config_map(context.name), "history"),

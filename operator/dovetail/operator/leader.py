@@ -21,8 +21,8 @@ RETRY_SECONDS = 2
 
 
 class Lock(LeaseLock):
-    """An API server that does not answer is a failure to renew, not the end of the process. `attempted` is called with
-    every answer."""
+    """A lease lock for which an API server that does not answer is a failed renewal, not the end of the process.
+    `attempted` is called after every answer."""
 
     def __init__(self, name: str, namespace: str, identity: str, api: ApiClient, attempted: Callable[[], None]) -> None:
         super().__init__(name, namespace, identity, api)
@@ -43,7 +43,7 @@ class Lock(LeaseLock):
             return False
 
     async def release(self) -> None:
-        """Let the next replica lead at once, if the lease is ours."""
+        """Give the lease up, if it is ours, so that the next replica leads at once."""
         there, record = await self.get(self.name, self.namespace)
         if there and record is not None and record.holder_identity == self.identity:
             with contextlib.suppress(ApiException, *NO_ANSWER):

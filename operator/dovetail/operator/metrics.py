@@ -34,5 +34,5 @@ class OperatorMetrics:
         self._requests.set(requests)
 
     def applied(self, seconds: float) -> None:
-        """What an event of a job asked for has been done, so long after it."""
+        """Record that an event of a job was acted on, `seconds` after it came."""
         self._events.observe(seconds)

@@ -1,4 +1,4 @@
-"""Why pods wait for their volumes: kubelets tell it in Events only, not in a pod's status."""
+"""Why pods wait for their volumes. Kubelets report this in Events only, not in a pod's status."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Told:
 
 
 class Mounts:
-    """Asks about pods that have had a node and no container for LOOK_SECONDS, and as often: about all of a namespace at
-    once, for it is much the same work. `clock`: monotonic."""
+    """Looks for Events about pods that have a node but no container for LOOK_SECONDS. It asks for all pods of a
+    namespace at once, because that costs about the same. `clock`: monotonic seconds."""
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
@@ -38,7 +38,7 @@ class Mounts:
         self._told: defaultdict[str, _Told] = defaultdict(_Told)
 
     async def problems(self, key: Key, children: Children) -> dict[str, str]:
-        """What kubelets say of the mounts of this job's stuck pods, by the pod's uid."""
+        """What kubelets report about the volumes of this job's waiting pods, by the pod's uid."""
         now, before = self._clock(), self._stuck.pop(key, {})
         stuck = {str(pod["metadata"]["uid"]) for pod in children.of(POD.kind) if creating(pod)}
         if not stuck:

@@ -1,4 +1,5 @@
-"""Which GPU nodes there are: listed at a bounded rate, and believed when two lists in a row say the same."""
+"""The GPU nodes of the cluster. They are listed at a bounded rate, and a change counts when two lists in a row show
+it."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ REFUSED_SECONDS = 600.0
 
 
 class Steady:
-    """`value`: the first one, then whichever was offered twice in a row, so that a node that comes and goes changes
-    nothing."""
+    """`value` is the first value, then each value that was offered twice in a row. So a node that comes and goes
+    changes nothing."""
 
     def __init__(self) -> None:
         self.value: Pools | None = None
         self._last: Pools | None = None
 
     def offer(self, value: Pools) -> bool:
-        """Whether `self.value` is another now."""
+        """Take a value. Returns whether `self.value` has changed."""
         believed = self.value is None or self._last == value
         self._last = value
         if not believed or value == self.value:
@@ -48,17 +49,17 @@ class Nodes:
 
     @property
     def pools(self) -> Pools | None:
-        """None before the first list."""
+        """The pools of nodes; None before the first list."""
         return self._steady.value
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """List nodes until cancelled."""
         while True:
             await asyncio.sleep(max(self._seconds, REFUSED_SECONDS) if self.refused else self._seconds)
             await self.look()
 
     async def look(self) -> None:
-        """List them once; a list that cannot be had changes no pools."""
+        """List the nodes once. If that fails, the pools stay as they are."""
         try:
             found: Counter[tuple[str, int]] = Counter()
             fields = "spec.unschedulable=false"

@@ -1,4 +1,4 @@
-"""Plans, made in a worker process with a deadline: a search that takes long must not hold up the other jobs."""
+"""Plans are made in a worker process with a deadline, so that a long search does not delay other jobs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class _Read:
     plan: Plan | None = None
 
     def stored(self, config_map: Object, known: dict[str, tuple[str, Plan]]) -> Plan | None:
-        """`known`: by their text, so that equal jobs share a plan, and its text."""
+        """The plan in a ConfigMap; None if it cannot be read. `known`: plans by their text, so that equal jobs share a
+        plan and its text."""
         text = str((config_map.get("data") or {}).get("plan.json"))
         if text != self.text:
             if text not in known:
@@ -115,7 +116,7 @@ class Planner:
         self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
 
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
-        """The plan in the job's ConfigMap once it has started or while the spec is the same, else a new one."""
+        """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan."""
         read = self._job(document)
         if isinstance(read, PlanRefused):
             return read
@@ -138,7 +139,8 @@ class Planner:
         return found if isinstance(found, PlanRefused) else (job, found)
 
     def variant(self, job: Key, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> Plan | PlanRefused | None:
-        """The plan of a job's spec with other sizes, if it is known; else None, and `done` is called once it is."""
+        """The plan for other sizes of the job's spec, if it is known. Otherwise None, and `done` is called when it is
+        known."""
         wanted = digest(spec.model_dump(mode="json", by_alias=True))
         if (found := self._variants.get(wanted)) is not None:
             return found
@@ -176,7 +178,7 @@ class Planner:
         return read
 
     async def close(self) -> None:
-        """Ask nothing more, and end the worker process."""
+        """End the worker process."""
         for task in self._varying:
             task.cancel()
         await asyncio.gather(*self._varying, return_exceptions=True)

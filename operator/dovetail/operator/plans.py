@@ -16,7 +16,8 @@ from dovetail.protocol.plan import Plan
 
 
 def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
-    """`plan`: what runs; `shown`: with as many rollouts as the nodes have room for."""
+    """The plan in the job's status. `plan`: the plan that runs. `shown`: the plan with as many rollouts as the nodes
+    have room for."""
     return PlanStatus(
         placement=shown.prediction.placement if shown.prediction is not None else None,
         actor=_layout(plan.apart.get("actor") or plan.parallelism.get("actor")),

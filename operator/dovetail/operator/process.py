@@ -1,4 +1,4 @@
-"""What a replica of the operator does: serves its probes, waits for the lease, and works while it has that."""
+"""One replica of the operator: it serves its probes, waits for the lease, and works while it holds the lease."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ STUCK_SECONDS = 120.0
 
 @dataclass
 class ProbeHealth:
-    """For the probes: a follower is alive while it can look at the lease, a leader while jobs get their turn, too."""
+    """The state that the probes show. A follower is alive while it can read the lease; a leader must also process its
+    jobs in time."""
 
     lease_seen: float
     controller: Controller | None = None

@@ -134,7 +134,7 @@ def health(document: Mapping[str, Any]) -> RunHealth | None:
 
 
 def coordinator_pod(children: Children) -> Object | None:
-    """The coordinator's newest pod."""
+    """The newest pod of the coordinator."""
     pods = [p for p in children.pods(surplus=False) if label(p, names.ROLE_LABEL) == COORDINATOR]
     return max(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", "")), default=None)
 

@@ -32,8 +32,7 @@ class Cause:
 
 
 def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
-    """What keeps this pod from working; None while nothing speaks against it. `mounts`: what is said of the mounts of
-    pods, by uid."""
+    """Why this pod does not work; None if nothing is wrong. `mounts`: reports about volumes, by the pod's uid."""
     status = pod.get("status", {})
     if status.get("phase") == "Failed":
         return _ended(pod)
@@ -60,7 +59,7 @@ def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
 
 
 def creating(pod: Object) -> bool:
-    """It has a node, and its containers are still being made."""
+    """Whether the pod has a node and its containers are still being created."""
     status = pod.get("status", {})
     if status.get("phase") != "Pending" or deleting(pod) or not is_true(pod, "PodScheduled"):
         return False
@@ -69,7 +68,7 @@ def creating(pod: Object) -> bool:
 
 
 def failed_at(pod: Object) -> datetime | None:
-    """When it failed by itself; None for one that has not, or that was disrupted (evicted, or its node lost)."""
+    """When the pod failed by itself. None if it has not failed, or was disrupted (evicted, or its node was lost)."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed" or is_true(pod, "DisruptionTarget"):
         return None
@@ -79,7 +78,7 @@ def failed_at(pod: Object) -> datetime | None:
 
 
 def worst(pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS) -> Cause | None:
-    """The cause to tell: of failures the latest (earlier ones have been got over), else the oldest wait."""
+    """The cause to report: the latest failure (the job survived earlier ones), else the oldest wait."""
     found = [c for pod in pods if (c := cause(pod, mounts)) is not None]
     failures = [c for c in found if not c.waiting]
     if failures:

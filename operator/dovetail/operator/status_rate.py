@@ -1,4 +1,4 @@
-"""How often a job's status is written: what is urgent at once, what comes by itself as pods start at a bounded rate."""
+"""How often a job's status is written: urgent news at once, the progress of pods that start at a bounded rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED}
 
 
 class StatusRate:
-    """Of all jobs. `clock`: monotonic seconds."""
+    """The rate for all jobs. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -33,10 +33,9 @@ class StatusRate:
         self._ready: dict[Key, float] = {}
 
     def wait(self, key: Key, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
-        """Seconds until the status that is wanted may be written over the known one: 0 for that of a new generation,
-        and for every condition that changes otherwise than as a job starts well. A new job waits from the first call;
-        jobs that start well wait for each other, too.
-        """
+        """Seconds until the wanted status may replace the known one. A status of a new generation need not wait, nor
+        one with a condition that changes for another reason than a good start. A new job waits from the first call.
+        Jobs that start well also wait for each other."""
         fresh = known and known.get("observedGeneration") != wanted.get("observedGeneration")
         if fresh or not _changed(known, wanted) <= CALM:
             return 0.0
@@ -56,7 +55,7 @@ class StatusRate:
         self._ready.pop(key, None)
 
     def forget(self, key: Key) -> None:
-        """The job is over, or gone."""
+        """Drop a job that is over or deleted."""
         self._wrote.pop(key, None)
         self._turns.pop(key, None)
         self._ready.pop(key, None)

@@ -1,4 +1,4 @@
-"""What the watches have told: the newest known version of every RLHFJob and of its children."""
+"""What the watches have reported: the newest known version of every RLHFJob and of its children."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class _Kept(NamedTuple):
 
 
 class ObjectCache:
-    """Filled by watch events and by replies to our own writes; an older version never replaces a newer one."""
+    """Filled by watch events and by the replies to our own writes. An older version never replaces a newer one."""
 
     def __init__(self) -> None:
         self._jobs: dict[Key, Object] = {}
         self._children: dict[Key, dict[Ref, _Kept]] = {}
 
     def put(self, thing: Object) -> Key | None:
-        """Returns the job that it belongs to, None for something that is no child of any."""
+        """Store an object. Returns its job, or None if it belongs to no job."""
         key = key_of(thing)
         if key is None:
             return None
@@ -57,7 +57,7 @@ class ObjectCache:
         return key
 
     def knows(self, thing: Object) -> bool:
-        """Whether this version of it, or a newer one, was put here before."""
+        """Whether this version of the object, or a newer one, is stored."""
         key = key_of(thing)
         if key is None:
             return False
@@ -68,7 +68,7 @@ class ObjectCache:
         return there is not None and there.version >= _version(thing) > 0
 
     def remove(self, thing: Object) -> Key | None:
-        """It is gone, unless a newer one of the same name is known."""
+        """Remove an object, unless a newer one with the same name is known."""
         key = key_of(thing)
         if key is None:
             return None
@@ -95,7 +95,7 @@ class ObjectCache:
         return Children({place: json.loads(kept.text) for place, kept in self._children.get(key, {}).items()})
 
     def uids(self, kind: str, namespace: str | None) -> dict[tuple[Key, str], str]:
-        """By job and name the uids of everything of a kind, for comparison with a list."""
+        """The uids of all objects of a kind by job and name, to compare them with a list."""
         if kind == KIND:
             jobs = ((key, job) for key, job in self._jobs.items() if namespace in (None, key[0]))
             return {(key, key[1]): str(job["metadata"].get("uid", "")) for key, job in jobs}
@@ -119,7 +119,7 @@ def key_of(thing: Object) -> Key | None:
 
 
 def trim(thing: Object) -> Object:
-    """Without what is never looked at, which is most of a pod, a Job and a JobSet."""
+    """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet."""
     metadata, kind = thing["metadata"], thing["kind"]
     if kind not in _STATUS:
         return {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}

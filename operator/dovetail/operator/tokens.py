@@ -1,4 +1,4 @@
-"""The jobs' tokens: each made once, kept in a Secret, never changed while the job lives."""
+"""The tokens of jobs. Each is made once, kept in a Secret, and stays the same while the job lives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dovetail.operator.render.secret import secret
 
 
 class Tokens:
-    """The operator may read and make single Secrets, not list them: so it looks when it must, and remembers."""
+    """The operator may read and create single Secrets but not list them. So it reads a Secret only if it must, and
+    remembers the result."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -31,15 +32,15 @@ class Tokens:
         self._there.discard(uid)
 
     def doubt(self, uid: str | None = None) -> None:
-        """The Secret of this job, or all, may have been deleted: look again at the next `ensure`."""
+        """Read this job's Secret (or all) again at the next `ensure`: it may have been deleted."""
         if uid is None:
             self._there.clear()
         else:
             self._there.discard(uid)
 
     async def ensure(self, context: RenderContext, *, new: bool = False) -> None:
-        """The job's Secret is there afterwards: made anew with the same token, if running pods may hold that. `new`: it
-        is most likely not there yet. Raises KubeError."""
+        """Make sure that the job's Secret exists. A deleted one is created again with the same token if running pods
+        may hold it. `new`: the Secret probably does not exist yet. Raises KubeError."""
         if context.uid in self._there:
             return
         name = names.token_secret(context.name)

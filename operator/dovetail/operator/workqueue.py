@@ -1,4 +1,4 @@
-"""Keys to work on: each once however often it is asked for, never by two workers at a time."""
+"""A queue of keys. Each key is in it once, and only one worker at a time has it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WorkQueue(Generic[K]):
         return len(self._due)
 
     def lag(self) -> float:
-        """Seconds by which the most overdue key is late; keys at work do not count."""
+        """Seconds by which the most overdue key is late. Keys that a worker has do not count."""
         now = self._clock()
         late = [now - due for key, due in self._due.items() if key not in self._busy]
         return max(late, default=0.0)
@@ -60,14 +60,15 @@ class WorkQueue(Generic[K]):
                     pass
 
     async def done(self, key: K, again: float | None = None) -> None:
-        """Worked on without trouble; `again`: in that many seconds."""
+        """The work on a key succeeded. `again`: put the key back in that many seconds."""
         self._failures.pop(key, None)
         await self._release(key)
         if again is not None:
             await self.add(key, again)
 
     async def failed(self, key: K) -> float:
-        """To be tried again after a pause that doubles with each failure in a row; returns the pause."""
+        """The work on a key failed. The key comes back after a pause, which doubles with each failure in a row.
+        Returns the pause, seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16))

@@ -50,7 +50,7 @@ _STATUS: dict[type[Exception], int] = {
 
 
 def create_app(service: Callable[[], AbstractAsyncContextManager[Service]]) -> FastAPI:
-    """`service` is entered while the application runs."""
+    """The application. It enters the context manager `service` while it runs."""
     registry = CollectorRegistry()
 
     @asynccontextmanager
@@ -87,7 +87,7 @@ def create_app(service: Callable[[], AbstractAsyncContextManager[Service]]) -> F
 
 
 def openapi_document() -> dict[str, Any]:
-    """The API's description, for which no cluster is needed."""
+    """The description of the API as OpenAPI. It needs no cluster."""
 
     @asynccontextmanager
     async def none() -> Any:

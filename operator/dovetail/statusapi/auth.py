@@ -1,4 +1,4 @@
-"""Who asks, and may they: TokenReview and SubjectAccessReview, remembered for a few seconds."""
+"""Who the caller is, and what they may do: TokenReview and SubjectAccessReview, remembered for a few seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Forbidden(Exception):
 
 @dataclass(frozen=True)
 class User:
-    """As TokenReview names them."""
+    """A user as TokenReview describes them."""
 
     name: str
     uid: str
@@ -35,7 +35,7 @@ class User:
 
 @dataclass(frozen=True)
 class Access:
-    """What RBAC is asked about."""
+    """One question to RBAC."""
 
     verb: str
     namespace: str
@@ -71,7 +71,8 @@ class _Cache(Generic[T]):
 
 
 class Auth:
-    """Answers of the API server count for `seconds`: so long a revoked right lives on. Failures to ask are not kept."""
+    """Remembers the API server's answers for `seconds`, so a revoked right works that much longer. Failed requests are
+    not remembered."""
 
     def __init__(self, kube: Kube, seconds: float, audiences: tuple[str, ...], clock: Callable[[], float]) -> None:
         self._kube, self._audiences = kube, audiences
@@ -79,7 +80,7 @@ class Auth:
         self._rights: _Cache[bool] = _Cache(seconds, clock)
 
     async def user(self, header: str | None) -> User:
-        """Of an Authorization header. Raises Unauthenticated or KubeError."""
+        """The user of an Authorization header. Raises Unauthenticated or KubeError."""
         scheme, _, token = (header or "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
@@ -108,7 +109,7 @@ class Auth:
         return User(user.get("username", ""), user.get("uid", ""), tuple(user.get("groups") or ()), extra)
 
     async def may(self, user: User, access: Access) -> bool:
-        """Raises KubeError."""
+        """Whether the user may do this. Raises KubeError."""
         allowed = self._rights.get((user, access))
         if allowed is None:
             attributes = {
@@ -133,6 +134,6 @@ class Auth:
         return allowed
 
     async def require(self, user: User, access: Access) -> None:
-        """Raises Forbidden or KubeError."""
+        """Check that the user may do this. Raises Forbidden or KubeError."""
         if not await self.may(user, access):
             raise Forbidden(f"user {user.name!r} may not {access}")

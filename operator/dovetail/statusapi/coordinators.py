@@ -1,4 +1,4 @@
-"""What coordinators say of their jobs, read over HTTP with each job's own token and remembered."""
+"""The progress of jobs. It is read from coordinators over HTTP with each job's own token, and remembered."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Unreachable = coordinator_http.NoAnswer
 
 
 class JobProgress:
-    """One job's: `rows` in the order in which they came, replayed steps again; `offset` is the coordinator's. `size`:
-    bytes of the answers that it was read from."""
+    """The progress of one job. `rows`: in the order in which they came; a replayed step is there again. `offset`:
+    where the coordinator's next rows begin. `size`: bytes of the answers so far."""
 
     def __init__(self) -> None:
         self.rows: list[Iteration] = []
@@ -55,7 +55,7 @@ class JobProgress:
 
 
 class CoordinatorReader:
-    """`seconds`: how old an answer may be; requests in between share it. `answer_seconds`: what an answer may take."""
+    """`seconds`: how old an answer may be; requests in between share it. `answer_seconds`: its time limit."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class CoordinatorReader:
         self._jobs: OrderedDict[str, JobProgress] = OrderedDict()
 
     async def progress(self, job: Object, *, now: bool = False) -> JobProgress:
-        """Of an RLHFJob; what was known before where the coordinator cannot be asked. `now`: ask whatever the age of
-        the last answer."""
+        """The progress of an RLHFJob. If the coordinator cannot be asked, it is the progress that was known before.
+        `now`: ask even if the last answer is recent."""
         uid = job["metadata"]["uid"]
         found = self._jobs.setdefault(uid, JobProgress())
         self._jobs.move_to_end(uid)

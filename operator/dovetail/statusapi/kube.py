@@ -1,4 +1,4 @@
-"""The few calls of the Kubernetes API that the status API makes, as plain JSON."""
+"""The status API's few calls to the Kubernetes API, as plain JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kube(Protocol):
 
 
 class KubeClient:
-    """The `kubernetes` package's connection, without its generated types. Use as an async context manager."""
+    """A connection to the API server. Use it as an async context manager."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -48,7 +48,7 @@ async def create(kube: Kube, path: str, body: Object) -> Object:
 
 
 def jobs_path(namespace: str | None, name: str = "") -> str:
-    """Of the RLHFJobs of a namespace (None: of all), or one of them."""
+    """The path of all RLHFJobs (namespace None), of a namespace's, or of one."""
     space = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
     path = f"/apis/{GROUP}/{VERSION}{space}/{PLURAL}"
     return f"{path}/{quote(name, safe='')}" if name else path

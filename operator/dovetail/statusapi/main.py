@@ -28,7 +28,7 @@ class Http(HeaderDeadline, H11Protocol):
 
 @asynccontextmanager
 async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
-    """The service on the cluster that the environment names."""
+    """The service for the cluster that the environment names."""
 
     def url(job: str, namespace: str) -> str:
         if settings.coordinator_url:

@@ -1,4 +1,4 @@
-"""The questions that the API answers, each after asking whether the user may."""
+"""The answers to the API's questions. Each checks first that the user may ask."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class NotFound(Exception):
 
 
 class TooMany(Exception):
-    """HTTP 503: as many streams as this process serves."""
+    """HTTP 503: this process already serves as many streams as it may."""
 
 
 class Service:
-    """One method a route. All raise Unauthenticated, Forbidden, NotFound or KubeError."""
+    """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Service:
         return await self._kube.request("GET", f"{path}/log", query)
 
     async def stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
-        """Server-sent events; checks before the first that the user may, and again before each."""
+        """Server-sent events. The user's right is checked before the first event and before each later one."""
         await self.job(header, namespace, name)
         if self.streams >= self._most_streams:
             raise TooMany(f"{self._most_streams} streams are open already; try again later")

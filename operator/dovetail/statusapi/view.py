@@ -1,4 +1,4 @@
-"""RLHFJobs as the API shows them. Pure."""
+"""RLHFJobs in the form that the API shows. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 def status_of(manifest: Object) -> RLHFJobStatus:
-    """The job's status; an empty one where a foreign writer left what does not fit."""
+    """The job's status; an empty one if somebody else wrote a status that does not fit."""
     try:
         return RLHFJobStatus.model_validate(manifest.get("status") or {})
     except ValidationError:
@@ -49,7 +49,7 @@ def job_line(manifest: Object) -> Job:
 
 
 def links(namespace: str, name: str) -> dict[str, str]:
-    """Paths of one job's parts."""
+    """The paths of one job's parts."""
     base = f"/api/v1/namespaces/{namespace}/{PATH}/{name}"
     return {part: f"{base}/{part}" for part in ("iterations", "plan", "events", "logs")}
 
@@ -58,7 +58,7 @@ PATH = "rlhfjobs"
 
 
 def kube_events(events: Object) -> list[KubeEvent]:
-    """The newest of an EventList, newest first."""
+    """The newest events of an EventList, newest first."""
     found = []
     for item in events.get("items", []):
         time = item.get("lastTimestamp") or item.get("eventTime") or item["metadata"].get("creationTimestamp")
@@ -75,7 +75,7 @@ def kube_events(events: Object) -> list[KubeEvent]:
 
 
 def owned_by(job: Object, child: Object) -> bool:
-    """Whether an RLHFJob controls an object: a name alone could be another's."""
+    """Whether an RLHFJob owns an object. The name alone proves nothing."""
     return any(
         owner.get("uid") == job["metadata"]["uid"] and owner.get("apiVersion", "").startswith(f"{GROUP}/")
         for owner in child["metadata"].get("ownerReferences") or ()

@@ -1,4 +1,5 @@
-"""Looks at running jobs from time to time, so that their history is known here when their coordinators are gone."""
+"""Asks running jobs for their progress from time to time, so that the history is known here when a coordinator is
+gone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ log = logging.getLogger("uvicorn.error")
 
 
 async def watch(kube: Kube, coordinators: CoordinatorReader, namespaces: tuple[str, ...], seconds: float) -> None:
-    """Until cancelled: every `seconds`, ask the coordinator of each job that runs."""
+    """Every `seconds`, ask the coordinator of each running job. Runs until cancelled."""
     while True:
         try:
             for namespace in namespaces or (None,):

@@ -11,7 +11,7 @@ from dovetail.operator.render.context import Object, RenderContext, digest
 
 
 def config_map(context: RenderContext) -> Object:
-    """job.json and plan.json, which `spec_hash` of the manifest tells apart from those of another one."""
+    """job.json and plan.json, with the hash of the spec that they were made from."""
     metadata = context.metadata(names.plan_config_map(context.name), "plan")
     metadata["annotations"] = {names.SPEC_HASH: spec_hash(context.job)}
     if context.room:
@@ -27,7 +27,7 @@ def config_map(context: RenderContext) -> Object:
 
 
 def spec_hash(job: RLHFJob) -> str:
-    """Of everything that a plan may depend on."""
+    """A hash of everything that a plan may depend on."""
     spec = job.spec.model_dump(mode="json", by_alias=True)
     for name in ("suspend", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "failurePolicy", "checkpoint"):
         spec.pop(name, None)

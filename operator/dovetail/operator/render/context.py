@@ -1,4 +1,4 @@
-"""What every rendering function needs, and what all objects have in common."""
+"""What every rendering function needs, and what all objects share."""
 
 from __future__ import annotations
 

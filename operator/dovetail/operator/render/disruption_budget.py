@@ -8,8 +8,8 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def disruption_budget(context: RenderContext) -> Object:
-    """A number of pods that must stay, for Jobs have no scale that `maxUnavailable` could be counted from. Surplus
-    rollouts may always go, and a pod that is not ready never holds up a drain."""
+    """The budget gives the number of pods that must stay, because `maxUnavailable` cannot be counted for Jobs. Surplus
+    rollouts may always be evicted, and a pod that is not ready never delays a drain."""
     pods = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
     return {
         **DISRUPTION_BUDGET.type_meta,

@@ -1,4 +1,4 @@
-"""The specification of a batch/v1 Job, as the JobSet's groups and the surplus rollouts have it."""
+"""The specification of a batch/v1 Job, for groups in the JobSet and for surplus rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All children of a job but its token, in the order in which they are applied."""
+"""All objects of a job except its token's Secret, in the order in which they are applied."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def role(context: RenderContext) -> Object:
-    """May read the job and its plan, for programs of the user's that ask the API server; nothing of ours does."""
+    """Pods may read the job and its plan. Users' programs can use this; Dovetail itself does not."""
     plan = names.plan_config_map(context.name)
     return {
         **ROLE.type_meta,

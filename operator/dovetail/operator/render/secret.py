@@ -8,7 +8,7 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def secret(context: RenderContext, token: str) -> Object:
-    """To be created once: running pods hold the token, so it never changes."""
+    """Created once. Running pods hold the token, so it never changes."""
     return {
         **SECRET.type_meta,
         "metadata": context.metadata(names.token_secret(context.name), "token"),

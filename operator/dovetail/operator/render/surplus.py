@@ -11,7 +11,7 @@ from dovetail.operator.render.pod import group_pod
 
 
 def surplus_jobs(context: RenderContext) -> list[Object]:
-    """All that are wanted now."""
+    """A Job for each surplus rollout that is wanted now."""
     return [
         _job(context, group.name, index)
         for group in context.job.spec.groups

@@ -13,7 +13,7 @@ def claim_name(context: RenderContext) -> str:
 
 
 def volume_claim(context: RenderContext) -> Object | None:
-    """None where the manifest names a claim: that one is the user's, and outlives the job."""
+    """None if the manifest names a claim: that claim is the user's and outlives the job."""
     if context.job.spec.checkpoint.volume is not None:
         return None
     settings = context.settings
