@@ -84,8 +84,8 @@ class Pipeline:
     def from_manifest(
         cls, path: Path | str, run_dir: Path | str | None = None, *, cpu: bool = False, **options: Any
     ) -> Pipeline:
-        """From an RLHFJob manifest. `run_dir` is runs/<name> by default. `cpu`: on CPUs, also what groups want GPUs
-        for. Raises ManifestError for a bad manifest, and for GPUs that this machine does not have."""
+        """Make a pipeline from an RLHFJob manifest. `run_dir`: runs/<name> by default. `cpu`: run on CPUs also what
+        groups want GPUs for. Raises ManifestError for a bad manifest, and for GPUs that this machine does not have."""
         written, job = parse_manifest(Path(path)), load_manifest(Path(path))
         if cpu:
             job = job.model_copy(update={"spec": resolve(on_cpus(job.spec))})
@@ -117,7 +117,8 @@ class Pipeline:
         return [record.text for record in self.engines.prepared.prompts(self.iteration + 1)]
 
     def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
-        """Responses to `prompts` (the job's own by default) with log-probabilities, reference, values and scores.
+        """Generate responses to `prompts` (by default the job's own), with log-probabilities, reference, values and
+        scores.
 
         There must be ppo.globalBatchSize / ppo.samplesPerPrompt prompts."""
         ppo = self.job.spec.ppo
@@ -183,7 +184,7 @@ class Pipeline:
         self._launcher.close()
 
     def _leave(self, error: BaseException) -> None:
-        """What a run that failed leaves, also if it was the user's own loop."""
+        """Write the results of a run that failed, also if the user's own loop failed."""
         reason = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
         outcome = Outcome(False, reason, interrupted=isinstance(error, KeyboardInterrupt))
         write_results(self.run_dir, with_cause(outcome, (self.run_dir,)))
@@ -224,7 +225,7 @@ class Pipeline:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the event loop; ends early if the launcher gives up."""
+        """Run on the event loop. Ends early if the launcher gives up."""
         future = asyncio.run_coroutine_threadsafe(self.engines.guard(work), self._loop)
         while True:
             try:
@@ -238,6 +239,7 @@ class Pipeline:
 
 
 def without_clip(job: RLHFJob) -> RLHFJob:
-    """The trainers do not see a function given here, whose scale is its author's (`dovetail.manifest.reward`)."""
+    """Without clipping: the trainers do not know of a function that is given here, and its scale is its author's
+    (`dovetail.manifest.reward`)."""
     ppo = job.spec.ppo.model_copy(update={"reward_clip": None})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})

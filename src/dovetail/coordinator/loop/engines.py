@@ -1,4 +1,4 @@
-"""The engines of a job: everything that a training loop calls. `dovetail run` and the Python API stand on this class.
+"""The engines of a job: everything that a training loop calls. `dovetail run` and the Python API both use this class.
 
     async with Engines(spec, plan, settings) as engines:
         await engines.run_sft()
@@ -9,7 +9,7 @@
             await engines.train(experience)
         await engines.finish()
 
-Each call goes on from whatever the store says, so a coordinator that died repeats nothing that was finished."""
+Each call goes on from what the store says, so a restarted coordinator repeats nothing that was finished."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Where the coordinator serves and keeps its files. `reward_function` replaces the manifest's, if given, and is
-    called in this process. `pods`: the other processes are pods, for whose start the operator looks after."""
+    """Where the coordinator serves and keeps its files. `reward_function`: used in place of the manifest's, if given,
+    and called in this process. `pods`: the other processes are pods, and the operator limits how long their start may
+    take."""
 
     run_dir: Path
     token: str
@@ -215,7 +216,7 @@ class Engines:
         self.records.close()
 
     async def _listen(self, runner: web.AppRunner) -> None:
-        """A port that another process has may be free in a moment. Raises TimeoutError."""
+        """Listen on the port, and wait for it if another process still has it. Raises TimeoutError."""
         host, port, end = self.settings.host, self.settings.port, time.monotonic() + PORT_SECONDS
         while True:
             try:
@@ -232,7 +233,7 @@ class Engines:
             await asyncio.sleep(1.0)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the job's loop; if one of the background tasks fails, so does the loop, with that error."""
+        """Run the job's loop. If a background task fails, the loop fails with its error."""
         main = asyncio.create_task(work)
         try:
             await asyncio.wait({main, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +246,7 @@ class Engines:
             main.cancel()
 
     async def _watch(self) -> None:
-        """Once a second: silent peers, and the instances' gauges."""
+        """Once a second, look for silent peers and set the gauges of instances."""
         while True:
             self.trainers.check_silence()
             for kind in ("rollout", "scorer"):
@@ -256,7 +257,7 @@ class Engines:
             await asyncio.sleep(1.0)
 
     async def _hold(self) -> None:
-        """Whoever comes late, or comes back, is brought up to date while the stages go on."""
+        """Bring processes that come late, or come back, up to date while the stages run."""
         await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
 
     # ------------------------------------------------------------ called by the HTTP server
@@ -265,7 +266,7 @@ class Engines:
         self.fleet.register(message)
 
     def retire(self, name: str) -> None:
-        """Its pod is about to end."""
+        """Note that the instance's pod will end soon."""
         self.fleet.retire(name)
 
     def offer(self, message: Offer) -> None:
@@ -313,7 +314,7 @@ class Engines:
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
 
     async def check_rewards(self) -> None:
-        """Before anything is trained: call the reward functions on two of the job's prompts, once a run. Raises
+        """Call the reward functions on two of the job's prompts, once in a run, before anything is trained. Raises
         RewardError."""
         if self._rewards is None or Stage.PPO not in self.spec.stages or self.records.store.get("rewards/checked"):
             return
@@ -324,11 +325,12 @@ class Engines:
     # ------------------------------------------------------------ SFT and reward model
 
     async def run_sft(self) -> None:
-        """Supervised fine-tuning of the actor, to models/sft. Facts: sft.loss_before, sft.loss_after."""
+        """Fine-tune the actor on demonstrations; the result is models/sft. Facts: sft.loss_before, sft.loss_after."""
         await self._supervised.sft()
 
     async def run_reward(self) -> None:
-        """Training of the reward model, to models/reward, centred. Facts: reward_model.accuracy, .pairs, .centre."""
+        """Train and centre the reward model; the result is models/reward. Facts: reward_model.accuracy, .pairs,
+        .centre."""
         await self._supervised.reward()
 
     # ------------------------------------------------------------ PPO
@@ -339,19 +341,20 @@ class Engines:
         return self.session.step
 
     async def begin_ppo(self) -> None:
-        """Load actor and critic and bring their weights to the rollouts and scorers."""
+        """Load actor and critic, and send their weights to the rollouts and scorers."""
         await self._ppo.begin()
         if self.iteration == 0:
             await self._evaluate(BEFORE)
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
-        """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
+        """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
+        job's own.
 
         What the store already holds of the iteration (after a crash) is not done again."""
         return await self._ppo.generate_experience(prompts)
 
     async def train(self, experience: Experience) -> dict[str, float]:
-        """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
+        """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
         return await self._ppo.train(experience)
 
     async def _evaluate(self, when: str) -> None:
@@ -373,7 +376,7 @@ class Engines:
         return document
 
     def fail(self, reason: str) -> None:
-        """Record that the job failed, and why, as far as store and disk still take it."""
+        """Record that the job failed, and why, as far as store and disk still allow it."""
         self.records.progress.update(state="failed", message=reason)
         self.log("job.failed", reason=reason)
         with contextlib.suppress(OSError, StoreError):

@@ -91,7 +91,7 @@ class PPOStage:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def begin(self) -> None:
-        """Load actor and critic and bring their weights to the rollouts and scorers."""
+        """Load actor and critic, and send their weights to the rollouts and scorers."""
         progress = self._records.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
         self._health = HealthWatch(self._spec, self._records.store, self._records.log, self._records.metrics.unhealthy)
         self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
@@ -121,7 +121,8 @@ class PPOStage:
         self._records.timeline.begin()
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
-        """Answer and score the next iteration's prompts: `prompts`, or else the job's own.
+        """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
+        job's own.
 
         What the store already holds of the iteration (after a crash) is not done again."""
         iteration = self._session.step + 1
@@ -135,7 +136,7 @@ class PPOStage:
         return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
 
     async def train(self, experience: Experience) -> dict[str, float]:
-        """One iteration's training on `experience`, then the new weights to all. Returns the iteration's metrics."""
+        """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
         iteration = experience.iteration
         if iteration != self._session.step + 1:
             raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")

@@ -108,7 +108,7 @@ class SupervisedStages:
         self._batches, self._steps = batches, steps
 
     async def sft(self) -> None:
-        """Supervised fine-tuning of the actor, to models/sft. Facts: sft.loss_before, sft.loss_after."""
+        """Fine-tune the actor on demonstrations; the result is models/sft. Facts: sft.loss_before, sft.loss_after."""
         await self._run(self._stage(Stage.SFT, "actor", self._sources.actor()))
         for when in ("before", "after"):
             metrics = self._records.store.get(f"sft/{when}")
@@ -116,7 +116,8 @@ class SupervisedStages:
                 self._records.results.fact(f"sft.loss_{when}", metrics["loss"])
 
     async def reward(self) -> None:
-        """Training of the reward model, to models/reward, centred. Facts: reward_model.accuracy, .pairs, .centre."""
+        """Train and centre the reward model; the result is models/reward. Facts: reward_model.accuracy, .pairs,
+        .centre."""
         demonstrations = [f"demonstrations/{i}" for i in range(len(self._batches.demonstrations()))]
         stage = self._stage(Stage.REWARD, "reward", self._sources.reward())
         await self._run(replace(stage, centred=True, demonstrations=demonstrations))
