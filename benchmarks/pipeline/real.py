@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.pipelines import Effort, Problem, zero_bubble_limit
-from dovetail.planner.training import Times, choose_schedule, rank_actions, shared_layouts, training_problem
+from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine, MicroBatch

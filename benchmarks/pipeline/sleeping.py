@@ -12,7 +12,7 @@ from torch import nn
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import Effort, Model, Problem
-from dovetail.planner.training import choose_schedule, rank_actions, shared_layouts
+from dovetail.planner.training_schedule import choose_schedule, rank_actions, shared_layouts
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.executor import Executor, MicroBatch, Pipe

@@ -16,7 +16,7 @@ import pytest
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import DEDICATED, FAMILIES, Effort, Model, Problem, Schedule
 from dovetail.planner.placement.division import divisions, same_batches
-from dovetail.planner.training import (
+from dovetail.planner.training_schedule import (
     PINS,
     Times,
     choose_dedicated,

@@ -19,7 +19,7 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.placement.division import divisions, same_batches
 from dovetail.planner.plan import PlanError, make_plan
-from dovetail.planner.training import Times, choose_dedicated, rank_actions, training_problem
+from dovetail.planner.training_schedule import Times, choose_dedicated, rank_actions, training_problem
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile

@@ -17,7 +17,7 @@ from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError
 from dovetail.pipelines import FAMILIES, ProblemError, family_instance
 from dovetail.planner.measured import profiled_problem, stage_layers
-from dovetail.planner.training import Times, shared_layouts, training_problem
+from dovetail.planner.training_schedule import Times, shared_layouts, training_problem
 from dovetail.protocol.messages import ModelRef, StageTimes
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.profile import measure_link, measure_model

@@ -21,7 +21,7 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines import Effort
 from dovetail.planner.plan import make_plan
-from dovetail.planner.training import (
+from dovetail.planner.training_schedule import (
     PINS,
     Times,
     choose_schedule,

@@ -11,10 +11,10 @@ CHUNKS_PER_SCORER = 3
 def chunk_rows(
     longest: int, waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
 ) -> int:
-    """Of the samples that wait, longest first, how many are the next chunk of one of `scorers` scorers.
+    """How many of the waiting samples, longest first, are the next chunk of one of `scorers` scorers.
 
-    Together, padded to `longest` tokens, they have about a third of a scorer's share of the `waiting` tokens, but at
-    least `least` if there are as many, and at most `most` (or one sample): the last chunks are small ones, so that all
-    scorers end together."""
+    Padded to `longest` tokens, the chunk has about a third of a scorer's share of the `waiting` tokens. It has at
+    least `least` tokens if so many wait, and at most `most` (or one sample). The last chunks are small, so all
+    scorers end at about the same time."""
     target = min(most, max(least, waiting // max(1, scorers * CHUNKS_PER_SCORER)))
     return max(1, target // longest)

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def hashed_once(cls: type[T]) -> type[T]:
-    """For a frozen dataclass: a value's hash is worked out when it is first asked for."""
+    """For a frozen dataclass: its hash is computed when it is first needed, and kept."""
     whole = cls.__hash__
 
     def once(self: Any) -> int:

@@ -13,7 +13,7 @@ Pools = Mapping[tuple[str, int], int]
 
 
 def count(nodes: Iterable[Mapping[str, Any]]) -> Pools:
-    """Of Kubernetes Node objects: those that are ready, not cordoned, and have GPUs by device plug-in and label."""
+    """Counts Kubernetes Node objects that are ready, not cordoned, and have GPUs by device plug-in and label."""
     found: dict[tuple[str, int], int] = {}
     for node in nodes:
         product = ((node.get("metadata") or {}).get("labels") or {}).get(PRODUCT_LABEL)

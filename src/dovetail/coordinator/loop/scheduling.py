@@ -33,7 +33,7 @@ from dovetail.pipelines import (
     serial_memory,
 )
 from dovetail.planner.placement.division import divisions, same_batches
-from dovetail.planner.training import (
+from dovetail.planner.training_schedule import (
     PINS,
     Times,
     choose_dedicated,

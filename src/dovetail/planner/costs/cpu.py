@@ -8,7 +8,7 @@ from dovetail.protocol.profile import Machine
 
 
 def seconds(work: Work, machine: Machine) -> dict[str, float]:
-    """By the coordinator's names of the phases, one after the other."""
+    """Seconds of the phases, one after the other, by the coordinator's names."""
     stage = best_stage(work, machine)
     return {
         "generation": stage.generated,
@@ -20,7 +20,7 @@ def seconds(work: Work, machine: Machine) -> dict[str, float]:
 
 
 def training_seconds(work: Work, machine: Machine) -> float:
-    """All optimizer steps but the last one's update, which is part of the weights' phase."""
+    """Seconds of all optimizer steps. The last update is part of the weights' phase."""
     costs = machine.training
     exchange = costs.exchange if work.dp > 1 else 0.0
     passes = _passes(work, machine) * slowdown(work.ranks * costs.cores, machine.cores)
@@ -30,9 +30,9 @@ def training_seconds(work: Work, machine: Machine) -> float:
 
 
 def _passes(work: Work, machine: Machine) -> float:
-    """Of all optimizer steps, on a machine without other work. With pipeline stages 1F1B, model by model (Serial), or
-    both together: PUZZLE's equation 1 (TimeSharing), or half of the pipeline's filling hidden too (Fused), or each on
-    ranks of its own (Dedicated)."""
+    """Seconds of the passes of all optimizer steps on an idle machine. With pipeline stages: 1F1B, model by model
+    (Serial); both models together by PUZZLE's equation 1 (TimeSharing); with half of the pipeline's filling hidden
+    too (Fused); or each model on its own ranks (Dedicated)."""
     stages = []
     for model in work.models:
         cost = machine.training.models[model]
@@ -47,7 +47,7 @@ def _passes(work: Work, machine: Machine) -> float:
 
 
 def _apart(work: Work, stages: list[float]) -> float:
-    """The slower of both models, with the ranks divided between them as is best."""
+    """Seconds of the slower model, if the ranks are divided in the best way."""
 
     def alone(stage: float, ranks: int) -> float:
         pp = max(1, min(work.pp, ranks // work.dp))
@@ -58,5 +58,5 @@ def _apart(work: Work, stages: list[float]) -> float:
 
 
 def exposed_messages(work: Work) -> int:
-    """There and back through the stages, in every optimizer step of each model: the others are hidden."""
+    """Messages that nothing hides: there and back through the stages, in every optimizer step of each model."""
     return 2 * (work.pp - 1) * work.steps * len(work.models)

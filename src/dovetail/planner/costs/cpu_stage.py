@@ -39,7 +39,8 @@ class _Scorer:
 
 
 class Stage:
-    """`generated`: when the last response ended; `end`: when all samples were scored. Seconds."""
+    """One generation and inference stage. `generated`: when the last response ended; `end`: when all samples were
+    scored. Seconds."""
 
     def __init__(self, work: Work, machine: Machine, fusion: float | None) -> None:
         self._work, self._machine, self._fusion = work, machine, fusion
@@ -108,7 +109,8 @@ class Stage:
             self._gather()
 
     def _gather(self) -> None:
-        """The tail goes on on the server that has most of it (`plan_migration`, where one has room for all)."""
+        """The remaining samples move to the server that has most of them (`plan_migration`, if one server has room
+        for all)."""
         if self._left > self._work.max_concurrent:
             return
         self._gathered = True
@@ -123,7 +125,7 @@ class Stage:
                 server.queue.clear()
 
     def _assign(self) -> None:
-        """Free scorers that may work take their next chunk."""
+        """Scorers that are free and may work take their next chunk."""
         for scorer, server in zip(self._scorers, self._servers, strict=True):
             waiting = self._waiting[scorer.models]
             may = not self._left or (self._fusion is not None and server.idle)
@@ -135,10 +137,10 @@ class Stage:
 
 
 def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
-    """A chunk of samples with so many tokens through these models, alone."""
+    """Seconds to score a chunk with so many tokens by these models, on an idle machine."""
     return machine.scoring.chunk + tokens * sum(machine.scoring.token[m] for m in models)
 
 
 def best_stage(work: Work, machine: Machine) -> Stage:
-    """By the threshold that ends first."""
+    """The stage with the threshold that ends first."""
     return min((Stage(work, machine, f) for f in work.fusion), key=lambda s: s.end)

@@ -42,17 +42,17 @@ class Work:
 
     @property
     def micro_batches(self) -> int:
-        """Of a rank, model and optimizer step."""
+        """Micro-batches of a rank, a model and an optimizer step."""
         return self.mini_batch // (self.dp * self.micro_batch)
 
     @property
     def passes(self) -> float:
-        """Over all samples, forward and backward: a forward pass alone is a third of one."""
+        """Passes over all samples, forward and backward. A forward pass alone counts as a third."""
         return self.epochs + (1 / 3 if self.values_first else 0)
 
     @property
     def tokens(self) -> float:
-        """Of a rank in all passes of a model: micro-batches are packed, and ranks get equal shares."""
+        """Tokens of a rank in all passes of a model. Micro-batches are packed, and ranks get equal parts."""
         return self.passes * (sum(self.prompts) + sum(self.responses)) / self.dp
 
     @property
@@ -62,5 +62,5 @@ class Work:
 
 
 def slowdown(busy_cores: float, cores: int) -> float:
-    """How much longer everything takes while more cores are wanted than there are."""
+    """How many times longer everything takes if processes want more cores than there are."""
     return max(1.0, busy_cores / cores)

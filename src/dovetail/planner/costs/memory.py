@@ -120,8 +120,8 @@ def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
 
 
 def two_blocks(total: int, layer: int, layers: int) -> int:
-    """Most parameters of a stage of `total` that are whole at once where each block is gathered while the one before
-    works: of layers of `layer` parameters, and of embedding and head, which are a block of their own."""
+    """The most parameters of a stage that are whole at once if each block is gathered while the one before it works.
+    `total`: of the stage; `layer`: of each of its `layers` layers. Embedding and head are one more block."""
     outer = total - layers * layer
     return sum(sorted([outer, *[layer] * min(2, layers)])[-2:])
 
@@ -144,12 +144,13 @@ def _layer_adapters(job: Training) -> int:
 
 
 def training_memory(job: Training, stage: int) -> Memory:
-    """Of one rank of pipeline stage `stage`, at the peak of a step.
+    """The memory of one rank of pipeline stage `stage`, at the peak of a step.
 
-    Weights: float32 masters, a dp-th each; under FSDP2 (ZeRO-2) a whole copy of the stage in the compute dtype from the
-    first forward to the last backward of a mini-batch; under ZeRO-3 of two blocks at a time. Gradients: added up whole
-    in float32 while there are further micro-batches (not under ZeRO-3), then a dp-th. Moments: two float32 of the
-    trained weights, a dp-th. Raises LayoutError for more stages than layers."""
+    Weights: float32 masters, a dp-th on each rank. Under FSDP2 (ZeRO-2) each rank also has a whole copy of the stage
+    in the compute dtype, from the first forward to the last backward pass of a mini-batch; under ZeRO-3 it has two
+    blocks at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th.
+    Moments: two float32 numbers for each trained weight, a dp-th on each rank. Raises LayoutError for more stages
+    than layers."""
     total, trained = trained_parameters(job, stage)
     b, layers = ITEMSIZE[job.dtype], max(1, len(_layers(job, stage)))
     dp = job.layout.dp if job.fsdp else 1
@@ -211,15 +212,16 @@ def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
 
 
 def worst(job: Training) -> Memory:
-    """Of the stage that needs most: the first, the last, or any between, of which the second has most layers."""
+    """The memory of the stage that needs most: the first, the last, or the second, which has most layers of those
+    between."""
     last = job.layout.pp - 1
     stages = (training_memory(job, stage) for stage in sorted({0, min(1, last), last}))
     return max(stages, key=lambda memory: memory.device_bytes)
 
 
 def with_stages(job: Training, pp: int) -> Training | None:
-    """The same mini-batch over the same ranks with `pp` stages under 1F1B, which holds at most pp micro-batches; None
-    where the ranks, the layers or the micro-batches do not divide so."""
+    """The same mini-batch over the same ranks with `pp` stages under 1F1B, which holds at most pp micro-batches.
+    None if the ranks, the layers or the micro-batches cannot be divided so."""
     ranks = job.layout.pp * job.layout.dp
     total = job.micro_batches * job.layout.dp
     if pp > job.shape.layers or ranks % pp or total % (ranks // pp):
@@ -230,7 +232,7 @@ def with_stages(job: Training, pp: int) -> Training | None:
 
 
 def remedies(job: Training) -> Iterator[tuple[str, Training]]:
-    """What a user can change, the smallest change first."""
+    """Changes that a user can make, the smallest first."""
     if job.gpu and not job.recompute:
         yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
     if job.gpu and not job.offload:
@@ -245,8 +247,8 @@ def remedies(job: Training) -> Iterator[tuple[str, Training]]:
 
 
 def problem(task: str, group: str, job: Training, capacity: float) -> str | None:
-    """None if every stage fits in `capacity` bytes, else one sentence with the number that failed and a remedy that
-    works, or else how large a GPU must be."""
+    """None if every stage fits in `capacity` bytes. Otherwise one sentence with the bytes that are needed and a
+    remedy that works, or the size of a GPU that is large enough."""
     memory = worst(job)
     if memory.device_bytes <= capacity:
         return None

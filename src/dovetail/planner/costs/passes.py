@@ -23,7 +23,7 @@ PREFILLED = 16
 
 
 def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share, c: Constants) -> float:
-    """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer; else 0."""
+    """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer. 0 for other shares."""
     if share.fsdp != 3 or share.dp == 1:
         return 0.0
     size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
@@ -62,8 +62,8 @@ def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: in
 
 
 def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape, c: Constants) -> Floats:
-    """With pp stages: pp groups of samples follow each other, each with a pp-th of them, so that a step takes all of
-    them as long as one group takes through all stages, and the messages between these."""
+    """Seconds of a step with pp stages. The samples are in pp groups that follow each other. A step of all groups
+    takes as long as one group takes through all stages, with the messages between them."""
     parts = -(-np.arange(len(steps)) // share.pp)
     sizes = parts * shape.hidden * ITEMSIZE[pool.gpu.dtype]
     hop = c.collective_seconds + sizes / (c.link * pool.link(share.pp * share.tp))
@@ -76,9 +76,8 @@ def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape, c: Const
 def pass_seconds(
     shape: ModelShape, head: Head, share: Share, pool: Pool, tokens: float, context: float, c: Constants
 ) -> tuple[float, float, float]:
-    """Of a forward pass of one micro-batch of samples of `tokens` each, that attend to `context`: its seconds in the
-    slowest stage, those of gathering that stage's weights (which go on at the same time), and those of sending a
-    boundary tensor on."""
+    """Seconds of a forward pass of one micro-batch, whose samples have `tokens` tokens and attend to `context`: of
+    its slowest stage, of gathering that stage's weights (at the same time), and of sending a boundary tensor on."""
     gpu = pool.gpu
     whole = forward(shape, head, share.micro_batch * tokens, context, gpu, gpu.dtype, share.tp, c)
     slowest = -(-shape.layers // share.pp) / shape.layers
@@ -90,8 +89,8 @@ def pass_seconds(
 
 
 def shared_prompt(work: Workload, stages: int) -> float:
-    """Part of a sample's prompt that a scorer computes for it: a pass has each prompt once, for all its samples in it
-    (`dovetail.rollout.samples.packs`)."""
+    """The fraction of a sample's prompt that a scorer computes for it. A pass has each prompt once, for all its
+    samples (`dovetail.rollout.samples.packs`)."""
     prompt, response = work.prompt.mean, work.response.mean
     together = max(1, int((SCORER_TOKENS / stages - prompt) // response))
     return -(-work.per_prompt // together) / work.per_prompt
@@ -117,12 +116,12 @@ class Step:
 
     @property
     def work(self) -> float:
-        """Of the slowest stage, without bubbles."""
+        """Seconds of the slowest stage, without bubbles."""
         return self.micro_batches * self.both
 
     @property
     def hops(self) -> float:
-        """Waiting for boundary tensors: there and back for every pp micro-batches, as a 1F1B stage has so many."""
+        """Seconds of waiting for boundary tensors: there and back once for every pp micro-batches."""
         return 2 * (self.stages - 1) * self.hop * max(1.0, self.micro_batches / self.stages)
 
     @property

@@ -12,8 +12,8 @@ from dovetail.planner.shape import Head, ModelShape
 def transfer_seconds(
     shape: ModelShape, head: Head, source: Share, target: Share, inventory: Inventory, c: Constants
 ) -> float:
-    """Seconds to bring a model's weights from its training share to one that generates or scores with it. Each byte
-    leaves its sender once and enters a node of receivers once; there it is passed on."""
+    """Seconds to bring a model's weights from its training share to a share that generates or scores. Each byte
+    leaves its sender once and enters a node of receivers once; the node passes it on."""
     pool, origin = inventory[target.pool], inventory[source.pool]
     same = source.pool == target.pool
     on = same and source.overlaps(target)
@@ -36,7 +36,7 @@ def transfer_seconds(
 
 
 def _held(source: Share, target: Share) -> float:
-    """Part of what a receiver needs that the trainer on the same GPU holds."""
+    """The fraction of what a receiver needs that the trainer on the same GPU holds already."""
     if source.fsdp == 3 and source.dp > 1:
         return 1 / source.dp if (source.pp, source.tp) == (target.pp, target.tp) else 0.0
     if (source.pp, source.tp, source.first) == (target.pp, target.tp, target.first):
@@ -45,6 +45,6 @@ def _held(source: Share, target: Share) -> float:
 
 
 def _node(share: Share, per_node: int) -> int | None:
-    """The node that holds all of it, None if there is none."""
+    """The node that holds the whole share, or None."""
     first, last = share.first // per_node, (share.first + share.gpus - 1) // per_node
     return first if first == last else None

@@ -21,14 +21,14 @@ Chosen = tuple[Share, ...]
 
 
 class Combiner:
-    """Of the layouts that `ranker` finds."""
+    """Combines the layouts that `ranker` finds."""
 
     def __init__(self, limits: Limits, costs: GPUCosts, ranker: Ranker) -> None:
         self._limits, self._costs, self._ranker = limits, costs, ranker
         self._alone: dict[tuple[Task, Share], Option] = {}
 
     def few(self, ranking: Ranking) -> Iterator[Chosen]:
-        """The fastest combination if it fits, and otherwise those with the least changed that makes it fit."""
+        """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
         filling = self.filling(ranking)
         first = next(self._agreeing(ranking, filling, 1), None)
         if first is not None:
@@ -37,7 +37,7 @@ class Combiner:
             yield from self._repaired(ranking, filling)
 
     def many(self, ranking: Ranking) -> list[Chosen]:
-        """The fastest, those of `few`, and those that leave few weights to move; each once."""
+        """The fastest combinations, those of `few`, and those that leave few weights to move; each once."""
         filling = self.filling(ranking)
         found = [*islice(self._agreeing(ranking, filling, PATIENCE), COMBINATIONS)]
         return list(dict.fromkeys([*found, *self._repaired(ranking, filling), *self._aligned(ranking)]))
@@ -46,7 +46,7 @@ class Combiner:
         return Filling(ranking, self._costs)
 
     def fits(self, ranking: Ranking, filling: Filling, chosen: Chosen) -> bool:
-        """Whether it can run, and fits as far as that is known without an estimate of everything."""
+        """Whether a combination can run and fits, as far as that is known without an estimate of everything."""
         if not self.agrees(ranking, chosen):
             return False
         options = []
@@ -71,7 +71,8 @@ class Combiner:
         return whole and len({_common(share) for (task, _), share in placed if task in TRAINING}) == 1
 
     def least(self, ranking: Ranking) -> Chosen | None:
-        """What needs least of each task's GPUs, and so fits if anything does; of each micro-batch size and tp."""
+        """The combination that needs least memory for each task, and so fits if any does. One for each micro-batch
+        size and tp is tried, and the first that can run is taken."""
         for common in (None, *_commons(ranking)):
             chosen = []
             for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True):
@@ -92,7 +93,8 @@ class Combiner:
                         yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
-        """Where both trainings must have the same micro-batch size and tp, one of each."""
+        """Combinations that fit after replacements. Where both trainings must have the same micro-batch size and tp,
+        one for each."""
         for common in (None, *_commons(ranking)) if self._limits.together else (None,):
             layouts = [
                 ranked
@@ -105,7 +107,7 @@ class Combiner:
                 yield chosen
 
     def _aligned(self, ranking: Ranking) -> Iterator[Chosen]:
-        """Where all train and generate on the same GPUs: each layout for both, which leaves no weights to move."""
+        """Where all tasks train and generate on the same GPUs: each layout for both, because then no weights move."""
         structure = ranking.structure
         if structure.apart or structure.generation != structure.actor_training:
             return
@@ -125,12 +127,12 @@ class Combiner:
 
 
 def _common(share: Share) -> tuple[int, int]:
-    """What actor and critic have in common that train on the same GPUs: micro-batch size and tp."""
+    """What actor and critic must have in common to train on the same GPUs: micro-batch size and tp."""
     return share.micro_batch, share.tp
 
 
 def _commons(ranking: Ranking) -> list[tuple[int, int]]:
-    """Those that all trainings can have."""
+    """Values of `_common` that every training can have."""
     each = [
         {_common(o.share) for o in ranked}
         for (task, _), ranked in zip(ranking.places, ranking.layouts, strict=True)

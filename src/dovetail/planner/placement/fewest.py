@@ -10,11 +10,11 @@ from dovetail.planner.placement.search import Rejected, Result
 
 
 def fewest_stages(limits: Limits, most: int, search: Callable[[Limits], Result]) -> tuple[Result, Limits]:
-    """What `search` finds with the least limit on the stages of inference models, among powers of two up to `most`,
-    with which anything fits, and the limits with it; where nothing does, those of the last try. Among what the result
-    rejects is why fewer stages do not do.
+    """What `search` finds with the fewest pipeline stages of inference models with which anything fits, and the limits
+    of that search. Powers of two up to `most` are tried; if nothing fits with any, the last try is returned. The result
+    also rejects fewer stages, with the reason.
 
-    More stages would let more GPUs of a pod score at once. Nothing but the models of time says so yet."""
+    More stages would let more GPUs of a pod score at once, but so far only the models of time say so."""
     failed: list[tuple[int, Result]] = []
     stages = 1
     while True:

@@ -22,7 +22,8 @@ LEAST_BYTES = 1024.0
 
 @dataclass(frozen=True)
 class _Cell:
-    """Places that share GPUs, and the bytes of one: `room` for all, `serving` for all where one of them serves."""
+    """Places that share GPUs. `room`: bytes of one GPU for all of them; `serving`: the same where one of them
+    serves."""
 
     places: tuple[int, ...]
     room: float
@@ -30,7 +31,7 @@ class _Cell:
 
 
 class Filling:
-    """Of one ranking: which of its places share a GPU, and what fits there."""
+    """Which places of one ranking share a GPU, and what fits there together."""
 
     def __init__(self, ranking: Ranking, costs: GPUCosts) -> None:
         self._tables: dict[int, tuple[Ranked, _Table]] = {}
@@ -44,7 +45,7 @@ class Filling:
         return all(_excess(cell, chosen) <= 0 for cell in self._cells)
 
     def fitting(self, layouts: Sequence[Ranked], orders: Sequence[tuple[int, ...]]) -> Bools:
-        """(n,) for each of n combinations, an option's number by place, whether it fits."""
+        """(n,) whether each of n combinations fits. A combination has the number of an option for each place."""
         chosen = np.array(orders)
         fits = np.ones(len(orders), dtype=bool)
         for cell in self._cells:
@@ -58,8 +59,9 @@ class Filling:
         return fits
 
     def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
-        """The fastest options, with such of them replaced as do not fit: always the replacement that saves most bytes
-        for its seconds. None if no replacement helps any more. `layouts`: by place, the fastest first."""
+        """The fastest options, after those that do not fit are replaced. Each step takes the replacement that saves
+        most bytes for the seconds that it costs. None if no replacement helps any more. `layouts`: by place, the
+        fastest first."""
         if not all(layouts):
             return None
         chosen = [ranked[0] for ranked in layouts]
@@ -89,7 +91,7 @@ class Filling:
 
 
 class _Table:
-    """A place's options, to see at once what each would change."""
+    """The options of a place as arrays, to compute at once what each of them would change."""
 
     def __init__(self, options: Sequence[Option]) -> None:
         self.seconds: Floats = np.array([o.seconds for o in options])
@@ -99,7 +101,7 @@ class _Table:
         self.awake = np.array([o.footprint.awake for o in options])
 
     def excess(self, cell: _Cell, at: int, chosen: Sequence[Option]) -> Floats:
-        """As `_excess`, with each of the options in place of the one at `at`."""
+        """Like `_excess`, for each of the options in place of the one at `at`."""
         others = [chosen[place].footprint for place in cell.places if place != at]
         kept = self.kept + sum(f.kept for f in others)
         works = np.maximum(self.works, max((f.works for f in others), default=0.0))
@@ -113,8 +115,8 @@ class _Table:
 
 
 def _excess(cell: _Cell, chosen: Sequence[Option]) -> float:
-    """Bytes by which a GPU has too little; 0 or less: the options fit. A server that is awake has what is left when
-    the others work, one that sleeps meanwhile what they keep."""
+    """Bytes by which a GPU is too small; with 0 or less the options fit. A server that stays awake has what is left
+    while the others work. A server that sleeps meanwhile has what they keep."""
     kept = works = 0.0
     server = None
     for at in cell.places:

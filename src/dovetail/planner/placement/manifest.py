@@ -31,8 +31,8 @@ _TRAINING: dict[str, Task] = {"actor": "actor_training", "critic": "critic_train
 
 
 def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
-    """One PPO iteration. Prompts are taken to be half as long as they may be, responses to have a long tail, until
-    some are measured."""
+    """One PPO iteration. Until lengths are measured, prompts are half as long as they may be, and responses have a
+    long tail."""
     longest = spec.data.max_prompt_tokens
     function = bool(spec.models.reward.calls)
     critic = spec.models.critic.lora or spec.models.reward.lora
@@ -84,8 +84,8 @@ def pin_errors(spec: RLHFJobSpec) -> list[str]:
 
 
 def groups_inventory(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> Inventory | None:
-    """A pool for each group, with the pods that it starts with; None if one has no GPUs. Trainer groups are one pool,
-    of the slowest of their GPUs, because their ranks work in step. Raises UnknownProduct."""
+    """A pool for each group, with the pods that it starts with. Trainer groups are one pool with the slowest of
+    their GPUs, because their ranks work in step. None if a group has no GPUs. Raises UnknownProduct."""
     if any(group.on_cpu for group in spec.groups):
         return None
     trainers = [g for g in spec.groups if Role.TRAINER in g.roles]
@@ -105,7 +105,7 @@ def _pool(group: Group, measured: Mapping[str, GPU] | None) -> Pool:
 
 
 def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
-    """What the manifest's groups and pins leave open, of what is executed."""
+    """What the manifest's groups and pins leave open of what trainers and scorers run today."""
     trainers = inventory.pools[0]
     both = [g for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
     rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
@@ -129,8 +129,9 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
 
 
 def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
-    """`limits`, and where actor and critic may train on ranks of their own, the layouts on a part of the trainers:
-    those that share PPO's mini-batch evenly, of pinned ones their divisions (`dovetail.planner.division`)."""
+    """`limits` with layouts on a part of the trainer ranks, if actor and critic may have their own ranks: every
+    layout that shares PPO's mini-batch evenly, or the divisions of pinned layouts
+    (`dovetail.planner.placement.division`)."""
     if True not in limits.apart or "critic_training" not in limits.layouts:
         return limits
     trainers, pins = inventory.pools[0], pinned_shares(spec)
@@ -155,7 +156,7 @@ def _on_parts(
 
 
 def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
-    """`limits` less what spec.plan pins."""
+    """`limits` without what spec.plan rules out."""
     placement, fusion = spec.plan.placement, spec.plan.inter_stage_fusion
     return replace(
         limits,
@@ -171,8 +172,8 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
 
 
 def _apart(spec: RLHFJobSpec) -> tuple[bool, ...]:
-    """Whether actor and critic may train on ranks of their own. Pinned layouts are of all ranks, and so is what is
-    pinned to Flattening."""
+    """Whether actor and critic may train on different ranks. Pinned layouts, and layouts of a placement pinned to
+    Flattening, use all ranks."""
     pin = spec.plan.intra_stage_fusion
     if pin != "Auto":
         return (pin == "Dedicated",)
@@ -180,7 +181,7 @@ def _apart(spec: RLHFJobSpec) -> tuple[bool, ...]:
 
 
 def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
-    """Layouts that spec.plan.parallelism allows of the shares of actor and critic training; {}: all."""
+    """Layouts that spec.plan.parallelism allows for actor and critic training. Empty: all."""
     pins = pinned_layouts(spec)
     if pins is None:
         return {}
@@ -200,7 +201,8 @@ def trainable_layouts(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelSha
 
 
 def _degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[int]:
-    """Tensor parallel ranks of a trained model: within a node, all with as much of a layer; adapters are not split."""
+    """Tensor parallel degrees of a trained model: within a node, and with equal parts of a layer. A model with
+    adapters is not split."""
     most = 1 if getattr(spec.models, model).lora is not None else pool.per_node
     return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
 

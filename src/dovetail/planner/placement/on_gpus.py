@@ -39,7 +39,8 @@ EFFORT = 600
 
 @dataclass(frozen=True)
 class Fitting:
-    """A layout of a trained model that fits in each stage that trains it; in `recompute` only so."""
+    """A layout of a trained model that fits in each stage that trains it. `recompute`: stages where it fits only
+    with activation checkpointing."""
 
     layout: Parallelism
     recompute: frozenset[Stage] = frozenset()
@@ -48,9 +49,8 @@ class Fitting:
 def place(
     spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None = None
 ) -> Placed | None:
-    """None where the job's GPUs or models are not known, or where its groups have CPUs.
-
-    Raises Infeasible, ConfigError, UnknownProduct."""
+    """The fastest placement that fits, by the cost model of GPUs. None where the job's GPUs or models are not known,
+    or where its groups have CPUs. Raises Infeasible, ConfigError, UnknownProduct."""
     known = shapes(spec, configs)
     inventory = groups_inventory(spec, measured)
     if known is None or inventory is None:
@@ -139,7 +139,7 @@ def _iteration(
 
 
 def _worth(found: Result, plainer: Result, work: Workload) -> Result:
-    """The plainer placement, unless the other one gains enough."""
+    """The result of the plainer search, unless `found` gains enough over it."""
     best, other = found.best, plainer.best
     assert best is not None
     if other is None or worth(best.seconds, other.seconds, work.steps):
@@ -148,7 +148,8 @@ def _worth(found: Result, plainer: Result, work: Workload) -> Result:
 
 
 def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
-    """On all ranks the one that splits the model over fewest, on parts of them those that do not split it."""
+    """Of layouts on all ranks the one that splits the model least. Of layouts on fewer ranks those that do not split
+    it."""
     whole = [layout for layout in layouts if world_size(layout) == ranks]
     parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == layout.tp == 1)
     return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
@@ -185,8 +186,9 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
 
 
 def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Fitting]:
-    """Layouts of a trained model over all ranks that every batch of it divides by and that fit in each stage that
-    trains it, the fastest first. Raises Infeasible; an empty list where no layout divides (the caller says why)."""
+    """Layouts of a trained model over all ranks, the fastest first. Every batch of the model divides by them, and
+    they fit in each stage that trains it. The list is empty if no layout divides the batches (the caller says why).
+    Raises Infeasible."""
     found = [_fitting(spec, model, layout, shape, pool) for layout in trainable_layouts(spec, model, pool, shape)]
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
@@ -198,8 +200,8 @@ def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> 
 def _fitting(
     spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool
 ) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
-    """Seconds of a step of each stage together, in each the fastest way that fits; or the first that does not fit, with
-    its task."""
+    """Seconds of a step in each stage together, each in the fastest way that fits. Or the first job that does not
+    fit, with its task."""
     dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
     seconds, checkpointed = 0.0, set()
     for rule in (rule for rule in batch_rules(spec) if rule.model == model):

@@ -22,10 +22,10 @@ _EITHER = (False, True)
 def options(
     task: Task, slot: Slot, shared: bool, inventory: Inventory, workload: Workload, limits: Limits
 ) -> Iterator[list[Share]]:
-    """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits; those
-    together that differ only in what they do for memory, from the one that does nothing to the one that does all.
+    """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits. Shares
+    that differ only in how they save memory come together, from the one that saves nothing to the one that saves most.
 
-    `shared`: the GPUs train too, so that what runs there beside may have to make room."""
+    `shared`: the same GPUs also train, so tasks beside the training may have to make room."""
     pool, model = inventory[slot.pool], workload.model(task)
     assert model is not None
     if task in TRAINING:
@@ -66,7 +66,8 @@ def _inference(slot: Slot, pool: Pool, shape: ModelShape, limits: Limits) -> Ite
 
 
 def _stages(shape: ModelShape, ranks: int) -> list[int]:
-    """Pipeline stages of what does not train: powers of two, for these are tried with everything else."""
+    """Numbers of pipeline stages of a task that does not train: powers of two, because they are tried with
+    everything else."""
     most = min(shape.layers, ranks, MOST_STAGES)
     return [pp for pp in (2**i for i in range(most.bit_length())) if pp <= most and ranks % pp == 0]
 
@@ -96,7 +97,7 @@ def _training(
 def layouts(
     task: Task, slot: Slot, pool: Pool, shape: ModelShape, workload: Workload, limits: Limits
 ) -> Iterator[tuple[Parallelism, int]]:
-    """(pp, tp, dp) and micro-batches that a mini-batch divides into evenly."""
+    """Every layout (pp, tp, dp) with every size of micro-batch that divides a mini-batch evenly."""
     lora = workload.actor_lora if task == "actor_training" else workload.critic_lora  # adapters are not split
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     for tp in _degrees(pool, shape, slot.count):

@@ -23,7 +23,7 @@ Ranked = list[Option]
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why nothing fits, one sentence; and what the least of it needs of a GPU, as a part of its memory."""
+    """Why no layout fits, one sentence. `need`: what the smallest layout needs, as a fraction of a GPU's memory."""
 
     problem: str
     need: float
@@ -31,8 +31,8 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Ranking:
-    """A structure with each task's layouts on each slot, fastest first, as if each slot began at GPU 0. `guess`:
-    seconds of the fastest ones together, `bound`: seconds that no choice of them goes below."""
+    """A structure with the layouts of each task on each slot, fastest first, as if each slot began at GPU 0.
+    `guess`: seconds of the fastest layouts together. `bound`: no choice of layouts takes fewer seconds."""
 
     structure: Structure
     places: tuple[tuple[Task, Slot], ...]
@@ -42,14 +42,14 @@ class Ranking:
 
 
 class Ranker:
-    """Where memory is plenty, no ways to save it are looked at."""
+    """Ranks the layouts of tasks. It skips ways to save memory where there is plenty of memory."""
 
     def __init__(self, limits: Limits, costs: GPUCosts) -> None:
         self._limits, self._costs, self._inventory = limits, costs, costs.inventory
         self._options: dict[tuple[object, ...], Ranked | Misfit] = {}
 
     def rank(self, structure: Structure, width: int = WIDTH) -> Ranking | Misfit:
-        """Layouts of each task; or which one does not fit."""
+        """The layouts of each task, or the reason why a task does not fit."""
         places = tuple((task, slot) for task in TASKS for slot in structure.slots(task))
         layouts = []
         for task, slot in places:
@@ -74,7 +74,8 @@ class Ranker:
         return self._options[front]
 
     def _kept(self, task: Task, ranked: Ranked, width: int) -> Ranked:
-        """Where actor and critic must have one tp, the best of each."""
+        """The options of a task that are kept. Where actor and critic must have one tp, the best of each tp are
+        kept."""
         if not self._limits.together or task not in TRAINING:
             return _front(ranked, width)
         degrees = sorted({option.share.tp for option in ranked})
@@ -97,8 +98,8 @@ class Ranker:
         return self._options[key]
 
     def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
-        """Of shares that differ in what they do for memory, those worth a look: none if doing all does not help, and
-        only the first ones (of each ZeRO stage) if there is plenty of room without."""
+        """Options for shares that differ only in how they save memory. There is one if saving everything is not
+        enough, and if there is plenty of memory there are only those that save nothing (of each ZeRO stage)."""
         least = self._costs.option(task, shares[-1])
         if least.problem is not None or len(shares) == 1:
             return [least]
@@ -117,15 +118,16 @@ def _side_by_side(seconds: dict[Task, float], task: Task, more: float) -> None:
 
 
 def _sum(structure: Structure, seconds: Mapping[Task, float]) -> float:
-    """Generation, inference and training one after the other, actor and critic at once where they train apart."""
+    """Seconds of generation, inference and training one after the other. Actor and critic train at once if they have
+    different GPUs."""
     actor, critic = seconds["actor_training"], seconds.get("critic_training", 0.0)
     training = max(actor, critic) if structure.apart else actor + critic
     return seconds["generation"] + training + sum(seconds.get(task, 0.0) for task in INFERENCE)
 
 
 def _front(ranked: Ranked, width: int) -> Ranked:
-    """The `width` fastest, and each that needs less memory than every faster one: of those that leave the GPU to
-    others between times, and of those that do not."""
+    """The `width` fastest options, and each option that needs less memory than every faster one. Options that leave
+    the GPU to other tasks between their turns are compared among themselves."""
     kept = []
     least = {False: float("inf"), True: float("inf")}
     for count, option in enumerate(ranked):
@@ -136,12 +138,13 @@ def _front(ranked: Ranked, width: int) -> Ranked:
 
 
 def frugality(option: Option) -> tuple[bool, float]:
-    """Smallest of what holds least of a GPU while others work, and needs least while it does itself."""
+    """A sorting key: first what holds least of a GPU while other tasks work, then what needs least while it works
+    itself."""
     return not option.share.offload, option.need
 
 
 def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
-    """Which option of each list, by the sum of their seconds; each combination once."""
+    """Combinations by the sum of their seconds, each once. A combination has the number of an option of each list."""
     start = (0,) * len(layouts)
     heap = [(sum(ranked[0].seconds for ranked in layouts), start, 0)]
     while heap:

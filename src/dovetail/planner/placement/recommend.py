@@ -42,8 +42,9 @@ def recommend(
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
 ) -> tuple[Chosen, list[str]]:
-    """The best placement that is executed today; where none fits, the best of all, with sentences that say what of it
-    is not executed yet. Raises Infeasible, ConfigError, Unknown."""
+    """The best placement on an inventory that trainers and scorers run today, whatever groups the manifest has. If
+    none fits, the best of all placements, with sentences about what of it is not executed yet. Raises Infeasible,
+    ConfigError, Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
     known = shapes(spec, configs)
@@ -93,7 +94,8 @@ def _search(
 
 
 def _plainest(result: Result, costs: GPUCosts) -> Result:
-    """With the kind of placement that divides least of those that the models of time cannot tell from the best one."""
+    """The result with its plainest placement: among those that the models of time cannot tell from the best one, the
+    placement that divides GPUs least."""
     best = result.best
     assert best is not None
     near = [best]
@@ -109,7 +111,7 @@ def _plainest(result: Result, costs: GPUCosts) -> Result:
 
 
 def _missing(result: Result) -> str:
-    """What came nearest to fitting."""
+    """Why nothing fits: the reason of the placement that is nearest to fitting."""
     reasons = [r.problem for r in result.rejected if r.problem]
     nearest = min(reasons, key=len) if reasons else "no layout divides the batches and layers evenly"
     return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
@@ -142,7 +144,7 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
 
 
 def fragment(chosen: Chosen) -> dict[str, Any]:
-    """The fields of a manifest's spec that say the same: groups, plan pins and batch sizes."""
+    """The fields of a manifest's spec that describe the same placement: groups, plan pins and batch sizes."""
     candidate, pools = chosen.candidate, chosen.costs.inventory
     actor = candidate.actor_training[0]
     critic = candidate.critic_training[0] if candidate.critic_training else None

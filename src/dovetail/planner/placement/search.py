@@ -40,7 +40,8 @@ NEAR = 3
 
 @dataclass(frozen=True)
 class Effort:
-    """`estimates`: of whole iterations, at most. `expired`: asked between them, True ends the search early."""
+    """When the search stops: after so many `estimates` of whole iterations, or once `expired()` is True, which is
+    asked between them."""
 
     estimates: int = 1500
     expired: Callable[[], bool] = lambda: False
@@ -61,8 +62,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The best of its kind of placement: slower than the plan (`seconds`), or it does not fit (`problem`; `need`: what
-    it takes of a GPU, as a part of its memory)."""
+    """The best of its kind of placement. Either it is slower than the plan (`seconds`), or it does not fit
+    (`problem`). `need`: what it needs, as a fraction of a GPU's memory."""
 
     placement: Placement
     note: str
@@ -74,7 +75,8 @@ class Rejected:
 
 @dataclass
 class Result:
-    """`best` None: nothing fits. `complete`: the search ended by itself, neither time nor effort were up."""
+    """`best` is None if nothing fits. `complete`: the search ended by itself, neither its time nor its effort was
+    spent."""
 
     best: Found | None = None
     rejected: list[Rejected] = field(default_factory=list)
@@ -84,7 +86,8 @@ class Result:
 
 
 def alternatives(result: Result, instead: Found) -> list[Rejected]:
-    """What a result rejects if `instead` is the plan: its own best first, and nothing of the kind of `instead`."""
+    """What a result rejects if `instead` is the plan: its own best placement first, and no placement of the kind of
+    `instead`."""
     kind, best = (instead.candidate.placement, instead.note), result.best
     assert best is not None
     first = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
@@ -92,7 +95,7 @@ def alternatives(result: Result, instead: Found) -> list[Rejected]:
 
 
 class Search:
-    """One search. Deterministic if `effort.expired` is."""
+    """One search. It is deterministic if `effort.expired` is."""
 
     def __init__(self, limits: Limits, costs: GPUCosts, effort: Effort) -> None:
         self.limits, self.costs, self.effort = limits, costs, effort
@@ -104,7 +107,7 @@ class Search:
         self._kinds: dict[tuple[Placement, str], Rejected] = {}
 
     def run(self) -> Result:
-        """The best of all structures."""
+        """The best placement of all structures."""
         best = self._round(sizes, 0.5)
         if best is not None and not self._over():
             self._round(partial(_near, self._cuts(best.structure)), 0.7, best)
@@ -119,8 +122,8 @@ class Search:
         return self.result
 
     def _round(self, grid: Sizes, until: float, best: Ranking | None = None) -> Ranking | None:
-        """One estimate of each structure, then a closer look at those that did best, until this share of the effort is
-        spent; longer only where nothing fits yet."""
+        """Estimates each structure once, then looks closer at those that did best, until `until` of the effort is
+        spent. It goes on longer only if nothing fits yet."""
         begun, glanced = self.result.estimates, []
         for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
             if self._over() or self._spent(begun, until / 2):
@@ -140,8 +143,8 @@ class Search:
         return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
 
     def _glance(self, ranking: Ranking) -> tuple[float, bool]:
-        """Seconds of the structure's first combination that fits, infinite if none of a few does, and whether it is the
-        best so far; with the schedule and threshold that are the likeliest to be fast."""
+        """Seconds of the structure's first combination that fits (infinite if none of a few does), and whether it is
+        the best so far. Schedule and threshold are those that are likely to be fast."""
         before = self.result.best
         for chosen in (*self.combiner.few(ranking), self.combiner.least(ranking)):
             if chosen is None or self._over():
@@ -152,7 +155,8 @@ class Search:
         return float("inf"), False
 
     def _once(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
-        """A combination with the threshold of the best so far, and the schedule that is the likeliest to be fast."""
+        """A combination with the threshold of the best candidate so far and the schedule that is likely to be
+        fastest."""
         schedule = self.schedules(ranking.structure, ranking.places, chosen)[-1]
         best, migrations = self.result.best, self.limits.migrations
         migration = best.candidate.migration if best else migrations[len(migrations) // 2]
@@ -167,7 +171,7 @@ class Search:
     # ------------------------------------------------------------ structures
 
     def structures(self, grid: Sizes) -> Iterator[Structure]:
-        """Those that are looked at."""
+        """The structures that the search looks at."""
         return structures(self.costs.inventory, self.costs.work, self.limits, grid)
 
     def _ranked(self, grid: Sizes) -> list[Ranking]:
@@ -208,7 +212,7 @@ class Search:
                 self._finalists.append((tried.seconds, len(self._finalists), ranking, tried))
 
     def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
-        """The best of a combination's schedules, and then of its migration thresholds."""
+        """The best schedule for a combination, and then the best migration threshold."""
         schedules = self.schedules(ranking.structure, ranking.places, chosen)
         note = ranking.structure.note
         found = min((self.estimated(self.candidate(ranking, chosen, s), note) for s in schedules), key=_order)
@@ -239,7 +243,7 @@ class Search:
     def schedules(
         self, structure: Structure, places: Sequence[tuple[Task, Slot]], chosen: Sequence[Share]
     ) -> Sequence[Schedule]:
-        """Those that the two trainings can share their GPUs by."""
+        """The schedules by which the two trainings can share their GPUs."""
         by_task = {task: share for (task, _), share in zip(places, chosen, strict=True)}
         actor, critic = by_task["actor_training"], by_task.get("critic_training")
         if structure.apart:
@@ -262,7 +266,8 @@ class Search:
         return found
 
     def _kind(self, found: Rejected) -> None:
-        """Keep the best of a kind: the fastest that fits, or else the one that comes nearest to it."""
+        """Keeps the best candidate of each kind of placement: the fastest that fits, or else the one that is nearest
+        to fitting."""
         key = (found.placement, found.note)
         old = self._kinds.get(key)
         if old is None or _better(found, old):
@@ -299,7 +304,7 @@ class Search:
         return [*ordered[:FINALISTS], *(rest[kind] for kind in Placement if kind in rest and kind not in known)]
 
     def _threshold(self) -> None:
-        """Migration thresholds in smaller steps, for what was found with coarse ones."""
+        """Tries migration thresholds in smaller steps for the best candidate."""
         found = self.result.best
         if found is not None and self.limits.migrations == MIGRATIONS:
             for migration in FINE_MIGRATIONS:
@@ -307,14 +312,14 @@ class Search:
                     self.estimated(replace(found.candidate, migration=migration), found.note)
 
     def _within_slack(self, wide: Ranking, current: Found, at: int) -> list[Option]:
-        """Layouts of a place that alone take not much longer than the one in use."""
+        """Layouts of a place that alone take not much longer than the current one."""
         used = _shares(current)[at]
         seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
         return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
 
     def _pairs(self, wide: Ranking, current: Found, one: Task, other: Task) -> list[dict[int, Option]]:
-        """Layouts of two tasks that go together, the fastest first: of actor and critic those that can share a
-        schedule, of training and use of the same weights equal ones, which leave nothing to move."""
+        """Pairs of layouts that go together, the fastest first: of actor and critic those that can share a schedule;
+        of training and using the same weights equal ones, because then no weights move."""
         places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
         trained = one == "actor_training"
         apart = trained and wide.structure.apart
@@ -335,7 +340,7 @@ class Search:
         return [pair for _, _, pair in heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])]
 
     def _vary(self, wide: Ranking, filling: Filling, current: Found, changes: Mapping[int, Option]) -> Found:
-        """The better of `current` and what changes make of it."""
+        """The better of `current` and what the changes make of it."""
         if self._over():
             return current
         varied = tuple(changes[at].share if at in changes else share for at, share in enumerate(_shares(current)))
@@ -345,17 +350,17 @@ class Search:
 
 
 def _shares(found: Found) -> list[Share]:
-    """In the order of a ranking's places, and as it has them."""
+    """The shares of a candidate, in the order of a ranking's places, as if each began at GPU 0."""
     return [share.at(0) for _, share in found.candidate.placed]
 
 
 def _order(found: Found) -> tuple[bool, float]:
-    """Of two, the better one first."""
+    """A sorting key: the better candidate comes first."""
     return not found.estimate.fits, found.seconds
 
 
 def _better(one: Rejected, other: Rejected) -> bool:
-    """Of a kind of placement."""
+    """Whether `one` is the better of two candidates of the same kind of placement."""
     if one.seconds is None or other.seconds is None:
         return one.seconds is not None or (other.seconds is None and one.need < other.need)
     return one.seconds < other.seconds

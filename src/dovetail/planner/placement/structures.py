@@ -53,7 +53,8 @@ Sizes = Callable[[Pool, int], list[int]]
 @hashed_once
 @dataclass(frozen=True)
 class Structure:
-    """The GPUs of each task, in no layout yet. `note`: what a user should know of it besides the placement."""
+    """The GPUs of each task, before any layout is chosen. `note`: what a user should know of it besides the
+    placement."""
 
     placement: Placement
     generation: Slots
@@ -86,14 +87,14 @@ def every_size(pool: Pool, count: int) -> list[int]:
 
 
 def part_sizes(pool: Pool) -> list[int]:
-    """Numbers of a pool's GPUs worth trying for one of two models that share it out: all within a node, and of more the
-    sizes of `sizes`, whichever model has them."""
+    """Numbers of a pool's GPUs to try for one of two models that divide the pool: every number within a node, and of
+    several nodes those of `sizes`, for either model."""
     found = range(1, pool.gpus) if pool.gpus <= pool.per_node else sizes(pool, pool.gpus)
     return sorted({*found, *(pool.gpus - size for size in found)})
 
 
 def sizes(pool: Pool, count: int) -> list[int]:
-    """Of many nodes only a grid, finer towards both ends."""
+    """Like `every_size`, but of many nodes only a grid, which is finer towards both ends."""
     nodes = -(-count // pool.per_node)
     coarse = nodes > EVERY_NODE
     grid = _steps(nodes) if coarse else set()
@@ -107,7 +108,7 @@ def _steps(nodes: int) -> set[int]:
 
 
 def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes = sizes) -> Iterator[Structure]:
-    """All of them, each once, in a fixed order. `grid`: the sizes to cut a pool's GPUs at."""
+    """All structures, each once, in a fixed order. `grid`: the sizes at which a pool's GPUs are divided."""
     seen = set()
     if workload.critic is None:
         limits = replace(limits, shared_body=True)  # nothing to train beside the actor either
@@ -119,7 +120,7 @@ def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: S
 
 
 def _without(found: Structure, workload: Workload) -> Structure:
-    """Less the tasks that the job has not, and those that a shared body makes superfluous."""
+    """The structure without tasks that the job does not have, and without those that a shared body replaces."""
     missing: dict[str, Any] = {task: () for task in TASKS if workload.model(task) is None}
     return replace(found, **missing) if missing else found
 
@@ -158,8 +159,8 @@ def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, S
 
 
 def _parts(slot: Slot, pool: Pool, limits: Limits) -> list[int]:
-    """GPUs of the actor: about a quarter, a half, three quarters of them; of a manifest's trainers what its layouts
-    allow."""
+    """Numbers of GPUs for the actor: about a quarter, a half and three quarters. Of a manifest's trainers, what its
+    layouts allow."""
     unit = pool.per_node if slot.count > pool.per_node else 1
     found = {round(slot.count * share / unit) * unit for share in (1 / 4, 1 / 2, 3 / 4)}
     if limits.whole and "actor_training" in limits.layouts:
@@ -182,7 +183,7 @@ def _together(slot: Slot, rest: Slots, pool: Pool, limits: Limits) -> Iterator[S
 
 
 def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
-    """Two parts of about the same size of each slot; a slot of one GPU goes to the smaller part."""
+    """Each slot in two parts of about the same size. A slot of one GPU goes to the smaller part."""
     parts: tuple[list[Slot], list[Slot]] = [], []
     for slot in slots:
         unit = pool.per_node if slot.pool == pool.name and slot.count >= 2 * pool.per_node else 1
@@ -196,7 +197,8 @@ def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
 
 
 def _in_order(slots: Slots, limits: Limits) -> tuple[Slots, Slots]:
-    """The first half of all servers, in the groups' order, and the rest (`dovetail.planner.scorers`)."""
+    """The first half of all servers, in the order of the groups, and the rest
+    (`dovetail.planner.placement.scorers`)."""
     parts: tuple[list[Slot], list[Slot]] = [], []
     left = sum(slot.count // limits.servers.get(slot.pool, 1) for slot in slots) // 2
     for slot in slots:
@@ -231,7 +233,8 @@ def _separate(
 def _served(
     training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
 ) -> Iterator[tuple[Slots, Slots, str]]:
-    """GPUs of generation and of inference among `segments`: the same, by segment, or a part of the only one."""
+    """GPUs of generation and of inference among `segments`: the same ones, different segments, or parts of the only
+    segment."""
     yield segments, segments, ""
     if limits.whole:
         return
