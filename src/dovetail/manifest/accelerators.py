@@ -1,4 +1,4 @@
-"""GPUs that a manifest asks for in so many words, and the same job without them. Pure."""
+"""GPUs that a manifest asks for explicitly, and the same job without GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dovetail.manifest.types import GPU, Group, RLHFJobSpec
 
 
 def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
-    """Index and group where GPUs are asked for: a product, or perPod as written (its default asks for nothing).
+    """Index and group where GPUs are asked for: by a product, or by a perPod that is written down (its default asks
+    for nothing).
 
-    Of a spec as written: `resolve` leaves products alone."""
+    Takes a spec as it was written, because `resolve` leaves products alone."""
     for index, group in enumerate(spec.groups):
         named = group.gpu.product is not None or "per_pod" in group.gpu.model_fields_set
         if named and group.gpu.per_pod > 0:
@@ -18,7 +19,7 @@ def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
 
 
 def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
-    """Why this machine, with `present` GPUs, would run such a group on its CPUs; None where it would not."""
+    """Why this machine, with `present` GPUs, would run such a group on its CPUs; None if it would not."""
     for index, group in asked(spec):
         gpu, field = group.gpu, f"spec.groups[{index}].gpu"
         if gpu.product is None:
@@ -35,6 +36,6 @@ def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
 
 
 def on_cpus(spec: RLHFJobSpec) -> RLHFJobSpec:
-    """`spec` with CPU groups alone: as many pods, one trainer rank in each."""
+    """`spec` with all groups on CPUs: the same number of pods, with one trainer rank in each."""
     groups = [group.model_copy(update={"gpu": GPU(product=None, per_pod=0)}) for group in spec.groups]
     return spec.model_copy(update={"groups": groups})

@@ -1,4 +1,4 @@
-"""Where PPO's values come from: a critic model, a value head on the actor's body (AC-share), or nowhere."""
+"""The source of PPO's values: a critic model, a value head on the actor's body (AC-share), or none."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def has_critic(spec: RLHFJobSpec) -> bool:
 
 
 def value_coef(spec: RLHFJobSpec) -> float:
-    """Factor of the value loss; less where the policy's own weights get its gradient too."""
+    """The factor of the value loss. It is lower if the policy's own weights get its gradient too."""
     default = SHARED_VALUE_COEF if shares_body(spec) else 1.0
     return default if spec.ppo.value_coef is None else spec.ppo.value_coef

@@ -1,4 +1,4 @@
-"""From YAML to an RLHFJob, or to sentences that name the field and the fix."""
+"""Turns YAML into an RLHFJob, or into sentences that name the field and the fix."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def read_yaml(source: str | Path) -> Any:
-    """The one YAML document in a file (a Path, or text of one line that names one) or in the text itself.
+    """The one YAML document in a file or in the text itself. A file is a Path, or text of one line that names one.
 
     Raises ManifestError."""
     text, name = _text(source)
@@ -130,7 +130,7 @@ def _text(source: str | Path) -> tuple[str, str]:
 
 
 def is_file(text: str | Path) -> bool:
-    """Whether this names an existing file; never raises, also not for text that can be no path."""
+    """Whether this names an existing file. Never raises, even for text that cannot be a path."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):

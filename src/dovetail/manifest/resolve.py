@@ -1,4 +1,4 @@
-"""Defaults that depend on other fields. The result is what job.json holds: no process decides them again."""
+"""Defaults that depend on other fields. job.json holds the result, so no process decides them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds of the reward that depend on where it comes from."""
+"""Limits of the reward that depend on its source."""
 
 from __future__ import annotations
 

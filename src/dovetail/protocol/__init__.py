@@ -1,1 +1,1 @@
-"""What the processes of a job say to each other."""
+"""The messages, files and names that the processes of a job share."""

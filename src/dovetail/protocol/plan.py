@@ -20,7 +20,7 @@ Scored = Literal["reference", "reward", "critic"]
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in one model's layout, each from 0."""
+    """A rank's position in one model's layout; each number counts from 0."""
 
     pp: int
     dp: int
@@ -70,7 +70,7 @@ def rank_at(place: Coordinates, layout: Parallelism) -> int:
 
 
 def holds(rank: int, layout: Parallelism) -> bool:
-    """Whether trainer rank `rank` holds a part of a model so laid out."""
+    """Whether trainer rank `rank` holds a part of a model with this layout."""
     return 0 <= rank - _placed(layout)[2] < world_size(layout)
 
 
@@ -128,7 +128,7 @@ class Batching(Model):
 
 
 class Plan(Model):
-    """What runs where and how. Written once, read by every process."""
+    """What runs where and how. It is written once, and every process reads it."""
 
     version: Literal[1] = 1
     world_size: int = Field(description="Trainer ranks.")
@@ -161,7 +161,7 @@ class Plan(Model):
     )
 
     def layout(self, stage: Stage, model: str) -> Parallelism:
-        """Of a trained model in a stage."""
+        """The layout of a trained model in a stage."""
         return self.apart.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
 
     def recomputed(self, stage: Stage) -> list[str]:

@@ -49,7 +49,7 @@ class Cost(Model):
 
 
 class GenerationCosts(Model):
-    """Of a vLLM server that has the machine to itself."""
+    """Costs of a vLLM server that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase.")
     sample: Seconds = Field(description="A request: its prefill, and what the server and the coordinator do for it.")
@@ -59,7 +59,7 @@ class GenerationCosts(Model):
 
 
 class ScoringCosts(Model):
-    """Of a scorer that has the machine to itself."""
+    """Costs of a scorer that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase, once nothing is left to generate.")
     chunk: Seconds = Field(description="Samples scored together, whatever the models.")
@@ -68,7 +68,7 @@ class ScoringCosts(Model):
 
 
 class TrainingCosts(Model):
-    """Of a trainer rank that has the machine to itself."""
+    """Costs of a trainer rank that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase.")
     step: Seconds = Field(description="An optimizer step of all models, beside the passes.")

@@ -1,7 +1,7 @@
-"""How a process shows whoever started it that its work goes on: it touches a file of its own, a *pulse*.
+"""How a process shows its starter that its work goes on: it touches a file of its own, a *pulse*.
 
-The thread that does the work touches it, or one that has looked at that thread. Whoever started the process watches the
-file (`dovetail.supervision.liveness`): the rule for what is silent is there and in docs/architecture.md."""
+The thread that does the work touches the file, or another thread that has checked on it. Whoever started the process
+watches the file. `dovetail.supervision.liveness` and docs/architecture.md say when a process counts as silent."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ AT_WORK = 0.01
 
 
 class Pulse:
-    """The file at `path`; without one nobody watches, and nothing happens. May be used from any thread."""
+    """The file at `path`. Without a path nobody watches, and nothing happens. May be used from any thread."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Pulse:
-        """The one that DOVETAIL_PULSE names."""
+        """The pulse that DOVETAIL_PULSE names."""
         return Pulse(Path(environ[PULSE]) if environ.get(PULSE) else None)
 
     def beat(self) -> None:
-        """Say that the work goes on. A file that is gone is no error: its watcher is, too."""
+        """Touch the file. It is no error if the file is gone: its watcher is gone, too."""
         if self._path is not None:
             try:
                 os.utime(self._path)
@@ -66,7 +66,7 @@ class ThreadProgress:
 
     @staticmethod
     def of_main_thread() -> ThreadProgress:
-        """Of the program's main thread."""
+        """The progress of the program's main thread."""
         ident = threading.main_thread().ident
         assert ident is not None
         return ThreadProgress(ident)

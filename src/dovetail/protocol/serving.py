@@ -1,4 +1,4 @@
-"""What HTTP servers of a job share: the job's token, and no patience with connections on which nothing comes."""
+"""What the HTTP servers of a job share: the check of the job's token, and time limits for requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def authorized(header: str | None, token: str) -> bool:
-    """Whether an Authorization header brings the job's token; any header may be there, in any encoding."""
+    """Whether an Authorization header has the job's token. The header may be any text, in any encoding."""
     given = (header or "").encode(errors="surrogateescape")
     return hmac.compare_digest(given, f"Bearer {token}".encode())
 

@@ -1,1 +1,1 @@
-"""What a manifest must satisfy, and in which words it is told."""
+"""What a manifest must satisfy, and the sentences for manifests that do not."""

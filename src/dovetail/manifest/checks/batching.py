@@ -1,4 +1,4 @@
-"""Which batch sizes must divide which, for every stage and model: one table for validation and planner."""
+"""Which batch sizes must divide which others, for every stage and model. Validation and planner share this table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a manifest may change while its run goes on. Pure."""
+"""Which fields of a manifest may change when its run is resumed. Pure."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Change:
-    """One field, as in spec.ppo.kl.coef, and its values as JSON. `inherited`: the old value is what an earlier
-    release did and this one no longer does."""
+    """One changed field, such as spec.ppo.kl.coef, and its values as JSON. `inherited`: the old value describes the
+    behaviour of an earlier release, which this release no longer has."""
 
     field: str
     old: Any
@@ -90,7 +90,7 @@ class Change:
 
     @property
     def sentence(self) -> str:
-        """Why it is not allowed, and what is."""
+        """Why the change is not allowed, and what is allowed."""
         name = self.field.removeprefix("spec.")
         prefix = max((p for p in REASONS if not p or name == p or name.startswith(p + ".")), key=len)
         return (
@@ -100,8 +100,8 @@ class Change:
 
 
 def changes(old: dict[str, Any], new: RLHFJobSpec) -> list[Change]:
-    """Fields in which `new` differs from the spec `old`, a JSON document, in the order of their names. Fields that a
-    release has added since count with their defaults."""
+    """The fields in which `new` differs from the spec `old` (a JSON document), sorted by name. Fields that were added
+    in later releases count with their defaults."""
     old, inherited = _of_earlier_release(old, new)
     with contextlib.suppress(ValidationError):  # of another release: compare what it says
         old = RLHFJobSpec.model_validate(old).model_dump(mode="json", by_alias=True)

@@ -1,4 +1,5 @@
-"""The files that a manifest names: are they there and usable? The only part of validation that reads the disk."""
+"""Checks the files that a manifest names: whether they exist and can be used. Only this part of validation reads the
+disk."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
-    """One sentence for each local file or folder that is missing, empty or unusable; relative paths start at
-    `base_dir`. Reads names, sizes and model configurations, no data."""
+    """One sentence for each local file or folder that is missing, empty or unusable. Relative paths start at
+    `base_dir`. Reads names, sizes and model configurations, but no data."""
     return list(_data(spec, base_dir)) + list(_models(spec, base_dir)) + list(_tokenizer(spec, base_dir))
 
 
 def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
-    """Layers of actor, critic and reward model, where the manifest's own folders and configurations tell.
+    """Layers of actor, critic and reward model, if the manifest's own folders and configurations say so.
 
-    A critic without a source is made from the reward model, or from the actor; so is the reward model."""
+    A critic without a source is made from the reward model, or from the actor. A reward model without a source is made
+    from the actor."""
     own = {name: _layers(getattr(spec.models, name).source, base_dir) for name in ("actor", "critic", "reward")}
     sources = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
     found = {}
@@ -34,7 +36,7 @@ def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
 
 
 def model_configs(spec: RLHFJobSpec, base_dir: Path) -> dict[str, dict[str, Any]]:
-    """config.json of each model that names a folder, where it can be read."""
+    """config.json of each model that names a folder, if it can be read."""
     found = {}
     for name in ("actor", "critic", "reward", "reference"):
         source: ModelSource | None = getattr(spec.models, name).source

@@ -1,8 +1,8 @@
 """Which parts of a job's spec may change, as CEL transition rules.
 
-A job may be suspended and resumed, its rollout groups scaled, its deadlines, failure policy and checkpoint policy
-changed at any time. Everything else decides what is trained and what the pods look like: it is fixed once a plan holds
-(condition Planned=True), and may be corrected before that, above all while Planned=False says what does not fit."""
+At any time a user may suspend and resume a job, scale its rollout groups, and change its deadlines, failure policy and
+checkpoint policy. Everything else decides what is trained and what the pods look like. It is fixed when the job has a
+plan (condition Planned=True). Before that it may be corrected, above all while Planned=False says what does not fit."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ SIZES = (
 
 
 def architecture_layers(model: ScratchModel) -> int | None:
-    """Number of layers, or None where the configuration's value is no number."""
+    """The number of layers; None if the configuration's value is no number."""
     defaults = MODEL_FAMILIES[model.architecture].defaults
     layers = model.config.get("num_hidden_layers", defaults["num_hidden_layers"])
     return layers if is_count(layers) else None
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:
-    """Dimensions of one attention head of a Hugging Face configuration; None where it does not say."""
+    """The dimensions of one attention head of a Hugging Face configuration; None if the configuration does not say."""
     if config.get("head_dim"):
         return int(config["head_dim"])
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")

@@ -1,4 +1,4 @@
-"""Fields that are accepted but change nothing yet, in one table, so that none is ever ignored in silence."""
+"""Fields that are accepted but have no effect yet. This one table makes sure that each brings a warning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
 
 @dataclass(frozen=True)
 class Unexecuted:
-    """`used(spec)` gives the paths of the field where a spec sets it; `why` completes `<path>: <why>`.
+    """`used(spec)` yields the paths of the field where a spec sets it. `why` completes the sentence `<path>: <why>`.
 
-    `on_cluster`: it has an effect once pods run the job, only not on a single machine."""
+    `on_cluster`: the field has an effect in pods, but not on a single machine."""
 
     field: str
     used: Callable[[RLHFJobSpec], Iterator[str]]
@@ -94,8 +94,8 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
 
 
 def warnings(spec: RLHFJobSpec, *, cluster: bool = False) -> list[str]:
-    """One sentence for each field that is set without effect: not executed yet (`cluster`: by the operator either),
-    or pointless beside other fields. The job runs all the same, unless the sentence says otherwise."""
+    """One sentence for each field that is set without effect: not executed yet (`cluster`: not by the operator
+    either), or useless beside other fields. The job still runs, unless the sentence says otherwise."""
     found = [
         f"{path} is not executed {'on a single machine' if entry.on_cluster else 'yet'}: {entry.why}."
         for entry in UNEXECUTED

@@ -1,4 +1,4 @@
-"""Manifests in: `load_manifest` for a runnable job, or ManifestError with sentences for the user."""
+"""Reads manifests: `load_manifest` returns a job that can run, or raises ManifestError with sentences for the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def parse_manifest(path_or_text: str | Path) -> RLHFJob:
-    """The job as written, its fields and the rules between them checked. Raises ManifestError."""
+    """The job as written. Its fields and the rules between them are checked. Raises ManifestError."""
     job = parse(read_yaml(path_or_text))
     if errors := check(job.spec):
         raise ManifestError(errors)
@@ -33,11 +33,12 @@ def parse_manifest(path_or_text: str | Path) -> RLHFJob:
 
 
 def load_manifest(path_or_text: str | Path, base_dir: Path | None = None) -> RLHFJob:
-    """`parse_manifest` with every default filled in (`resolve`) and local paths made absolute: what a run starts from.
+    """`parse_manifest`, then every default filled in (`resolve`) and local paths made absolute. A run starts from the
+    result.
 
-    Relative paths start at `base_dir`, by default the manifest's folder (for text: the working directory). Ask
-    `warnings` about the job as written (`parse_manifest`): resolving removes what some of them speak of. Raises
-    ManifestError; `check_files` looks at the files themselves."""
+    Relative paths start at `base_dir`, by default the manifest's folder (for text: the working directory). Call
+    `warnings` with the job as written (`parse_manifest`), because resolving removes what some warnings are about.
+    `check_files` checks the files themselves. Raises ManifestError."""
     job = parse_manifest(path_or_text)
     if base_dir is None:
         base_dir = Path(path_or_text).parent if is_file(path_or_text) else Path()

@@ -1,1 +1,1 @@
-"""The manifest described: its CRD, `dovetail explain` and the reference page."""
+"""Descriptions of the manifest: its CRD, `dovetail explain` and the reference page."""

@@ -1,4 +1,5 @@
-"""The CustomResourceDefinition, made of the pydantic types: a structural schema, defaults, CEL rules, columns."""
+"""The CustomResourceDefinition, made from the pydantic types and the rules: a structural schema, defaults, CEL rules,
+columns."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def _column(name: str, kind: str, path: str, description: str, priority: int) ->
 
 
 def object_schema(model: type[BaseModel]) -> Schema:
-    """Structural schema of an API object, nested objects in place."""
+    """The structural schema of an API object, with nested objects in place."""
     raw = model.model_json_schema(by_alias=True)
     return _convert(_inline(raw, raw.get("$defs", {})), model)
 

@@ -1,4 +1,4 @@
-"""`dovetail explain`: what a field means, in the shape of kubectl explain."""
+"""`dovetail explain`: what a field means, in the form of kubectl explain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 100
 
 
 class ExplainError(ValueError):
-    """No such field; the message names the nearest ones."""
+    """There is no such field; the message names similar ones."""
 
 
 def alias(name: str, field: FieldInfo) -> str:
@@ -56,7 +56,7 @@ def default_of(field: FieldInfo) -> str | None:
 
 
 def summary(field: FieldInfo) -> str:
-    """Its description, else its object's docstring's first line."""
+    """The field's description, else the first line of its object's docstring."""
     if field.description:
         return field.description
     inner = model_in(field.annotation)

@@ -43,19 +43,19 @@ class TensorSpec:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Shape of the part that is meant."""
+        """The shape of the part that is meant."""
         return self.shape if self.box is None else tuple(end - start for start, end in self.box)
 
     @property
     def itemsize(self) -> int:
-        """Bytes. Raises ValueError for a dtype that cannot be sent."""
+        """Bytes of one element. Raises ValueError for a dtype that cannot be sent."""
         if self.dtype not in _ITEM_BYTES:
             raise ValueError(f"tensor {self.name} has dtype {self.dtype}, which weight transfer does not carry")
         return _ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Of the part that is meant. Raises ValueError for a dtype that cannot be sent."""
+        """Bytes of the part that is meant. Raises ValueError for a dtype that cannot be sent."""
         return volume(tuple((0, n) for n in self.extent)) * self.itemsize
 
 

@@ -60,7 +60,7 @@ class Layout:
         return local // (self.dp * self.tp), local // self.tp % self.dp, local % self.tp
 
     def rank(self, pp: int, dp: int, tp: int) -> int:
-        """The reverse (GETRANK)."""
+        """The inverse of `index` (GETRANK)."""
         return self.first + (pp * self.dp + dp) * self.tp + tp
 
     def boxes(self, tensor: Tensor, layers: int) -> dict[Box, list[int]]:
@@ -101,13 +101,13 @@ def _part(box: Box, dim: int, index: int, count: int) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common, None if nothing."""
+    """The part that two boxes share; None if they share nothing."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def volume(box: Box) -> int:
-    """Elements."""
+    """The number of elements."""
     return math.prod(stop - start for start, stop in box)
 
 

@@ -1,4 +1,4 @@
-"""The routing table of a switch: every byte sent once, by the least burdened of those that hold it."""
+"""The routing table of a layout switch. Every byte is sent once, by the holder with the least to send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RoutingTable:
 
     @cached_property
     def sent(self) -> Counter[int]:
-        """Bytes by sending rank; a broadcast counts once."""
+        """Bytes by sending rank. A broadcast counts once."""
         sent: Counter[int] = Counter()
         for t in self.transfers:
             sent[t.source] += t.bytes
