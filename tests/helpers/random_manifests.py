@@ -4,6 +4,7 @@ field is varied too."""
 from __future__ import annotations
 
 import copy
+import re
 import types
 from enum import StrEnum
 from random import Random
@@ -13,7 +14,6 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dovetail.manifest.base import CALLABLE_PATTERN
 from dovetail.manifest.types import RLHFJobSpec
 from helpers.manifests import GOOD
 
@@ -99,8 +99,11 @@ class _Generator:
         if kind is bool:
             return self._random.random() < 0.5
         if kind is str:
-            callables = any(getattr(m, "pattern", None) == CALLABLE_PATTERN for m in metadata)
-            return self._random.choice(_CALLABLES if callables else _TEXTS.get(name, ("word",)))
+            patterns = [m.pattern for m in metadata if getattr(m, "pattern", None)]
+            texts = _TEXTS.get(name, ("word", *_CALLABLES))
+            fitting = [text for text in texts if all(re.search(pattern, text) for pattern in patterns)]
+            assert fitting, f"none of {texts} fits {patterns} of {name}; add some here"
+            return self._random.choice(fitting)
         low = next((m.ge for m in metadata if isinstance(m, Ge)), None)
         high = next((m.le for m in metadata if isinstance(m, Le)), None)
         if kind is int:
