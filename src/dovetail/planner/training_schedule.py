@@ -286,8 +286,10 @@ def choose_dedicated(
     whole: float,
     memory_limit: float | None = None,
 ) -> tuple[Schedule, dict[str, Layout]]:
-    """The fastest of `divisions` (`dovetail.planner.division`) that fits, and its schedule. `micro_batches` of a
-    mini-batch, of all ranks; `whole` as in `training_problem`. Raises ProblemError where none fits."""
+    """The fastest of `divisions` that fits, and its schedule. Raises ProblemError if none fits.
+
+    `divisions`: as `dovetail.planner.placement.division` makes them. `micro_batches`: of a mini-batch and all ranks.
+    `whole`: as in `training_problem`."""
     found, reasons = [], ["there are too few ranks for either to have some alone"]
     for layouts in divisions:
         counts = {name: micro_batches // layout.dp for name, layout in layouts.items()}
