@@ -92,4 +92,4 @@ def evaluate(instance: Instance, orders: Ints, family: str = "", how: str = "rul
 
 def timing_arguments(i: Instance) -> tuple[object, ...]:
     """What the kernels take of an instance."""
-    return (i.duration, i.before, i.after, i.total, i.group, i.wait, i.step, i.latency, i.split)
+    return (i.duration, i.before, i.after, i.total, i.group, i.wait, tuple(i.step), i.latency, i.split)

@@ -12,7 +12,8 @@ placement of any shape can be simulated:
 - `latency` (C, 2, N): time of the message from the previous stage before F, and from the next stage before B.
 - `total` (C,): micro-batches of all mini-batches; `group` (C,): micro-batches of one mini-batch.
 - `wait` (C, n, C): `wait[c, k, o]` mini-batches of chunk o end everywhere before chunk c starts its mini-batch k.
-  `step` (C,): time of the optimizer step that then follows.
+  `step` (C,): time of the optimizer step that then follows. Kernels take it as a tuple: numba then compiles them for
+  this number of chunks, which makes their loops faster.
 
 The order of a rank lists pass codes, KINDS * chunk + kind. Micro-batches pass a stage in ascending order, so the n-th
 occurrence of a code is micro-batch n. Shorter orders end with -1."""
@@ -50,7 +51,7 @@ class kernel:  # noqa: N801 - a decorator
             return self._function
         from numba import njit
 
-        compiled: Callable[..., Any] = njit(cache=True, nogil=True)(self._function)
+        compiled: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy")(self._function)
         return compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -85,9 +86,9 @@ def simulate_1f1b(forward: Floats, backward: Floats, latency: float = 0.0) -> Fl
     after[0, :-1, 0], after[0, :-1, 1] = 0, np.arange(1, stages)
     orders = np.array([one_f_one_b(stages, stage, count) for stage in range(stages)], dtype=np.int64)
     number, finish = np.array([count], dtype=np.int64), np.zeros_like(duration)
-    never, no_step = np.zeros((1, 1, 1), dtype=np.int64), np.zeros(1)
+    never = np.zeros((1, 1, 1), dtype=np.int64)
     latencies = np.full((1, 2, stages), latency)
-    run_orders(orders, duration, before, after, number, number, never, no_step, latencies, False, finish)
+    run_orders(orders, duration, before, after, number, number, never, (0.0,), latencies, False, finish)
     ends: Floats = finish[0, :W]
     return ends
 
@@ -98,7 +99,7 @@ def run_orders(  # type: ignore[no-untyped-def]
 ):
     """Fill `finish` (C, 3, N, Q) with the ends of all passes; returns the makespan, or -1 where the orders deadlock."""
     n, length = orders.shape
-    chunks = duration.shape[0]
+    chunks = len(step)
     place = np.zeros(n, np.int64)
     free = np.zeros(n)
     count = np.zeros((n, 3 * chunks), np.int64)

@@ -20,15 +20,18 @@ def list_schedule(  # type: ignore[no-untyped-def]
     key. A rank holds at most `limit` of activations and `room` (N, C) micro-batches of each chunk. `form`: see
     `Instance.form`."""
     n = orders.shape[0]
-    chunks = duration.shape[0]
+    chunks = len(step)
     mini = wait.shape[1]
     far = 1e300
     finish[:] = far
     count = np.zeros((n, 3 * chunks), np.int64)
     free = np.zeros(n)
     memory = np.zeros(n)
+    held = np.zeros((n, chunks), np.int64)  # micro-batches in flight
     running = np.full(n, -1, np.int64)
     filled = np.zeros(n, np.int64)
+    block = np.zeros((n, chunks), np.int64)  # the mini-batch whose first forward comes next
+    opening = np.zeros((n, chunks), np.int64)  # the micro-batch of that forward
     closed = np.zeros((chunks, mini), np.int64)
     closing = np.zeros((chunks, mini))
     kinds = 2 if form == 0 else 3
@@ -72,13 +75,13 @@ def list_schedule(  # type: ignore[no-untyped-def]
                         continue
                     ready = 0.0
                     if kind == 0:
-                        if q - count[x, 3 * m + release] >= room[x, m]:
+                        if held[x, m] >= room[x, m]:
                             continue
                         if memory[x] + activation[m, x, q] > limit:
                             continue
-                        if q % group[m] == 0:
+                        if q == opening[x, m]:
                             for other in range(chunks):
-                                need = wait[m, q // group[m], other]
+                                need = wait[m, block[x, m], other]
                                 if need > 0:
                                     if closed[other, need - 1] < n:
                                         ready = far
@@ -120,6 +123,10 @@ def list_schedule(  # type: ignore[no-untyped-def]
             finish[m, kind, x, q] = over
             if kind == 0:
                 memory[x] += activation[m, x, q]
+                held[x, m] += 1
+                if q == opening[x, m]:
+                    opening[x, m] += group[m]
+                    block[x, m] += 1
             orders[x, filled[x]] = choice
             filled[x] += 1
             count[x, choice] = q + 1
@@ -131,6 +138,8 @@ def list_schedule(  # type: ignore[no-untyped-def]
             woken = after[m, x, 1] if kind == onwards else before[m, x, 1] if kind == backwards else -1
             if woken >= 0:
                 quiet[woken] = -1.0
+            if kind == release:
+                held[x, m] -= 1
             if kind == release and (q + 1) % group[m] == 0:
                 k = q // group[m]
                 closed[m, k] += 1
@@ -161,7 +170,7 @@ def search_rules(  # type: ignore[no-untyped-def]
     `target`, or where stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
     np.random.seed(seed)
     n = best_orders.shape[0]
-    chunks = duration.shape[0]
+    chunks = len(step)
     codes = 3 * chunks
     form = 1 if split else 0
     orders = np.zeros_like(best_orders)
@@ -262,10 +271,10 @@ def search_rules(  # type: ignore[no-untyped-def]
             for kind in range(3 if split else 2):
                 code = 3 * m + kind
                 for x in range(n):
-                    for q in range(total[m]):
-                        k = q // group[m]
-                        progress = slope[x, code] * (q - k * group[m] + 0.5) / group[m]
-                        keys[m, kind, x, q] = base[x, code] + progress + lateness * k
+                    for k in range(total[m] // group[m]):
+                        for i in range(group[m]):
+                            progress = slope[x, code] * (i + 0.5) / group[m]
+                            keys[m, kind, x, k * group[m] + i] = base[x, code] + progress + lateness * k
         end = list_schedule(
             duration, before, after, total, group, wait, step, latency, activation, form, limit, room, keys, patience,
             1e300, look, best, finish, orders,
@@ -303,7 +312,7 @@ def justify(  # type: ignore[no-untyped-def]
     stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
     np.random.seed(seed)
     n, length = best_orders.shape
-    chunks = duration.shape[1]
+    chunks = len(step)
     last = 1 if forms[0] == 0 else 2
     look = np.zeros((chunks, 3))
     room = np.full((n, chunks), total.max())

@@ -143,7 +143,7 @@ class Rounds:
         def task(number: int, stop: Ints) -> tuple[float, Ints]:
             orders = np.zeros((i.ranks, i.length), np.int64)
             end = justify(
-                duration, i.before, i.after, i.total, i.group, i.wait, i.step, latency, activation, forms,
+                duration, i.before, i.after, i.total, i.group, i.wait, tuple(i.step), latency, activation, forms,
                 limit * (1 + 1e-9), starts[number % len(starts)].finish, tries, self.seed(number), target, self.unit,
                 stop, number, orders,
             )  # fmt: skip
