@@ -26,6 +26,8 @@ SCENARIOS: list[dict[str, Any]] = [
         {"name": f"fused{n}", "do": "train", "pp": n, "world": n, "reverse": True, "schedules": [FUSED[n]]}
         for n in FUSED
     ),
+    {"name": "dp2", "do": "train", "dp": 2, "world": 2, "schedules": ["1F1B"], "checkpoint": True},
+    {"name": "tp2", "do": "train", "tp": 2, "world": 2, "schedules": ["1F1B"]},
     *({"name": do, "do": do, "world": 2} for do in ("unlike_sizes", "unlike_kinds", "crossed", "missing")),
 ]
 
@@ -55,7 +57,7 @@ def end(folder: Path, name: str) -> dict[str, Any]:
 
 
 def log(folder: Path, name: str) -> str:
-    return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted((folder / name).glob("*.log")))
+    return "\n".join(f"--- {path.name}\n{path.read_text()[-30000:]}" for path in sorted((folder / name).glob("*.log")))
 
 
 @pytest.mark.parametrize("name", ["pp2", "pp4", "fused2", "fused4"])
@@ -70,13 +72,30 @@ def test_pipelines_finish(folder: Path, name: str) -> None:
         assert run["used"]["communicators"] == 0, "made in a step, where ranks come in unlike orders"
 
 
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_sharded_ranks_finish(folder: Path, name: str) -> None:
+    found = end(folder, name)
+    assert not any(found["statuses"]), f"{found['waits']}\n{log(folder, name)}"
+    for result in found["results"]:
+        (run,) = result["runs"]
+        assert sorted(run["steps"]) == ["actor", "critic"]
+        assert run["used"]["collectives"] > 0
+
+
+def test_offloaded_moments_come_back_from_a_checkpoint(folder: Path) -> None:
+    for result in end(folder, "dp2")["results"]:
+        assert result["moments"] > 0
+        assert result["lost"] == []
+
+
 def test_the_stand_in_names_both_ranks_of_a_mismatch(folder: Path) -> None:
     for name, words in (
         ("unlike_sizes", ("a send of 32 bytes", "a receive of 16 bytes")),
         ("unlike_kinds", ("an all-reduce of 32 bytes", "a broadcast of 32 bytes")),
     ):
+        # Its own error ends a rank, or torch's watchdog that saw the same first.
         text = log(folder, name)
-        assert end(folder, name)["statuses"] == [1, 1], text
+        assert all(end(folder, name)["statuses"]), text
         assert "rank 0 and rank 1 are at odds" in text
         assert all(word in text for word in words), text
 

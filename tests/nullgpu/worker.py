@@ -28,6 +28,7 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.plan import Layout
+from dovetail.trainer import checkpoint
 from dovetail.trainer.batches import Sequences
 from dovetail.trainer.engine import Engine
 from dovetail.trainer.executor import MicroBatch
@@ -84,7 +85,12 @@ def train(rank: int, world: int, port: int, folder: Path, scenario: dict[str, An
     layouts = {"actor": Parallelism(**sizes), "critic": Layout(**sizes, reverse=scenario.get("reverse", False))}
     groups = Groups.form("127.0.0.1", port, rank, world, layouts, DEADLINE)
     made = counts()
-    spec = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "ppo": {"ema": 0.9}}
+    optimizer = {"offload": "checkpoint" in scenario}
+    spec = {
+        "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
+        "ppo": {"ema": 0.9, "actor_optimizer": optimizer, "critic_optimizer": optimizer},
+        "plan": {"sharding": "Always"},  # small as these models are
+    }
     engine = Engine(RLHFJobSpec.model_validate(spec), groups)
     scratch = ScratchModel(architecture="llama", config=LLAMA)
     models = {
@@ -103,8 +109,34 @@ def train(rank: int, world: int, port: int, folder: Path, scenario: dict[str, An
         engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
         torch.cuda.synchronize()
         runs.append({"steps": steps, "used": {name: value - before[name] for name, value in counts().items()}})
+    found = {"communicators": made["communicators"], "runs": runs}
+    if "checkpoint" in scenario:
+        found |= restored(engine, folder / "checkpoint")
     groups.close()
-    return {"communicators": made["communicators"], "runs": runs}
+    return found
+
+
+def restored(engine: Engine, path: Path) -> dict[str, Any]:
+    """Give the moments in host memory values, save, wipe and restore: which lost theirs."""
+    moments = {
+        f"{model}.{name}.{i}": moment
+        for model, held in engine.models.items()
+        for name, pair in held.optimizer.moments.items()
+        for i, moment in enumerate(pair)
+    }
+    assert all(moment.is_pinned() or not moment.numel() for moment in moments.values())
+    for number, moment in enumerate(moments.values(), 1):
+        moment.fill_(number + engine.groups.rank / 2)
+    engine.save(path)
+    for moment in moments.values():
+        moment.zero_()
+    checkpoint.restore(engine, path)
+    lost = [
+        name
+        for number, (name, moment) in enumerate(moments.items(), 1)
+        if not torch.all(moment == number + engine.groups.rank / 2)
+    ]
+    return {"moments": len(moments), "lost": lost}
 
 
 def _nccl(rank: int, world: int, folder: Path) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "is_view",
     "multiply",
     "norms",
+    "placed",
     "stage_backward_input",
     "stage_backward_weight",
     "viewed",
@@ -48,6 +49,11 @@ PRIVATE = (
         "torch.distributed.distributed_c10d:_abort_process_group",
         "torch 2.13",
         "destroying NCCL's groups waits for kernels that wait for a lost peer; this does not",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor._spec",
+        "torch 2.13",
+        "from_local copies a shard in host memory to the GPU of its mesh, so what a checkpoint restores would be lost",
     ),
     Private(
         "torch.distributed.device_mesh:DeviceMesh._pg_registry",
@@ -81,6 +87,14 @@ def multiply(tensors: list[Tensor], factor: float) -> None:
 def copy_into(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into the tensor at its place."""
     torch._foreach_copy_(tensors, sources)
+
+
+def placed(shard: Tensor, parameter: Any) -> Tensor:
+    """The shard as a DTensor with the parameter's layout, in the shard's own memory wherever that is."""
+    from torch.distributed.tensor import DTensor
+
+    whole: Tensor = DTensor(shard, parameter._spec, requires_grad=False)
+    return whole
 
 
 def abort_all_groups() -> None:

@@ -18,7 +18,7 @@ from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer import lora
+from dovetail.trainer import compat, lora
 from dovetail.trainer.groups import ModelGroups, peer_errors
 from dovetail.trainer.optim import AdamW, local
 from dovetail.trainer.parallel import compute_dtype, is_replicated, shard
@@ -148,17 +148,8 @@ def tokenizer_folder(ref: ModelRef) -> Path | None:
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """`shard` seen as the parameter is: a DTensor of the same layout, or the tensor itself."""
+    """`shard` seen as the parameter is: a DTensor of the same layout, or the tensor itself. It shares the shard's
+    memory, also where that is the host's and the parameter is on a GPU."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(parameter, DTensor):
-        return shard
-    wrapped: Tensor = DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return wrapped
+    return compat.placed(shard, parameter) if isinstance(parameter, DTensor) else shard
