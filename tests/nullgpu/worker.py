@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import itertools
 import json
 import os
 import signal
@@ -38,7 +39,6 @@ DEADLINE = 240.0
 # How long what ranks wait for stays the same before they are taken for stuck: all living ranks, or only some, whose
 # peer may wait in torch's store, which does not say so.
 ALL_STUCK, SOME_STUCK = 5.0, 45.0
-MICRO_BATCHES = 4
 LLAMA = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -51,7 +51,7 @@ LLAMA = {
 }
 
 
-def micro_batches() -> list[MicroBatch]:
+def micro_batches(count: int) -> list[MicroBatch]:
     """Of unlike shapes, the same on all ranks; the loss computes no sense, as nothing here does."""
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -59,7 +59,7 @@ def micro_batches() -> list[MicroBatch]:
         return value, {"loss": value.detach()}
 
     made = []
-    for length in (9, 12, 5, 7):
+    for length in itertools.islice(itertools.cycle((9, 12, 5, 7)), count):
         read = torch.ones(2, length, dtype=torch.bool)
         read[:, -1] = False
         packed = Sequences(torch.zeros(2, length, dtype=torch.int64), torch.tensor([length, length])).pack([0, 1], read)
@@ -79,8 +79,8 @@ def counts() -> dict[str, int]:
 
 
 def train(rank: int, world: int, port: int, folder: Path, scenario: dict[str, Any]) -> dict[str, Any]:
-    """A PPO engine runs one mini-batch by each of the scenario's "schedules", one string of letters a rank; "1F1B":
-    actor, then critic."""
+    """A PPO engine runs one mini-batch by each of the scenario's "schedules", one string of letters a rank; a number n:
+    1F1B of n micro-batches, actor, then critic."""
     sizes = {key: scenario.get(key, 1) for key in ("pp", "dp", "tp")}
     layouts = {"actor": Parallelism(**sizes), "critic": Layout(**sizes, reverse=scenario.get("reverse", False))}
     groups = Groups.form("127.0.0.1", port, rank, world, layouts, DEADLINE)
@@ -101,11 +101,11 @@ def train(rank: int, world: int, port: int, folder: Path, scenario: dict[str, An
     assert groups.device == torch.device("cuda", rank)
     runs = []
     for words in scenario["schedules"]:
-        if words == "1F1B":
-            words = encode(serial_1f1b(layouts, dict.fromkeys(models, MICRO_BATCHES), list(models)))
+        if isinstance(words, int):
+            words = encode(serial_1f1b(layouts, dict.fromkeys(models, words), list(models)))
         actions = StoredSchedule("", 1, words).actions()[rank]
         before, steps = counts(), []
-        work = {name: micro_batches() for name in engine.models}
+        work = {name: micro_batches(words[rank].upper().count("F") // len(models)) for name in engine.models}
         engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
         torch.cuda.synchronize()
         runs.append({"steps": steps, "used": {name: value - before[name] for name, value in counts().items()}})

@@ -48,7 +48,11 @@ class Packing:
     @cached_property
     def starts(self) -> Tensor:
         """(sequences + 1,) int32."""
-        return self._starts.to(self.device, torch.int32)
+        return self._moved(self._starts.to(torch.int32))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On the device. The host does not wait for it: CUDA takes a copy of what is not page-locked."""
+        return tensor.to(self.device, non_blocking=True)
 
     @cached_property
     def _starts(self) -> Tensor:
@@ -58,7 +62,7 @@ class Packing:
     def positions(self) -> Tensor:
         """Of each token in its sequence with the prefix, (total,) int64."""
         sizes, offsets = torch.tensor(self.lengths), torch.tensor(self.before) - self._starts[:-1]
-        return (torch.arange(int(self._starts[-1])) + offsets.repeat_interleave(sizes)).to(self.device)
+        return self._moved(torch.arange(int(self._starts[-1])) + offsets.repeat_interleave(sizes))
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -68,4 +72,4 @@ class Packing:
         prefixes = self.prefixes or (None,) * len(spans)
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
         starts = F.pad(torch.tensor([len(part) for part in parts]).cumsum(0), (1, 0))
-        return torch.cat(parts).to(self.device), starts.to(self.device, torch.int32)
+        return self._moved(torch.cat(parts)), self._moved(starts.to(torch.int32))

@@ -104,7 +104,8 @@ class AdamW:
             first,
             second,
             [],
-            [torch.tensor(float(self.steps), device=device) for _ in names],
+            # Filled on the device: a copy of each from the host would wait for the device each time.
+            list(torch.full((len(names),), float(self.steps), device=device).unbind()),
             fused=True,
             amsgrad=False,
             beta1=self.config.beta1,
