@@ -21,7 +21,7 @@ from dovetail.operator import coordinators
 from dovetail.operator.children import Children
 from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.protocol.process_names import COORDINATOR
-from dovetail.statusapi.coordinators import CoordinatorPoller as CoordinatorReader
+from dovetail.statusapi.coordinators import CoordinatorReader
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20
