@@ -1,9 +1,9 @@
 """The problem: two models trained at once on the same pipeline ranks (RLHFuse section 5.2).
 
-`ranks` N pipeline ranks hold, of each model, `pipelines` K copies of `stages` pp stages: N = K1 * pp1 = K2 * pp2, the
-fusion factors K being coprime. Copy k's stages are on the ranks [k * pp, (k + 1) * pp). K1 * M1 = K2 * M2 since both
-models train on the same sequences. Or each model has ranks of its own, from `first` on: N = K1 * pp1 + K2 * pp2. Times,
-latency and activation sizes are in any unit, the same throughout."""
+N pipeline ranks hold K pipelines (`pipelines`) of pp stages (`stages`) of each model: N = K1 * pp1 = K2 * pp2. Stages
+of pipeline k are on the ranks k * pp to (k + 1) * pp - 1. Both models train on the same sequences, so micro-batches
+fit together: K1 * M1 = K2 * M2. Or each model has ranks of its own, from `first` on: N = K1 * pp1 + K2 * pp2. Times,
+latency and activation sizes may be in any unit, but all in the same one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.pipelines.simulate import Floats
 
 
 class ProblemError(ValueError):
-    """A schedule that cannot exist; the message names the numbers and the fix."""
+    """A schedule that cannot exist. The message names the numbers and the fix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +97,7 @@ class Problem:
 
     @property
     def least_memory(self) -> float:
-        """What every schedule needs: the largest single micro-batch, which is all a rank holds where micro-batches
-        pass one after the other."""
+        """The activation memory that every schedule needs: that of the largest micro-batch in one stage."""
         return float(max(self.array(m, "activation").max() for m in (0, 1)))
 
     @property
