@@ -39,14 +39,14 @@ from operator_scale.stage import claim, cpu, manifest, pod_template, stage
 
 from dovetail.kube.connection import KubeError, connect
 from dovetail.kube.resources import BY_KIND
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import KIND
-from dovetail.operator.client import Client
+from dovetail.operator.cluster.client import Client
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects
 from dovetail.operator.render.secret import secret
-from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.plan import make_plan
 from helpers.cluster import KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator

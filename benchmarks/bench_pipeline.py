@@ -23,7 +23,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - once, before the ranks are forked
 from pipeline import real, sleeping
 
-from dovetail.trainer.loop import free_port
+from dovetail.trainer.rank.life import free_port
 
 
 def number(name: str, default: float) -> Any:

@@ -31,7 +31,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from switching import layouts, publish
 from switching.shapes import tensors
 
-from dovetail.trainer.loop import free_port
+from dovetail.trainer.rank.life import free_port
 
 DEADLINE = 500.0
 

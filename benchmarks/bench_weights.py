@@ -37,7 +37,7 @@ from typing import Any
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver
-from dovetail.rollout.preload import preload
+from dovetail.rollout.serving.preload import preload
 
 TOKEN = "benchmark"
 # The version number tells the benchmark's receiving engine which way is meant.
@@ -125,7 +125,7 @@ def serve(env: ProcessEnv) -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from dovetail.models.transfer import Deadline, message_bytes
-    from dovetail.rollout.server import main as serve_main
+    from dovetail.rollout.serving.vllm_server import main as serve_main
     from dovetail.rollout.weights_vllm import DovetailUpdateInfo, DovetailWeightTransferEngine
 
     class Engine(DovetailWeightTransferEngine):
@@ -205,9 +205,9 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
     import torch
     from transformers import LlamaForCausalLM
 
-    from dovetail.coordinator.weights.weights import push_offer
+    from dovetail.coordinator.weights.offers import push_offer
     from dovetail.models.transfer import Channel, Deadline, Part, message_bytes
-    from dovetail.trainer.weights import WeightSender
+    from dovetail.trainer.weight_sender import WeightSender
 
     torch.manual_seed(0)
     state = LlamaForCausalLM(config).float().state_dict()

@@ -25,7 +25,7 @@ from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.messages import Action, Load, ModelRef, Step
 from dovetail.protocol.wire import pack
 from dovetail.trainer.algorithms.advantages import compute_advantages, whiten
-from dovetail.trainer.commands import CommandRunner
+from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.groups import Groups
 from e2e.ours import manifest
 from e2e.settings import Folder, Settings

@@ -72,7 +72,7 @@ def start_scorer(name: str, run_dir: Path) -> Server:
     log = run_dir / f"{name}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dovetail.rollout.scorer"],
+            [sys.executable, "-m", "dovetail.rollout.scoring.scorer"],
             env={**os.environ, "OMP_NUM_THREADS": "1", **env.write()},
             stdout=out,
             stderr=out,

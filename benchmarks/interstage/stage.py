@@ -16,8 +16,8 @@ import aiohttp
 import numpy as np
 
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
+from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
-from dovetail.coordinator.fusion.stage import generate_and_score
 from dovetail.coordinator.generation.generation import Generator
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores

@@ -16,9 +16,9 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.pipelines import Effort, Problem, zero_bubble_limit
 from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
-from dovetail.trainer.batches import Sequences
-from dovetail.trainer.engine import Engine, MicroBatch
+from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups
+from dovetail.trainer.packed_batches import Sequences
 
 VOCABULARY = 1024
 WARM_UP = 8  # rounds; the first ones meet pages that nobody has touched yet

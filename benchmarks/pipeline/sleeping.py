@@ -14,9 +14,9 @@ from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import Effort, Model, Problem
 from dovetail.planner.training_schedule import choose_schedule, rank_actions, shared_layouts
 from dovetail.protocol.plan import Layout
-from dovetail.trainer.batches import Sequences
-from dovetail.trainer.executor import Executor, MicroBatch, Pipe
+from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups
+from dovetail.trainer.packed_batches import Sequences
 
 FAMILIES = ("serial", "overlapped", "stitched", "fused", "fused-rolled", "fused-split")
 WIDTH = 8

@@ -15,11 +15,11 @@ import torch
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
 from dovetail.protocol.messages import Load, ModelRef, Offer, Publish, Receive, Receiver
-from dovetail.trainer.engine import Engine
-from dovetail.trainer.engine_model import like
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.engine_model import like
+from dovetail.trainer.engine.optim import local
 from dovetail.trainer.groups import Groups
-from dovetail.trainer.optim import local
-from dovetail.trainer.weights import WeightSender
+from dovetail.trainer.weight_sender import WeightSender
 from switching.shapes import config
 
 WAYS = ("gathered, one sender a stage", "routed, all send", "step, then routed", "routed as it is stepped")
@@ -111,7 +111,7 @@ def train(rank: int, world: int, port: int, settings: dict[str, Any], folder: Pa
 
 def receive(index: int, settings: dict[str, Any], folder: Path, wait: Callable[[Path], None]) -> None:
     """One receiver through all rounds: verifies and assembles, and lets go."""
-    from dovetail.rollout.weights import WeightReceiver
+    from dovetail.rollout.weight_receiver import WeightReceiver
 
     torch.set_num_threads(1)
     receivers = {way == WAYS[0]: WeightReceiver() for way in WAYS}

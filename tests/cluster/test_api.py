@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.serving.routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.kube import names
 from dovetail.manifest.types import Stage

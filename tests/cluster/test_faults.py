@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.operator.leader import LEASE
+from dovetail.operator.cluster.leader import LEASE
 from helpers.cluster import DEVCLUSTER, REPOSITORY, KubeCluster, external, wait_for
 from helpers.cluster_jobs import PACED_TEMPLATE, ClusterJob, is_true, kill, paced, tiny_manifest
 from helpers.jobs import events
@@ -146,7 +146,7 @@ def go_on(job: ClusterJob, iterations: int) -> None:
 
 FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "trainer's pod deleted": partial(delete_pod, "a100"),
-    "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.server"),
+    "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.serving.vllm_server"),
     "coordinator killed": partial(kill_process, "coordinator", "dovetail.coordinator.main"),
     "rollout's pod deleted": partial(delete_pod, "a10"),
     "kubelet restarted": restart_kubelet,
@@ -157,7 +157,7 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "operator's leader killed": kill_leader,
     "coordinator's pod deleted": partial(delete_pod, "coordinator"),
     "network cut": cut_network,
-    "scorer killed": partial(kill_process, "a10", "dovetail.rollout.scorer"),
+    "scorer killed": partial(kill_process, "a10", "dovetail.rollout.scoring.scorer"),
 }
 
 

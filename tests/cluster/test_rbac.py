@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dovetail.kube.resources import CHILDREN
-from dovetail.operator.leader import LEASE
+from dovetail.operator.cluster.leader import LEASE
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.rlhfjobs import install_crd

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef
-from dovetail.trainer.batches import Sequences
-from dovetail.trainer.engine import Engine, MicroBatch
+from dovetail.trainer.engine.engine import Engine, MicroBatch
+from dovetail.trainer.engine.optim import local
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
-from dovetail.trainer.optim import local
+from dovetail.trainer.packed_batches import Sequences
 
 DEADLINE = 400.0
 VOCAB = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dovetail.protocol.weights import Tensor
-from dovetail.trainer.engine import Engine
-from dovetail.trainer.parts import parts, senders
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.parts import parts, senders
 
 
 def parts_agree(engine: Engine) -> bool:

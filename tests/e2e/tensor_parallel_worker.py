@@ -16,7 +16,7 @@ from dovetail.models.build import build_stage, fill, open_source
 from dovetail.models.tensor_parallel import split_stage
 from dovetail.protocol.messages import Action, ModelRef
 from dovetail.trainer import groups as trainer_groups
-from dovetail.trainer.engine import Engine
+from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.groups import PeerLost, RankFailed
 
 SIZES = {

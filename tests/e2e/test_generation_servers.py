@@ -22,7 +22,7 @@ from dovetail.coordinator.generation.generation import Generator
 from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.coordinator.weights.weights import push_offer
+from dovetail.coordinator.weights.offers import push_offer
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.messages import Offer, Publish, Receiver, Register
 from helpers.nursery import Adopted
@@ -83,7 +83,7 @@ class Run:
 
     async def send_weights(self, model: Any, version: int) -> None:
         """As a trainer and the coordinator do, to every instance that is stale."""
-        from dovetail.trainer.weights import WeightSender
+        from dovetail.trainer.weight_sender import WeightSender
 
         targets = self.fleet.stale_targets(version)
         receivers = [

@@ -199,7 +199,7 @@ def test_bad_sampling_parameters_are_a_400_and_hurt_nobody(world: World, trainer
 def test_a_wrong_checksum_leaves_servers_stale_until_a_whole_version_arrives(
     world: World, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dovetail.trainer.weights as sending
+    import dovetail.trainer.weight_sender as sending
 
     good = sending.pack_into
     count = itertools.count()
@@ -224,7 +224,7 @@ def test_a_wrong_checksum_leaves_servers_stale_until_a_whole_version_arrives(
 
 
 def send_and_stall(command: Publish, state: dict[str, torch.Tensor], pipe: Any) -> None:
-    from dovetail.trainer.weights import WeightSender
+    from dovetail.trainer.weight_sender import WeightSender
 
     def source() -> Iterator[tuple[str, torch.Tensor]]:
         for k, item in enumerate(state.items()):

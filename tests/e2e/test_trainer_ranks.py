@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.coordinator.trainers.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
-from dovetail.rollout.weights import WeightReceiver
+from dovetail.rollout.weight_receiver import WeightReceiver
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import TrainerRanks, job, layouts, load_command, ppo_batch, reward_batch, sft_batch
 

@@ -23,7 +23,7 @@ import yaml
 from pydantic import ValidationError
 
 from dovetail.manifest.checks.rules import check
-from dovetail.manifest.manifest import ManifestError, parse
+from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.inventory import read

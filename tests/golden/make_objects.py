@@ -9,13 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.operator.render.secret import secret
-from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.plan import make_plan
 
 FOLDER = Path(__file__).parent / "objects"

@@ -15,12 +15,12 @@ from golden import make_objects
 
 from dovetail.kube import names
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
-from dovetail.operator.children import Children, deleting, is_true, sizes
-from dovetail.operator.planning import read_job
-from dovetail.operator.reconcile import PlanRefused, Reconciled, Seen, reconcile
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import read_job
+from dovetail.operator.reconcile.children import Children, deleting, is_true, sizes
+from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, reconcile
+from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.replan import Outlook, honoured, needs, resized, room
-from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.nodes import Pools
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.plan import Plan

@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from dovetail.kube import coordinator_http, names
-from dovetail.operator import coordinators
-from dovetail.operator.children import Children
-from dovetail.operator.coordinators import CoordinatorPoller
+from dovetail.operator.cluster import coordinator_poller as coordinators
+from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
+from dovetail.operator.reconcile.children import Children
 from dovetail.protocol.process_names import COORDINATOR
-from dovetail.statusapi.coordinators import CoordinatorReader
+from dovetail.statusapi.coordinator_reader import CoordinatorReader
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 MIB = 1 << 20

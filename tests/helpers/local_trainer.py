@@ -6,10 +6,10 @@ from typing import Any
 
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.messages import Action, Command, CommandResult, Step
-from dovetail.trainer.client import Refused
-from dovetail.trainer.commands import CommandRunner
+from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.groups import Groups
-from dovetail.trainer.loop import free_port
+from dovetail.trainer.rank.coordinator_client import Refused
+from dovetail.trainer.rank.life import free_port
 from helpers.trainer_ranks import layouts
 
 

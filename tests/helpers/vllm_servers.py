@@ -92,12 +92,12 @@ class Server:
 
     @staticmethod
     def start(name: str, run_dir: Path, coordinator: str, *arguments: str) -> Server:
-        """`python -m dovetail.rollout.server`, as a pod runs it, with further vLLM arguments."""
+        """`python -m dovetail.rollout.serving.vllm_server`, as a pod runs it, with further vLLM arguments."""
         port = free_port()
         env = ProcessEnv("test", name, run_dir, coordinator, TOKEN, "127.0.0.1", port, 0, "rollout", 0, 1)
         log = run_dir / f"{name}.log"
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **env.write()}
-        process = NURSERY.fork(log, variables, "dovetail.rollout.server", *arguments)
+        process = NURSERY.fork(log, variables, "dovetail.rollout.serving.vllm_server", *arguments)
         return Server(name, f"http://127.0.0.1:{port}", process, log)
 
     def close(self) -> None:

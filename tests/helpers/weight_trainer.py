@@ -14,7 +14,7 @@ import aiohttp
 import torch
 
 from dovetail.coordinator.weights import probing
-from dovetail.coordinator.weights.weights import ReceiverError, push_offer
+from dovetail.coordinator.weights.offers import ReceiverError, push_offer
 from dovetail.protocol.messages import Offer, Probe, Publish, Receiver
 from helpers.vllm_servers import TOKEN, Server
 
@@ -71,7 +71,7 @@ def push(servers: Sequence[Server], command: Publish, offer: Offer, new: bool) -
 
 def probe_of(model: Any, version: int) -> Probe:
     """As trainers make it; `model`: of transformers, or a whole stage."""
-    from dovetail.trainer.probe import TOKENS, probe_tokens
+    from dovetail.trainer.probe_logprobs import TOKENS, probe_tokens
 
     tokens = probe_tokens(model.config.vocab_size, TOKENS)
     with torch.no_grad():
@@ -94,7 +94,7 @@ class Trainer:
     """A real WeightSender of one rank; small buckets, so that a tiny model makes several."""
 
     def __init__(self, servers: Sequence[Server]):
-        from dovetail.trainer.weights import WeightSender
+        from dovetail.trainer.weight_sender import WeightSender
 
         self.servers = servers
         self.offers: queue.Queue[Offer] = queue.Queue()

@@ -29,11 +29,11 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.plan import Layout
-from dovetail.trainer import checkpoint
-from dovetail.trainer.batches import Sequences
-from dovetail.trainer.engine import Engine
-from dovetail.trainer.executor import MicroBatch
+from dovetail.trainer.engine import checkpoint
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.groups import Groups
+from dovetail.trainer.packed_batches import Sequences
 
 DEADLINE = 240.0
 # How long what ranks wait for stays the same before they are taken for stuck: all living ranks, or only some, whose

@@ -14,13 +14,13 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.serving.routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.manifest.types import Stage
+from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.main import Http, serve
-from dovetail.statusapi.settings import ApiSettings
 from helpers.fake_kube import FakeKube, ServerThread
 
 TOKEN = "the-jobs-own"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from dovetail.coordinator.loop.kl import KLController
+from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.manifest.types import KL
 from dovetail.trainer.algorithms import balance, ema, importance, kl, logprobs
 
@@ -131,7 +131,7 @@ def test_the_coefficient_stays_positive(value: float, samples: int, target: floa
 
 
 def test_the_controller_needs_no_torch() -> None:
-    code = "import sys, dovetail.coordinator.loop.kl; sys.exit('torch' in sys.modules)"
+    code = "import sys, dovetail.coordinator.loop.kl_controller; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,7 @@ from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms import losses
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate, kl_loss
-from dovetail.trainer.steps.experience import PPOSamples, targets
+from dovetail.trainer.steps.experience_batch import PPOSamples, targets
 from helpers.local_trainer import LocalTrainer
 from helpers.losses import policy_loss
 from helpers.recursive_gae import gae_recursive

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
 from dovetail.kube import names
-from dovetail.operator.leader import LEASE
-from dovetail.operator.metrics import OperatorMetrics
-from dovetail.operator.settings import OperatorSettings
-from dovetail.statusapi.metrics import ApiMetrics
-from dovetail.statusapi.settings import ApiSettings
+from dovetail.operator.cluster.leader import LEASE
+from dovetail.operator.operator_metrics import OperatorMetrics
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.statusapi.api_metrics import ApiMetrics
+from dovetail.statusapi.api_settings import ApiSettings
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 
 SCHEMAS = CHART.parents[1] / "docs" / "schema"

@@ -15,7 +15,7 @@ from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGro
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, Export, JoinRequest, Load, NextRequest, Save
-from dovetail.trainer.shards import digest
+from dovetail.trainer.files.shards import digest
 from helpers.local_trainer import LocalTrainer
 from helpers.records import Records
 from helpers.trainer_ranks import job, load_command, sft_batch

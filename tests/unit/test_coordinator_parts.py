@@ -16,9 +16,9 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores, Waiting
 from dovetail.coordinator.store.database import StoreError
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.telemetry.summary import build, mean_ci95, write_json
 from dovetail.coordinator.weights.publishing import Target, receivers_of

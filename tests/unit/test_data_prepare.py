@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.data.collection import collect
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.manifest.types import RLHFJobSpec, Stage
 

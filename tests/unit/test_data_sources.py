@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.data.chat import Template
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.chat_template import Template
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import load
 from dovetail.manifest.types import DataSource

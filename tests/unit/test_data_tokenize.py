@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.coordinator.data import tokenizer as tokenizers
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, Preference
 from dovetail.coordinator.data.tokenize import Encoder, by_length, ppo_batch, reward_batch, sft_batch
 

@@ -20,7 +20,7 @@ from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.protocol.messages import JoinRequest
-from dovetail.trainer.loop import free_port
+from dovetail.trainer.rank.life import free_port
 from helpers.jobs import tiny_job
 
 

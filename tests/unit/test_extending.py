@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dovetail.coordinator.data import formats
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Prompt
 from dovetail.coordinator.data.sources import load
 from dovetail.coordinator.rewards.calls import Call
@@ -30,7 +30,8 @@ from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.experience import Experience, advantages_of
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import unpack
-from dovetail.rollout import backend, server
+from dovetail.rollout import backend
+from dovetail.rollout.serving import vllm_server as server
 from helpers.fake_coordinator import TOKEN
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
@@ -182,7 +183,10 @@ def test_what_a_backend_must_offer_is_what_the_coordinator_asks_for() -> None:
     """Every route that the page names is asked for by the coordinator or the server's own registration."""
     routes = set(re.findall(r"`(?:GET |POST )?(/[a-z_/0-9]+)`", PAGE.split("## A rollout backend")[1]))
     root = Path(__file__).parents[2]
-    sources = [*(root / "src/dovetail/coordinator").rglob("*.py"), root / "rollout_image/dovetail/rollout/register.py"]
+    sources = [
+        *(root / "src/dovetail/coordinator").rglob("*.py"),
+        root / "rollout_image/dovetail/rollout/serving/register.py",
+    ]
     text = "".join(path.read_text() for path in sources)
     assert {route for route in routes if route not in text} <= {"/dovetail/info"}
     assert len(routes) == 14

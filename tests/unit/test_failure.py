@@ -28,7 +28,7 @@ from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.supervision.supervisor import Outcome
-from dovetail.trainer.events import Events
+from dovetail.trainer.rank.events import Events
 from helpers.jobs import tiny_job
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry
 from status_api_fixtures import Api
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.loop.batches import Batches
-from dovetail.coordinator.loop.experience import ExperienceFiles
-from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.served_batches import Batches
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
@@ -26,10 +26,10 @@ from dovetail.protocol import serving
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.messages import Offer, Register
 from dovetail.protocol.wire import pack
-from dovetail.rollout import scorer_app
-from dovetail.rollout.scorer_app import ScorerService
-from dovetail.rollout.scoring import ModelScorer
-from dovetail.trainer.metrics_server import MetricsServer
+from dovetail.rollout.scoring import scorer_app
+from dovetail.rollout.scoring.passes import ModelScorer
+from dovetail.rollout.scoring.scorer_app import ScorerService
+from dovetail.trainer.rank.metrics_server import MetricsServer
 from helpers.fake_kube import ServerThread
 from helpers.scorers import ref, samples
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.fusion.account import account, totals, union_seconds
 from dovetail.local.report.report import trace_curve
-from dovetail.local.report.summary import fusion_rows
+from dovetail.local.report.run_summary import fusion_rows
 from dovetail.protocol.messages import Span
 from dovetail.protocol.trace import chrome_trace
 

@@ -19,7 +19,7 @@ from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
-from dovetail.rollout.samples import SamplesToScore, packs
+from dovetail.rollout.scoring.packed_samples import SamplesToScore, packs
 from helpers.estimates import estimate, simulate
 
 H100, A100, V100 = gpu("NVIDIA-H100-80GB-HBM3"), gpu("NVIDIA-A100-SXM4-80GB"), gpu("Tesla-V100-SXM2-32GB")

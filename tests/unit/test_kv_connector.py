@@ -18,7 +18,8 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from dovetail.protocol.kv import HOLD, PULL, KVHold
-from dovetail.rollout.kv import config, connector
+from dovetail.rollout.kv import connector
+from dovetail.rollout.kv import kv_config as config
 from dovetail.rollout.kv.connector import SchedulerHalf, WorkerHalf
 from dovetail.rollout.weights_vllm import LOADED
 

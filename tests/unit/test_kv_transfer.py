@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.rollout.kv import config
+from dovetail.rollout.kv import kv_config as config
 from dovetail.rollout.kv.held import Held, HeldBlocks
-from dovetail.rollout.kv.wire import HeldServer, PullError, pull
+from dovetail.rollout.kv.kv_wire import HeldServer, PullError, pull
 
 TOKEN, LAYOUT = "job-token", "float32 x 1"
 BLOCK_BYTES = (48, 96)

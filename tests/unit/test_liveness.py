@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dovetail.protocol.pulse import PULSE, Pulse, ThreadProgress
-from dovetail.rollout import routes
-from dovetail.rollout.scorer_app import ScorerService
+from dovetail.rollout.scoring.scorer_app import ScorerService
+from dovetail.rollout.serving import routes
 from dovetail.supervision.liveness import Limits, Liveness, Pulses
 from dovetail.supervision.proctree import Process
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.store.changes import adopt
+from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
 from dovetail.local.launcher import spawn_kind
 from dovetail.local.rundir import RunDir, explained
@@ -68,10 +68,10 @@ def test_processes_names_modules_and_logs():
         ("coordinator", "dovetail.coordinator.main"),
         ("trainer-0", "dovetail.trainer.main"),
         ("trainer-1", "dovetail.trainer.main"),
-        ("gen-0", "dovetail.rollout.server"),
-        ("gen-0-scorer", "dovetail.rollout.scorer"),
-        ("gen-1", "dovetail.rollout.server"),
-        ("gen-1-scorer", "dovetail.rollout.scorer"),
+        ("gen-0", "dovetail.rollout.serving.vllm_server"),
+        ("gen-0-scorer", "dovetail.rollout.scoring.scorer"),
+        ("gen-1", "dovetail.rollout.serving.vllm_server"),
+        ("gen-1-scorer", "dovetail.rollout.scoring.scorer"),
     ]
     assert specs["gen-1"].log == Path("/runs/x/logs/gen-1.log")
     assert [name for name, s in specs.items() if not s.shares_imports] == ["coordinator"]

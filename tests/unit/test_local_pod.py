@@ -14,7 +14,7 @@ import pytest
 import yaml
 from golden import make_objects
 
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.plan import make_plan

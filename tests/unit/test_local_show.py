@@ -15,7 +15,7 @@ from dovetail.local.chat import hh_prompt, until_stop
 from dovetail.local.progress import Bars, Lines, describe_metrics, position
 from dovetail.local.report import charts
 from dovetail.local.report.report import read_history, render_report, write_report
-from dovetail.local.report.summary import binomial_p, duration, read_summary, show, summary_table
+from dovetail.local.report.run_summary import binomial_p, duration, read_summary, show, summary_table
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.supervision.errors import RunError
 

@@ -23,11 +23,11 @@ from dovetail.coordinator.store.samples import NewSample
 from dovetail.local import launcher
 from dovetail.local.progress import Lines
 from dovetail.manifest.types import Stage
-from dovetail.rollout import scoring
-from dovetail.rollout.samples import SamplesToScore
+from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.supervision import supervisor
 from dovetail.supervision.spawn import ForkSpawner
-from dovetail.trainer.measure import SavedBytes
+from dovetail.trainer.engine.measure import SavedBytes
 from helpers.generation_job import Job, play
 from helpers.local_trainer import LocalTrainer
 from helpers.scorers import ref, samples

@@ -10,11 +10,11 @@ import pytest
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.operator.controller import GATHER_SECONDS, Controller
-from dovetail.operator.history import JobHistory
-from dovetail.operator.metrics import OperatorMetrics
-from dovetail.operator.planning import read_job
-from dovetail.operator.reconcile import PlanRefused
-from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.operator_metrics import OperatorMetrics
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import read_job
+from dovetail.operator.reconcile.history import JobHistory
+from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.process_names import COORDINATOR

@@ -8,9 +8,9 @@ import aiohttp
 from aiohttp import web
 
 from dovetail.kube import names
-from dovetail.operator import coordinators
-from dovetail.operator.children import Children
-from dovetail.operator.coordinators import CoordinatorPoller
+from dovetail.operator.cluster import coordinator_poller as coordinators
+from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
+from dovetail.operator.reconcile.children import Children
 from dovetail.protocol.process_names import COORDINATOR
 
 KEY = ("default", "demo")

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 
-from dovetail.operator.children import Children
-from dovetail.operator.drift import Drift
-from dovetail.operator.planning import read_job
-from dovetail.operator.reconcile import Seen, reconcile
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import read_job
+from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.drift import Drift
+from dovetail.operator.reconcile.reconcile import Seen, reconcile
 from dovetail.operator.render import objects
-from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.plan import make_plan
 from helpers.fake_cluster import START, FakeCluster
 

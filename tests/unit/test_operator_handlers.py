@@ -8,8 +8,8 @@ import pytest
 from kopf._cogs.clients import watching
 from kopf._core.reactor import queueing
 
+from dovetail.operator.cluster.kopf_watches import direct_watches
 from dovetail.operator.handlers import _Feed, make_settings
-from dovetail.operator.kopf_watches import direct_watches
 
 
 class Controller:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from dovetail.kube import names
 from dovetail.manifest.types import Stage
-from dovetail.operator import coordinators
-from dovetail.operator.children import Children
-from dovetail.operator.coordinators import CoordinatorPoller
-from dovetail.operator.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
+from dovetail.operator.cluster import coordinator_poller as coordinators
+from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
+from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
 from dovetail.protocol.process_names import COORDINATOR
 
 KEY = ("default", "demo")

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from dovetail.kube.connection import KubeError
-from dovetail.operator.children import Children
-from dovetail.operator.mounts import Mounts
+from dovetail.operator.cluster.mounts import Mounts
+from dovetail.operator.reconcile.children import Children
 from helpers.fake_cluster import FakeCluster
 
 KEY = ("default", "demo")

@@ -6,11 +6,11 @@ import copy
 import pytest
 
 from dovetail.kube.connection import KubeError
-from dovetail.operator import reasons
-from dovetail.operator.client import Client
-from dovetail.operator.nodes import Nodes
-from dovetail.operator.planning import Planner, read_job
-from dovetail.operator.reconcile import PlanRefused
+from dovetail.operator.cluster.client import Client
+from dovetail.operator.cluster.gpu_nodes import Nodes
+from dovetail.operator.plan_worker import Planner, read_job
+from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.planner.plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
 

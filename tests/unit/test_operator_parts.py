@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from dovetail.operator.children import Children, matches, sizes
-from dovetail.operator.conditions import Conditions
-from dovetail.operator.planning import Planner, read_job
-from dovetail.operator.reconcile import PlanRefused
+from dovetail.operator.cluster.object_cache import ObjectCache
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import Planner, read_job
+from dovetail.operator.reconcile.children import Children, matches, sizes
+from dovetail.operator.reconcile.conditions import Conditions
+from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.settings import OperatorSettings
-from dovetail.operator.store import ObjectCache
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
 from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan

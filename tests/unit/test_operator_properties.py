@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dovetail.operator.children import deleting
+from dovetail.operator.reconcile.children import deleting
 from helpers.fake_cluster import FakeCluster, manifest
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.kube import names
-from dovetail.operator import progress
+from dovetail.operator.reconcile import progress
 from dovetail.protocol.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
 

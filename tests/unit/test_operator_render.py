@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.kube import names
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
-from dovetail.operator.merge import MergeError, merge
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.merge import MergeError, merge
 from dovetail.operator.render.objects import jobset, name_problem, supporting_objects, surplus_jobs
-from dovetail.operator.settings import OperatorSettings
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan

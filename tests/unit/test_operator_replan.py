@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.kube import names
-from dovetail.operator.replan import Need, counted, honoured, news, remembered, resized, room
+from dovetail.operator.reconcile.replan import Need, counted, honoured, news, remembered, resized, room
 from dovetail.planner.plan import make_plan
 from helpers.fake_cluster import FakeCluster, manifest
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.operator import reasons
+from dovetail.operator.reconcile import reasons
 from dovetail.operator.status_rate import (
     LONGEST_SECONDS,
     READY_SECONDS,

@@ -16,7 +16,7 @@ from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
-from dovetail.operator.replan import Need, honoured, resized
+from dovetail.operator.reconcile.replan import Need, honoured, resized
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dovetail.manifest.checks.rules import check
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.coordinator.loop.ppo import PPOStage
+from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.telemetry.telemetry import Status
-from dovetail.operator import progress
+from dovetail.operator.reconcile import progress
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.prediction import Prediction
 from helpers.plain import plain_spec

@@ -27,7 +27,7 @@ from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape, ShapeError
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer import lora
+from dovetail.trainer.engine import lora
 from dovetail.trainer.profile.passes import measure_model
 
 GIB = 2**30

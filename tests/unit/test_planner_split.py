@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from dovetail.cli.plan_tables import plan_tables
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.planner.candidate import Candidate, Placement
@@ -22,7 +22,8 @@ from dovetail.planner.placement.search import Found, Rejected, Result
 from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
-from dovetail.rollout import scorer, server
+from dovetail.rollout.scoring import scorer
+from dovetail.rollout.serving import vllm_server as server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rlhf-65b.yaml"
 A100 = "NVIDIA-A100-SXM4-80GB"

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from test_coordinator_trainers import Clock, Ranks, make_group, run
 
-from dovetail.coordinator.loop.experience import ExperienceFiles
 from dovetail.coordinator.store.database import Database
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.store import KeyValues, Store
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.cli.main import cli
-from dovetail.cli.profile import read_profile
+from dovetail.cli.profile_command import read_profile
 from dovetail.local.rundir import RunDir
 from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from test_planner_machine import MACHINE
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.local.calibrate import calibration_jobs, observe, run_lengths
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob

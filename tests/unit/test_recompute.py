@@ -22,9 +22,9 @@ from dovetail.models.stage import Head
 from dovetail.planner.costs.memory import Training, training_memory
 from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer import lora
-from dovetail.trainer.measure import SavedBytes
-from dovetail.trainer.parallel import is_sharded, set_last_backward, shard
+from dovetail.trainer.engine import lora
+from dovetail.trainer.engine.measure import SavedBytes
+from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch, reward_batch, sft_batch
 

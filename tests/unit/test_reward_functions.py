@@ -23,7 +23,7 @@ from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.live import LiveFunction
-from dovetail.coordinator.rewards.stage import Joined, Rewards
+from dovetail.coordinator.rewards.reward_stage import Joined, Rewards
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.scoring.scoring import Finished, Scores
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
@@ -32,7 +32,7 @@ from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.exit_codes import JOB_FAILED
-from dovetail.trainer.loop import free_port
+from dovetail.trainer.rank.life import free_port
 from helpers.jobs import tiny_job
 
 CODE = """\

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from dovetail.rollout.sampler import CounterSampler, GumbelNoise, mask_top_k_top_p
+from dovetail.rollout.serving.sampler import CounterSampler, GumbelNoise, mask_top_k_top_p
 
 
 def request(seed: int, **extra: object) -> SamplingParams:

@@ -20,9 +20,10 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.plan import Plan, Rollout
-from dovetail.rollout import auth, server
-from dovetail.rollout.register import Registrar
-from dovetail.rollout.routes import STATE, InfoRoutes, ServerState, dtype_of
+from dovetail.rollout.serving import token_check as auth
+from dovetail.rollout.serving import vllm_server as server
+from dovetail.rollout.serving.register import Registrar
+from dovetail.rollout.serving.routes import STATE, InfoRoutes, ServerState, dtype_of
 
 CONFIG = {
     "hidden_size": 128,

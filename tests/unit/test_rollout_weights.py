@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-import dovetail.trainer.weights as sending
-from dovetail.coordinator.weights.weights import receive_for
+import dovetail.trainer.weight_sender as sending
+from dovetail.coordinator.weights.offers import receive_for
 from dovetail.models.transfer import Deadline, Part, TransferError, checksum
 from dovetail.protocol.messages import Offer, Publish, Receiver
 from dovetail.protocol.weights import Layout, Tensor
 from dovetail.protocol.weights.buckets import bucket_specs
-from dovetail.rollout.weights import WeightReceiver
-from dovetail.trainer.weights import Parts, WeightSender
+from dovetail.rollout.weight_receiver import WeightReceiver
+from dovetail.trainer.weight_sender import Parts, WeightSender
 
 
 class World:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.loop.experience import ExperienceFiles
-from dovetail.coordinator.store.changes import ChangeError, Settled, adopt, position
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import check_complete, check_model, identify, write_id
+from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, adopt, position
 from dovetail.coordinator.store.store import Store, StoreError, open_records
 from dovetail.local.report.report import render_report
 from dovetail.manifest.checks.changes import Change, changes
 from dovetail.manifest.training import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
-from dovetail.trainer.optim import learning_rate
+from dovetail.trainer.engine.optim import learning_rate
 from helpers.jobs import tiny_job
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job as trainer_job

@@ -120,7 +120,7 @@ def test_tensors_outside_of_the_checkpoint_are_not_read(trainer: LocalTrainer, s
 
 
 def test_every_data_type_is_allowed(tmp_path: Path) -> None:
-    from dovetail.trainer.safe_metadata import SafeReader
+    from dovetail.trainer.files.safe_metadata import SafeReader
 
     kinds = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
     dcp.save(

@@ -11,9 +11,9 @@ from aiohttp.test_utils import TestClient
 
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import pack
-from dovetail.rollout import scoring
-from dovetail.rollout.samples import SamplesToScore
-from dovetail.rollout.scorer_app import ScorerService
+from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring.packed_samples import SamplesToScore
+from dovetail.rollout.scoring.scorer_app import ScorerService
 from helpers.scorers import (
     VOCABULARY,
     FakeReceiver,

@@ -20,7 +20,7 @@ from dovetail.manifest.types import API_VERSION, KIND, Dtype, ScratchModel
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import ModelRef, Register
 from dovetail.protocol.wire import pack, unpack
-from dovetail.rollout import scorer
+from dovetail.rollout.scoring import scorer
 
 CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -62,7 +62,7 @@ def test_the_process_joins_scores_and_stops(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "dovetail.rollout.scorer",
+            "dovetail.rollout.scoring.scorer",
             "--device",
             "cpu,cpu",
             env=environment(tmp_path, address),

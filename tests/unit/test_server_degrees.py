@@ -12,8 +12,8 @@ import pytest
 from dovetail.manifest.types import Group, RLHFJob
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan, Rollout
-from dovetail.rollout import server
-from dovetail.rollout.kv.config import KVSetup
+from dovetail.rollout.kv.kv_config import KVSetup
+from dovetail.rollout.serving import vllm_server as server
 
 CONFIG = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 EIGHT = {"gpu": {"product": "A", "perPod": 8}}
@@ -138,7 +138,8 @@ def test_a_stage_that_is_not_the_first_has_room_for_what_it_receives(
     import torch
     from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 
-    from dovetail.rollout import compat, stage_worker
+    from dovetail.rollout import compat
+    from dovetail.rollout.serving import stage_worker
 
     assert f"{stage_worker.__name__}.{stage_worker.StageWorker.__name__}" == server.STAGE_WORKER
     runner = SimpleNamespace(intermediate_tensors=None, max_num_tokens=7, model=None)

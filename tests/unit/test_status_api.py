@@ -10,10 +10,10 @@ from status_api_fixtures import JOBS, Api, child, condition, job, wait
 
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import ITERATIONS_KEY
-from dovetail.operator.history import JobHistory
+from dovetail.operator.reconcile.history import JobHistory
 from dovetail.protocol.messages import Span
-from dovetail.statusapi import coordinators
-from dovetail.statusapi.settings import ApiSettings
+from dovetail.statusapi import coordinator_reader as coordinators
+from dovetail.statusapi.api_settings import ApiSettings
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
 

@@ -6,7 +6,7 @@ import pytest
 
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.manifest.checks.unexecuted import warnings
-from dovetail.manifest.manifest import parse
+from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.hardware import gpu

@@ -8,15 +8,10 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.types import PPO
 from dovetail.protocol.wire import unpack
-from dovetail.trainer.batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked
-from dovetail.trainer.errors import BadCommand
-from dovetail.trainer.steps.experience import (
-    PPOSamples,
-    recomputes_old_logprobs,
-    response_positions,
-    targets,
-)
-from dovetail.trainer.steps.sft import predictions
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.packed_batches import Sequences, mini_batches, read, shifted, split, split_padded, unpacked
+from dovetail.trainer.steps.experience_batch import PPOSamples, recomputes_old_logprobs, response_positions, targets
+from dovetail.trainer.steps.sft_step import predictions
 from helpers.trainer_ranks import job, ppo_batch
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from dovetail.protocol.exit_codes import SUPERSEDED
 from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
-from dovetail.trainer import client as client_module
-from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
-from dovetail.trainer.heartbeat import HeartbeatThread
-from dovetail.trainer.loop import _Asking, free_port
+from dovetail.trainer.rank import coordinator_client as client_module
+from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
+from dovetail.trainer.rank.heartbeat import HeartbeatThread
+from dovetail.trainer.rank.life import _Asking, free_port
 
 JOIN = JoinRequest(name="trainer-0", rank=0, world_size=1, incarnation="a", host="127.0.0.1", port=1, nccl_version=None)
 

@@ -12,8 +12,8 @@ import torch
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Action, Export, Save
 from dovetail.protocol.wire import pack, unpack
-from dovetail.trainer.engine import Engine
-from dovetail.trainer.errors import is_peer_loss, sentence
+from dovetail.trainer.command_errors import is_peer_loss, sentence
+from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.groups import PeerLost, RankFailed
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch

@@ -12,7 +12,7 @@ import torch
 
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver
-from dovetail.rollout.weights import WeightReceiver
+from dovetail.rollout.weight_receiver import WeightReceiver
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
 

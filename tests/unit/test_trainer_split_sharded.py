@@ -16,7 +16,7 @@ from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.stage import Head
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
-from dovetail.trainer.parallel import is_sharded, set_last_backward, shard, take_split_gradients
+from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard, take_split_gradients
 
 HIDDEN, COUNT = 32, 4
 CONFIG = {

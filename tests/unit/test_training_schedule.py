@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.commands import StepFacts, ppo_step
+from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, encode, scheduled
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
@@ -33,7 +33,7 @@ from dovetail.planner.training_schedule import (
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
-from dovetail.trainer.executor import check_actions
+from dovetail.trainer.engine.executor import check_actions
 
 
 @st.composite

@@ -15,25 +15,25 @@ from dovetail.kube.connection import KubeError
 from dovetail.kube.resources import CHILDREN, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, Resource
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
-from dovetail.operator import progress, reasons
-from dovetail.operator.children import Children, Object, label, parse_time, sizes
-from dovetail.operator.client import Client
-from dovetail.operator.conditions import Conditions, JobEvent
-from dovetail.operator.coordinators import CoordinatorPoller
-from dovetail.operator.drift import Drift
-from dovetail.operator.history import JobHistory, history_config_map, last_row
+from dovetail.operator.cluster.client import Client
+from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
+from dovetail.operator.cluster.gpu_nodes import Nodes
+from dovetail.operator.cluster.mounts import Mounts
+from dovetail.operator.cluster.object_cache import Key, ObjectCache
+from dovetail.operator.cluster.tokens import Tokens
 from dovetail.operator.log import log
-from dovetail.operator.metrics import OperatorMetrics
-from dovetail.operator.mounts import Mounts
-from dovetail.operator.nodes import Nodes
-from dovetail.operator.planning import Planner
-from dovetail.operator.reconcile import PlanRefused, Reconciled, Seen, is_over, old_status, reconcile
+from dovetail.operator.operator_metrics import OperatorMetrics
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import Planner
+from dovetail.operator.reconcile import progress, reasons
+from dovetail.operator.reconcile.children import Children, Object, label, parse_time, sizes
+from dovetail.operator.reconcile.conditions import Conditions, JobEvent
+from dovetail.operator.reconcile.drift import Drift
+from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
+from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, is_over, old_status, reconcile
+from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.replan import Outlook, honoured, needs, resized, room
-from dovetail.operator.settings import OperatorSettings
 from dovetail.operator.status_rate import StatusRate
-from dovetail.operator.store import Key, ObjectCache
-from dovetail.operator.tokens import Tokens
 from dovetail.operator.workqueue import WorkQueue
 from dovetail.protocol.plan import Plan
 

@@ -10,9 +10,9 @@ import kopf
 import uvloop
 
 from dovetail.kube.resources import CHILDREN, RLHFJOB
-from dovetail.operator.children import Object
+from dovetail.operator.cluster.kopf_watches import OnEvent, direct_watches
 from dovetail.operator.controller import MANAGED, Controller
-from dovetail.operator.kopf_watches import OnEvent, direct_watches
+from dovetail.operator.reconcile.children import Object
 
 
 def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: tuple[str, ...], stop: Event) -> None:

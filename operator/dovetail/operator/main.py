@@ -10,11 +10,11 @@ import socket
 import sys
 from dataclasses import replace
 
-from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.operator_settings import OperatorSettings
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; takes everything from the environment (`dovetail.operator.settings`)."""
+    """Entry point; takes everything from the environment (`dovetail.operator.operator_settings`)."""
     # Here only: the planner's process imports this module again, and needs nothing of that.
     import uvloop
 

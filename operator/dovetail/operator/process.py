@@ -14,15 +14,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dovetail.kube import coordinator_http
 from dovetail.kube.connection import connect
-from dovetail.operator.client import Client
+from dovetail.operator.cluster.client import Client
+from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
+from dovetail.operator.cluster.leader import LEASE, Lock, lead
 from dovetail.operator.controller import Controller
-from dovetail.operator.coordinators import CoordinatorPoller
 from dovetail.operator.handlers import watch
-from dovetail.operator.leader import LEASE, Lock, lead
 from dovetail.operator.log import log
-from dovetail.operator.metrics import OperatorMetrics
-from dovetail.operator.planning import Planner
-from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.operator_metrics import OperatorMetrics
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import Planner
 from dovetail.protocol import serving
 
 # A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.

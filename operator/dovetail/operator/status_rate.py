@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dovetail.operator import reasons
-from dovetail.operator.store import Key
+from dovetail.operator.cluster.object_cache import Key
+from dovetail.operator.reconcile import reasons
 
 # The API server works longer on a status than on most objects of a job, as its rules are checked anew, and pods of one
 # job become ready one by one within a moment: the status need not follow each.

@@ -18,11 +18,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
+from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
+from dovetail.statusapi.api_metrics import ApiMetrics
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
-from dovetail.statusapi.coordinators import Unreachable
-from dovetail.statusapi.metrics import ApiMetrics
-from dovetail.statusapi.models import IterationList, JobDetail, JobList, PodLogList, Problem
-from dovetail.statusapi.service import NotFound, Service, TooMany
+from dovetail.statusapi.coordinator_reader import Unreachable
+from dovetail.statusapi.jobs import NotFound, Service, TooMany
 
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="Kubernetes namespace.")]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The RLHFJob's name.")]

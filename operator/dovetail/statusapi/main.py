@@ -13,12 +13,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dovetail.kube import coordinator_http, names
 from dovetail.protocol.header_deadline import HeaderDeadline
+from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
-from dovetail.statusapi.coordinators import CoordinatorReader
+from dovetail.statusapi.coordinator_reader import CoordinatorReader
+from dovetail.statusapi.jobs import Service
 from dovetail.statusapi.kube import KubeClient
-from dovetail.statusapi.service import Service
-from dovetail.statusapi.settings import ApiSettings
 from dovetail.statusapi.watching import watch
 
 

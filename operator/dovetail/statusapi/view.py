@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from dovetail.manifest.describe.crd import GROUP
 from dovetail.manifest.status import RLHFJobStatus
-from dovetail.statusapi.models import Job, KubeEvent
+from dovetail.statusapi.answers import Job, KubeEvent
 
 # The first that is True says what state a job is in.
 _STATES = ("Completed", "Failed", "Suspended", "Running", "Scheduled", "Planned")

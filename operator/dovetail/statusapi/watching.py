@@ -8,7 +8,7 @@ import logging
 
 from dovetail.kube.connection import KubeError
 from dovetail.statusapi import view
-from dovetail.statusapi.coordinators import CoordinatorReader
+from dovetail.statusapi.coordinator_reader import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, get, jobs_path
 
 PAGE = 200

@@ -1,7 +1,7 @@
 """What serves a rollout's samples: the interface of a backend, and which one a server process takes.
 
 A backend is a server process that the coordinator talks HTTP with. docs/extending.md lists the routes that it must
-have; vLLM with Dovetail's plug-ins (`dovetail.rollout.server.VLLM`) is the one implementation."""
+have; vLLM with Dovetail's plug-ins (`dovetail.rollout.serving.vllm_server.VLLM`) is the one implementation."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from vllm.distributed.weight_transfer.base import (
 from dovetail.models.transfer import TransferError
 from dovetail.protocol.messages import Receive
 from dovetail.rollout import compat
-from dovetail.rollout.tied import Tied, renew, tied_modules
-from dovetail.rollout.weights import WeightReceiver
+from dovetail.rollout.serving.tied import Tied, renew, tied_modules
+from dovetail.rollout.weight_receiver import WeightReceiver
 
 BACKEND = "dovetail"
 
@@ -47,7 +47,7 @@ class DovetailUpdateInfo(WeightTransferUpdateInfo):
 class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, DovetailUpdateInfo]):
     """Loads the offer's tensors through the model's own weight loader, which fuses, shards and converts to the
     server's dtype. A session that fails leaves the model partly without weights: the server then answers 503
-    (`dovetail.rollout.routes`) until a whole version has arrived."""
+    (`dovetail.rollout.serving.routes`) until a whole version has arrived."""
 
     init_info_cls = DovetailInitInfo
     update_info_cls = DovetailUpdateInfo

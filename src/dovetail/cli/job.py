@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dovetail.cli.overrides import apply_overrides
-from dovetail.manifest.manifest import ManifestError, parse, read_yaml
+from dovetail.manifest.documents import ManifestError, parse, read_yaml
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
 

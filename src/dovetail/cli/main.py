@@ -12,11 +12,11 @@ from dovetail.cli.debug import debug
 from dovetail.cli.extras import version as installed_version
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
-from dovetail.cli.profile import profile
+from dovetail.cli.profile_command import profile
 from dovetail.cli.results import chat, report
 from dovetail.cli.run import INTERRUPTED, run
-from dovetail.cli.schedule import schedule
-from dovetail.manifest.manifest import ManifestError
+from dovetail.cli.schedule_command import schedule
+from dovetail.manifest.documents import ManifestError
 from dovetail.supervision.errors import RunError, UsageError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.manifest.manifest import ManifestError, read_yaml
+from dovetail.manifest.documents import ManifestError, read_yaml
 from dovetail.supervision.errors import UsageError
 
 

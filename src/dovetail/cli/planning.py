@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dovetail.cli.job import load_job, manifest_argument, new_file, read_job, set_option
 from dovetail.cli.plan_tables import plan_tables
-from dovetail.cli.prediction import pod_memory_table, prediction_tables
+from dovetail.cli.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware import GPU, HardwareError, parse
@@ -129,7 +129,7 @@ def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
     """The profile of this machine: the given one, or that of the run directory. None if there is none.
 
     It has the response lengths of the run in that directory, if there is a run. Raises UsageError."""
-    from dovetail.cli.profile import read_profile
+    from dovetail.cli.profile_command import read_profile
 
     here = run_dir / "profile.json"
     found = read_profile(path or here) if path is not None or here.exists() else None
@@ -208,7 +208,7 @@ def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -
     """Write the page of a predicted iteration. Raises UsageError if there is no prediction."""
     if chosen is None:
         raise UsageError("--html shows a predicted iteration, but nothing is predicted for this job; give --inventory.")
-    from dovetail.cli.timeline import timeline_page  # it brings the search of schedules with it
+    from dovetail.cli.timeline_command import timeline_page
 
     write(path, timeline_page(name, chosen, notes))
 

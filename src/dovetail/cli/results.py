@@ -67,7 +67,7 @@ def chat(run_dir: Path, model: str, max_tokens: int, temperature: float) -> None
 def report(run_dir: Path) -> None:
     """Show a run's table again, and write its report.html again."""
     from dovetail.local.report.report import write_report
-    from dovetail.local.report.summary import read_summary, show
+    from dovetail.local.report.run_summary import read_summary, show
 
     console = Console()
     show(console, read_summary(run_dir))

@@ -15,7 +15,7 @@ from dovetail.cli.job import load_job, manifest_argument, seed_option, set_optio
 from dovetail.local.launcher import Launcher
 from dovetail.local.progress import Display, make_display
 from dovetail.local.report.report import write_report
-from dovetail.local.report.summary import read_summary, show
+from dovetail.local.report.run_summary import read_summary, show
 from dovetail.local.status import StatusPoller
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan

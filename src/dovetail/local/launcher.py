@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from dovetail.local.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
-from dovetail.local.files import allow_files, files_needed
+from dovetail.local.open_files import allow_files, files_needed
 from dovetail.local.rundir import RunDir
 from dovetail.local.stopwatch import Stopwatch
 from dovetail.manifest.types import RLHFJob

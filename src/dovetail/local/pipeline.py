@@ -30,7 +30,7 @@ from dovetail.local.launcher import Launcher
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
-from dovetail.manifest.manifest import ManifestError
+from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of

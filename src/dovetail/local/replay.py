@@ -22,15 +22,15 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import model_sources, own_model
-from dovetail.coordinator.loop.commands import ModelSources, optimizer_steps
-from dovetail.coordinator.loop.experience import ExperienceFiles
-from dovetail.coordinator.loop.ppo import stored_step
-from dovetail.coordinator.loop.server import make_app
+from dovetail.coordinator.loop.model_sources import ModelSources, optimizer_steps
+from dovetail.coordinator.loop.ppo_stage import stored_step
 from dovetail.coordinator.loop.stored_schedule import applies
-from dovetail.coordinator.store.changes import Settled
+from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import KEY
+from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.store import KeyValues, StoreError, open_records
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup, TrainerLost
 from dovetail.local.launcher import spawn_kind
@@ -173,7 +173,7 @@ def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration
 
 def _ended(run_dir: Path, done: int) -> bool:
     """Whether the run's exported models are those of its last iteration."""
-    from dovetail.local.report.summary import read_summary
+    from dovetail.local.report.run_summary import read_summary
 
     with contextlib.suppress(RunError):
         summary = read_summary(run_dir)

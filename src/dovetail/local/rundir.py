@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.store.changes import ChangeError, check, remember
 from dovetail.coordinator.store.identity import RESULTS, has_store, new_id, write_id
+from dovetail.coordinator.store.manifest_changes import ChangeError, check, remember
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob

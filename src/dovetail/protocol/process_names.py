@@ -7,8 +7,8 @@ from __future__ import annotations
 COORDINATOR = "coordinator"
 COORDINATOR_MODULE = "dovetail.coordinator.main"
 TRAINER_MODULE = "dovetail.trainer.main"
-SERVER_MODULE = "dovetail.rollout.server"
-SCORER_MODULE = "dovetail.rollout.scorer"
+SERVER_MODULE = "dovetail.rollout.serving.vllm_server"
+SCORER_MODULE = "dovetail.rollout.scoring.scorer"
 # The main process of a group's pod. It starts the pod's trainer ranks, or its vLLM server and scorer.
 POD_MODULE = "dovetail.pod.main"
 

@@ -3,7 +3,7 @@
 Two samplers draw the same sample for the same (seed, position) on every server, so that a response begun on one
 server can be continued on another from prompt + tokens so far:
 
-- `counter`: `dovetail.rollout.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPU);
+- `counter`: `dovetail.rollout.serving.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPU);
 - `native`: the seeded sampler of vLLM's V2 runner (GPU), keyed by absolute position of its own.
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from dovetail.supervision import logs, proctree
 from dovetail.supervision.processes import ProcessSpec
 
-PRELOAD = "dovetail.rollout.preload:preload"
+PRELOAD = "dovetail.rollout.serving.preload:preload"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 
-from dovetail.trainer.checkpoint import STATE
-from dovetail.trainer.safe_metadata import SafeReader
+from dovetail.trainer.engine.checkpoint import STATE
+from dovetail.trainer.files.safe_metadata import SafeReader
 
 
 @dataclass(frozen=True)

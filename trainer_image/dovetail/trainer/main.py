@@ -16,8 +16,8 @@ from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
-from dovetail.trainer.client import CoordinatorClient, CoordinatorUnreachable, Refused
-from dovetail.trainer.events import Events
+from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused
+from dovetail.trainer.rank.events import Events
 
 PATIENCE_SECONDS = 600.0
 
@@ -61,9 +61,9 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
 
     from dovetail.trainer.algorithms.policy import rehearse_loss
     from dovetail.trainer.functions import rehearse_advantages
-    from dovetail.trainer.heartbeat import HeartbeatThread
-    from dovetail.trainer.loop import Rank
-    from dovetail.trainer.metrics import TrainerMetrics
+    from dovetail.trainer.rank.heartbeat import HeartbeatThread
+    from dovetail.trainer.rank.life import Rank
+    from dovetail.trainer.rank.metrics import TrainerMetrics
 
     if Stage.PPO in job.spec.stages:
         rehearse_loss(job.spec.ppo)

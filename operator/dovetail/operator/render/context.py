@@ -11,7 +11,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import KIND, Group, RLHFJob, Role
-from dovetail.operator.settings import OperatorSettings
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.protocol.plan import Plan
 
 Object = dict[str, Any]

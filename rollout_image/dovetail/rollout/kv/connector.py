@@ -1,7 +1,7 @@
 """vLLM KV connector: a request that is aborted leaves its KV cache to the server that continues it.
 
 Source: a request with `dovetail_hold` in its kv_transfer_params that is aborted after its prefill keeps its blocks for
-one step, in which each worker copies them to host memory and serves them (`dovetail.rollout.kv.wire`).
+one step, in which each worker copies them to host memory and serves them (`dovetail.rollout.kv.kv_wire`).
 
 Destination: a request with `dovetail_pull` waits, while others are decoded, until a thread has fetched the blocks of
 all its tokens but the last; they are copied in between two steps, and one decode step computes the last token. If
@@ -34,7 +34,7 @@ from dovetail.protocol.env import TOKEN
 from dovetail.protocol.kv import HOLD, PULL, KVHold, KVPull
 from dovetail.rollout.compat import tensor_parallel_rank, was_aborted
 from dovetail.rollout.kv.held import Held, HeldBlocks
-from dovetail.rollout.kv.wire import HeldServer, PullError, pull
+from dovetail.rollout.kv.kv_wire import HeldServer, PullError, pull
 from dovetail.rollout.weights_vllm import LOADED
 
 # vLLM configures loggers below this name only.

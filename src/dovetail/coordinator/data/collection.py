@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
-from dovetail.coordinator.data.chat import ChatFormat
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.chat_template import ChatFormat
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
 from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import identity, load

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Records
 from dovetail.coordinator.data.sources import Rows, source_files
 from dovetail.manifest.types import DataSource, RLHFJobSpec

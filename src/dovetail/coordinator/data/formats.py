@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.chat import ASSISTANT, ASSISTANTS, ChatFormat, Message
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.chat_template import ASSISTANT, ASSISTANTS, ChatFormat, Message
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Record
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data import tokenizer as tokenizers
-from dovetail.coordinator.data.chat import chat_format
+from dovetail.coordinator.data.chat_template import chat_format
 from dovetail.coordinator.data.collection import Collection, StageData, collect
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint
-from dovetail.coordinator.data.models import resolve, scratch_config
+from dovetail.coordinator.data.model_folders import resolve, scratch_config
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from dovetail.coordinator.data import jsonl, synthetic
-from dovetail.coordinator.data.chat import ChatFormat, HumanAssistant
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
 from dovetail.manifest.types import DataSource

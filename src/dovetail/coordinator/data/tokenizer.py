@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 
 PAD = "<|pad|>"
 EOS = "<|eos|>"

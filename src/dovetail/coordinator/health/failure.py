@@ -6,11 +6,11 @@ import errno
 import traceback
 from pathlib import Path
 
-from dovetail.coordinator.data.errors import DataError
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.rewards.calls import RewardError
-from dovetail.coordinator.store.changes import ChangeError
+from dovetail.coordinator.store.manifest_changes import ChangeError
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.trainers.trainer_group import TrainerError
 

@@ -29,20 +29,20 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.loop.batches import Batches, NotPrepared
-from dovetail.coordinator.loop.commands import ModelSources
 from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, Evaluation, measures
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
-from dovetail.coordinator.loop.ppo import PPOStage
+from dovetail.coordinator.loop.model_sources import ModelSources
+from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.loop.run_records import RunRecords
-from dovetail.coordinator.loop.server import make_app
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.coordinator.store.changes import Settled, adopt
+from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.identity import check_complete, identify
+from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.coordinator.trainers.trainer_session import TrainerSession

@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.fusion.sleep import Sleepers
-from dovetail.coordinator.fusion.stage import generate_and_score
 from dovetail.coordinator.generation.generation import KIND as ROLLOUT
 from dovetail.coordinator.generation.generation import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
-from dovetail.coordinator.loop.commands import ModelSources
-from dovetail.coordinator.loop.experience import experience_arrays
+from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import Calls
-from dovetail.coordinator.rewards.stage import Joined, Rewards, WithRewards
+from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewards
 from dovetail.coordinator.scoring.lanes import Lane, Lanes
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
+from dovetail.coordinator.store.experience_files import experience_arrays
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic

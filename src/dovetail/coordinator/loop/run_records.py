@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.results import Results
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics, MetricsHistory, Status

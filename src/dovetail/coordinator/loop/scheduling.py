@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.coordinator.loop.commands import optimizer_steps
+from dovetail.coordinator.loop.model_sources import optimizer_steps
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 from dovetail.coordinator.data.prepare import Prepared
 from dovetail.coordinator.rewards.calls import Call, Calls
-from dovetail.coordinator.rewards.stage import fields_of
+from dovetail.coordinator.rewards.reward_stage import fields_of
 
 PROMPTS = 2
 # Responses for a job without demonstrations.

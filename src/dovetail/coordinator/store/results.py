@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.store.changes import CHANGES
+from dovetail.coordinator.store.manifest_changes import CHANGES
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.summary import build, write_json
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from dovetail.coordinator.weights.weights import ReceiverError, post
+from dovetail.coordinator.weights.offers import ReceiverError, post
 from dovetail.protocol.messages import Probe
 from dovetail.protocol.probe import HEADER
 

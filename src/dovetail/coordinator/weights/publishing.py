@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
+from dovetail.coordinator.weights.offers import ReceiverError, push_offer
 from dovetail.coordinator.weights.probing import ProbedServer, prove
-from dovetail.coordinator.weights.weights import ReceiverError, push_offer
 from dovetail.protocol.messages import CommandResult, Offer, Publish, Receiver
 
 GRACE_SECONDS = 10.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from dovetail.coordinator.loop.experience import ExperienceFiles
+from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.costs.cpu_fit import Observed

@@ -14,7 +14,7 @@ from typing import Any
 from dovetail.local.report import charts
 from dovetail.local.report.charts import Bar, Series
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
-from dovetail.local.report.summary import (
+from dovetail.local.report.run_summary import (
     PHASES,
     duration,
     fusion_rows,

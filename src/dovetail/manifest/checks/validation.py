@@ -7,7 +7,7 @@ from pathlib import Path
 from dovetail.manifest.checks.files import check_files
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.checks.unexecuted import UNEXECUTED, warnings
-from dovetail.manifest.manifest import ManifestError, is_file, parse, read_yaml
+from dovetail.manifest.documents import ManifestError, is_file, parse, read_yaml
 from dovetail.manifest.resolve import absolute_paths, resolve
 from dovetail.manifest.types import RLHFJob
 

@@ -1,7 +1,7 @@
 """Memory by part: of a training rank, of a vLLM server and of a scorer; and what makes a training rank fit.
 
-A training rank runs one stage of a model under FSDP2, as `dovetail.trainer.parallel` sets it up. APP calls this the
-MinResourceChecker."""
+A training rank runs one stage of a model under FSDP2, as `dovetail.trainer.engine.parallel` sets it up. APP calls this
+the MinResourceChecker."""
 
 from __future__ import annotations
 

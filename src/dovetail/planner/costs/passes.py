@@ -90,7 +90,7 @@ def pass_seconds(
 
 def shared_prompt(work: Workload, stages: int) -> float:
     """The fraction of a sample's prompt that a scorer computes for it. A pass has each prompt once, for all its
-    samples (`dovetail.rollout.samples.packs`)."""
+    samples (`dovetail.rollout.scoring.packed_samples.packs`)."""
     prompt, response = work.prompt.mean, work.response.mean
     together = max(1, int((SCORER_TOKENS / stages - prompt) // response))
     return -(-work.per_prompt // together) / work.per_prompt

@@ -1,6 +1,6 @@
 """Per-token estimators of KL(policy || reference) from samples of the policy (Schulman 2020, "Approximating
-KL divergence"), and the penalty as a term of the loss. The coefficient's controller is `coordinator/loop/kl.py`, which
-needs no torch.
+KL divergence"), and the penalty as a term of the loss. The coefficient's controller needs no torch: it is
+`coordinator/loop/kl_controller.py`.
 
 A good estimate of a value need not have a good gradient (Liu et al. 2025, "Rethinking KL Regularization in RLHF"; Tang
 and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). With r = log p - log p_ref and samples

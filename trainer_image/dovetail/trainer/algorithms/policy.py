@@ -16,7 +16,7 @@ from dovetail.manifest.callables import FunctionError, load_callable
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms.kl import log_ratio
 from dovetail.trainer.algorithms.masks import inside, kept
-from dovetail.trainer.errors import is_out_of_memory
+from dovetail.trainer.command_errors import is_out_of_memory
 
 FIELD = "spec.ppo.loss"
 Stats = dict[str, Tensor]

@@ -1,0 +1,1 @@
+"""What the operator sees of the cluster, and how it talks to it."""

@@ -1,0 +1,81 @@
+"""The GPU nodes of the cluster. They are listed at a bounded rate, and a change counts when two lists in a row show
+it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from dovetail.kube.connection import KubeError
+from dovetail.kube.resources import NODE
+from dovetail.operator.cluster.client import Client
+from dovetail.operator.log import log
+from dovetail.planner.nodes import PRODUCT_LABEL, Pools, count
+
+# A Node is some 10 KB of JSON, most of it its images.
+PAGE = 100
+# Rights seldom change.
+REFUSED_SECONDS = 600.0
+
+
+class Steady:
+    """`value` is the first value, then each value that was offered twice in a row. So a node that comes and goes
+    changes nothing."""
+
+    def __init__(self) -> None:
+        self.value: Pools | None = None
+        self._last: Pools | None = None
+
+    def offer(self, value: Pools) -> bool:
+        """Take a value. Returns whether `self.value` has changed."""
+        believed = self.value is None or self._last == value
+        self._last = value
+        if not believed or value == self.value:
+            return False
+        self.value = value
+        return True
+
+
+class Nodes:
+    """`seconds` between lists; `changed` is called when the pools, or the right to list nodes, are others."""
+
+    def __init__(self, client: Client, seconds: float, changed: Callable[[], Awaitable[None]]) -> None:
+        self._client = client
+        self._seconds = seconds
+        self._changed = changed
+        self._steady = Steady()
+        self.refused = False
+
+    @property
+    def pools(self) -> Pools | None:
+        """The pools of nodes; None before the first list."""
+        return self._steady.value
+
+    async def run(self) -> None:
+        """List nodes until cancelled."""
+        while True:
+            await asyncio.sleep(max(self._seconds, REFUSED_SECONDS) if self.refused else self._seconds)
+            await self.look()
+
+    async def look(self) -> None:
+        """List the nodes once. If that fails, the pools stay as they are."""
+        try:
+            found: Counter[tuple[str, int]] = Counter()
+            fields = "spec.unschedulable=false"
+            async for page in self._client.pages(NODE, None, PRODUCT_LABEL, fields, PAGE):
+                found.update(count(page))
+        except KubeError as error:
+            if error.status == 403 and not self.refused:
+                self.refused = True
+                log("nodes.refused", error=str(error))
+                await self._changed()
+            elif error.status != 403:
+                log("nodes.failed", status=error.status, error=str(error))
+            return
+        back, self.refused = self.refused, False
+        if self._steady.offer(dict(found)):
+            log("nodes.changed", gpus=sum(per_node * nodes for (_, per_node), nodes in found.items()))
+        elif not back:
+            return
+        await self._changed()

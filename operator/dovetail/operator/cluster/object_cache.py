@@ -1,0 +1,151 @@
+"""What the watches have reported: the newest known version of every RLHFJob and of its children."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from dovetail.kube import names
+from dovetail.kube.resources import JOB, JOBSET, POD
+from dovetail.manifest.types import KIND
+from dovetail.operator.reconcile.children import Children, Object, Ref, label
+
+Key = tuple[str, str]  # namespace and name of an RLHFJob
+# All that is looked at of the objects that a job has most of; JobSet repeats its labels as annotations, too.
+_METADATA = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
+_LABELS = ("dovetail.dev/", names.KUEUE, names.JOB_NAME_LABEL)
+_STATUS = {
+    POD.kind: ("phase", "podIP", "reason", "message", "conditions", "containerStatuses"),
+    JOB.kind: ("failed", "conditions"),
+    JOBSET.kind: ("conditions",),
+}
+_CONTAINER_STATUS = ("name", "image", "state")
+
+
+class _Kept(NamedTuple):
+    """A child as text, which takes a quarter of the memory of dicts; a job's are read when it is looked at."""
+
+    version: int
+    uid: str
+    text: str
+
+
+class ObjectCache:
+    """Filled by watch events and by the replies to our own writes. An older version never replaces a newer one."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Key, Object] = {}
+        self._children: dict[Key, dict[Ref, _Kept]] = {}
+
+    def put(self, thing: Object) -> Key | None:
+        """Store an object. Returns its job, or None if it belongs to no job."""
+        key = key_of(thing)
+        if key is None:
+            return None
+        version = _version(thing)
+        if thing["kind"] == KIND:
+            job = self._jobs.get(key)
+            if job is None or _version(job) <= version:
+                self._jobs[key] = trim(thing)
+            return key
+        slot, place = self._children.setdefault(key, {}), _place(thing)
+        there = slot.get(place)
+        if there is None or there.version <= version:
+            text = json.dumps(trim(thing), separators=(",", ":"))
+            slot[place] = _Kept(version, str(thing["metadata"].get("uid", "")), text)
+        return key
+
+    def knows(self, thing: Object) -> bool:
+        """Whether this version of the object, or a newer one, is stored."""
+        key = key_of(thing)
+        if key is None:
+            return False
+        if thing["kind"] == KIND:
+            job = self._jobs.get(key)
+            return job is not None and _version(job) >= _version(thing) > 0
+        there = self._children.get(key, {}).get(_place(thing))
+        return there is not None and there.version >= _version(thing) > 0
+
+    def remove(self, thing: Object) -> Key | None:
+        """Remove an object, unless a newer one with the same name is known."""
+        key = key_of(thing)
+        if key is None:
+            return None
+        uid = str(thing["metadata"].get("uid", ""))
+        if thing["kind"] == KIND:
+            job = self._jobs.get(key)
+            if job is not None and str(job["metadata"].get("uid", "")) == uid:
+                del self._jobs[key]
+            return key
+        slot, place = self._children.get(key, {}), _place(thing)
+        if place in slot and slot[place].uid == uid:
+            del slot[place]
+        if not slot:
+            self._children.pop(key, None)
+        return key
+
+    def job(self, key: Key) -> Object | None:
+        return self._jobs.get(key)
+
+    def jobs(self) -> list[Key]:
+        return sorted(self._jobs)
+
+    def children(self, key: Key) -> Children:
+        return Children({place: json.loads(kept.text) for place, kept in self._children.get(key, {}).items()})
+
+    def uids(self, kind: str, namespace: str | None) -> dict[tuple[Key, str], str]:
+        """The uids of all objects of a kind by job and name, to compare them with a list."""
+        if kind == KIND:
+            jobs = ((key, job) for key, job in self._jobs.items() if namespace in (None, key[0]))
+            return {(key, key[1]): str(job["metadata"].get("uid", "")) for key, job in jobs}
+        return {
+            (key, name): kept.uid
+            for key, slot in self._children.items()
+            if namespace in (None, key[0])
+            for (k, name), kept in slot.items()
+            if k == kind
+        }
+
+
+def _place(thing: Object) -> Ref:
+    return thing["kind"], thing["metadata"]["name"]
+
+
+def key_of(thing: Object) -> Key | None:
+    metadata = thing["metadata"]
+    name = metadata["name"] if thing["kind"] == KIND else label(thing, names.JOB_LABEL)
+    return (metadata["namespace"], name) if name else None
+
+
+def trim(thing: Object) -> Object:
+    """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet."""
+    metadata, kind = thing["metadata"], thing["kind"]
+    if kind not in _STATUS:
+        return {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
+    labels = (metadata.get("labels") or {}).items()
+    kept = _only(metadata, _METADATA) | {"labels": {key: v for key, v in labels if key.startswith(_LABELS)}}
+    status = _only(thing.get("status") or {}, _STATUS[kind])
+    if "containerStatuses" in status:
+        status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]
+    spec = _sizes_only(thing.get("spec") or {}) if kind == JOBSET.kind else {}
+    return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
+
+
+def _only(thing: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: thing[key] for key in keys if key in thing}
+
+
+def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a JobSet: whether it is suspended, and how many pods each of its Jobs has."""
+    jobs = [
+        {"name": job["name"], "template": {"spec": {"completions": job["template"]["spec"].get("completions", 1)}}}
+        for job in spec.get("replicatedJobs") or ()
+    ]
+    return {"suspend": bool(spec.get("suspend")), "replicatedJobs": jobs}
+
+
+def _version(thing: Mapping[str, Any]) -> int:
+    """Resource versions are numbers that grow: https://kubernetes.io/docs/reference/using-api/api-concepts."""
+    text = str(thing["metadata"].get("resourceVersion", "0"))
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,233 @@
+"""Plans are made in a worker process with a deadline, so that a long search does not delay other jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from dovetail.kube import names
+from dovetail.kube.resources import CONFIG_MAP, JOBSET
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.documents import ManifestError, parse
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
+from dovetail.operator.cluster.object_cache import Key
+from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.children import Children, Object, label
+from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.render.config_map import spec_hash
+from dovetail.operator.render.context import digest
+from dovetail.protocol.plan import Plan
+
+REMEMBERED = 5000
+IDLE_SECONDS = 60.0
+V = TypeVar("V")
+
+
+def read_job(document: Object) -> RLHFJob | PlanRefused:
+    """The manifest with its defaults, all rules checked."""
+    metadata = document["metadata"]
+    kept = {key: metadata[key] for key in ("name", "namespace", "labels", "annotations") if key in metadata}
+    manifest = {"apiVersion": document["apiVersion"], "kind": document["kind"], "metadata": kept}
+    try:
+        job = parse(manifest | {"spec": document.get("spec")})
+    except ManifestError as error:
+        return PlanRefused(reasons.INVALID_SPEC, str(error))
+    if errors := check(job.spec):
+        return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
+    return job.model_copy(update={"spec": resolve(job.spec)})
+
+
+def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None) -> None:
+    """The worker process: specs in, plans or sentences out."""
+    # Here only: it takes more memory than the rest of the operator.
+    from dovetail.planner.plan import PlanError, make_plan
+
+    while True:
+        try:
+            text = pipe.recv_bytes().decode()
+        except EOFError:
+            return
+        try:
+            plan = (make or make_plan)(RLHFJobSpec.model_validate_json(text))
+            answer = b"+" + plan.model_dump_json().encode()
+        except PlanError as error:
+            answer = b"-" + str(error).encode()
+        except Exception as error:
+            answer = b"!" + f"{type(error).__name__}: {error}".encode()
+        pipe.send_bytes(answer)
+
+
+@dataclass
+class _Read:
+    """A job as it was read last, and the plan in its ConfigMap."""
+
+    version: tuple[str, ...]
+    job: RLHFJob
+    hash: str
+    text: str = ""
+    plan: Plan | None = None
+
+    def stored(self, config_map: Object, known: dict[str, tuple[str, Plan]]) -> Plan | None:
+        """The plan in a ConfigMap; None if it cannot be read. `known`: plans by their text, so that equal jobs share a
+        plan and its text."""
+        text = str((config_map.get("data") or {}).get("plan.json"))
+        if text != self.text:
+            if text not in known:
+                try:
+                    _remember(known, text, (text, Plan.model_validate_json(text)))
+                except ValueError:
+                    self.text, self.plan = text, None
+                    return None
+            self.text, self.plan = known[text]
+        return self.plan
+
+
+def _remember(known: dict[str, V], key: str, value: V) -> None:
+    """The oldest make room."""
+    known.pop(key, None)
+    while len(known) >= REMEMBERED:
+        known.pop(next(iter(known)))
+    known[key] = value
+
+
+class Planner:
+    """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
+    without work. `make` must be importable; default: `dovetail.planner.plan.make_plan`."""
+
+    def __init__(self, seconds: float, make: Callable[[RLHFJobSpec], Plan] | None = None) -> None:
+        self._seconds = seconds
+        self._make = make
+        self._lock = asyncio.Lock()
+        self._idle: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._known: dict[str, Plan | PlanRefused] = {}  # by the spec's hash
+        self._read: dict[str, _Read] = {}  # by the job's uid
+        self._stored: dict[str, tuple[str, Plan]] = {}  # by their text in ConfigMaps
+        self._variants: dict[str, Plan | PlanRefused] = {}  # by the spec's digest
+        self._waiting: dict[str, set[Key]] = {}  # for variants
+        self._varying: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
+
+    async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
+        """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan."""
+        read = self._job(document)
+        if isinstance(read, PlanRefused):
+            return read
+        uid, job, wanted = str(document["metadata"]["uid"]), read.job, read.hash
+        made = children.get(CONFIG_MAP.kind, names.plan_config_map(job.metadata.name))
+        jobset = children.get(JOBSET.kind, job.metadata.name)
+        if made is not None and label(made, names.UID_LABEL) == uid:
+            same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
+            started = jobset is not None and label(jobset, names.UID_LABEL) == uid
+            if (same or started) and (plan := read.stored(made, self._stored)) is not None:
+                return job, plan
+        found = self._known.get(wanted)
+        if found is None:
+            async with self._lock:
+                found = self._known.get(wanted) or await self._ask(job.spec)
+                self._rest()
+        # A planner that was too slow or broke may do better next time.
+        if not isinstance(found, PlanRefused) or found.reason == reasons.INFEASIBLE:
+            _remember(self._known, wanted, found)
+        return found if isinstance(found, PlanRefused) else (job, found)
+
+    def variant(self, job: Key, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> Plan | PlanRefused | None:
+        """The plan for other sizes of the job's spec, if it is known. Otherwise None, and `done` is called when it is
+        known."""
+        wanted = digest(spec.model_dump(mode="json", by_alias=True))
+        if (found := self._variants.get(wanted)) is not None:
+            return found
+        if wanted not in self._waiting:
+            self._waiting[wanted] = set()
+            task = asyncio.create_task(self._vary(wanted, spec, done))
+            self._varying.add(task)
+            task.add_done_callback(self._varying.discard)
+        self._waiting[wanted].add(job)
+        return None
+
+    async def _vary(self, wanted: str, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> None:
+        try:
+            async with self._turn, self._lock:
+                # Whatever it says: it would be asked again with every event of the job.
+                _remember(self._variants, wanted, await self._ask(spec))
+                self._rest()
+        finally:
+            waiting = self._waiting.pop(wanted)
+        for job in waiting:
+            await done(job)
+
+    def _job(self, document: Object) -> _Read | PlanRefused:
+        """`read_job`, once for a manifest: it is looked at again with every event of the job."""
+        metadata = document["metadata"]
+        version = tuple(str(metadata.get(key)) for key in ("generation", "labels", "annotations"))
+        known = self._read.get(str(metadata["uid"]))
+        if known is not None and known.version == version:
+            return known
+        job = read_job(document)
+        if isinstance(job, PlanRefused):
+            return job
+        read = _Read(version, job, spec_hash(job))
+        _remember(self._read, str(metadata["uid"]), read)
+        return read
+
+    async def close(self) -> None:
+        """End the worker process."""
+        for task in self._varying:
+            task.cancel()
+        await asyncio.gather(*self._varying, return_exceptions=True)
+        await self._end()
+
+    async def _end(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._process is not None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+            assert self._pipe is not None
+            self._pipe.close()
+            self._process = self._pipe = None
+
+    def _rest(self) -> None:
+        """End the worker process if nothing is asked of it for a while."""
+
+        async def end() -> None:
+            async with self._lock:
+                await self._end()
+
+        def ended() -> None:
+            self._ending = asyncio.create_task(end())
+
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, ended)
+
+    async def _ask(self, spec: RLHFJobSpec) -> Plan | PlanRefused:
+        if self._process is None or not self._process.is_alive():
+            await self._end()
+            context = multiprocessing.get_context("spawn")
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._make), daemon=True, name="planner")
+            await asyncio.to_thread(process.start)
+            theirs.close()
+            self._pipe, self._process = pipe, process
+        assert self._pipe is not None
+        try:
+            self._pipe.send_bytes(spec.model_dump_json().encode())
+            if not await asyncio.to_thread(self._pipe.poll, self._seconds):
+                await self._end()
+                return PlanRefused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
+            answer = self._pipe.recv_bytes().decode()
+        except (EOFError, OSError) as error:
+            await self._end()
+            return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
+        kind, text = answer[0], answer[1:]
+        if kind == "+":
+            return Plan.model_validate_json(text)
+        return PlanRefused(reasons.INFEASIBLE if kind == "-" else reasons.PLANNER_FAILED, text)

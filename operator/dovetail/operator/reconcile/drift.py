@@ -1,0 +1,93 @@
+"""Remembers which small objects of a job were found correct. Without this, every event of a pod would render and
+compare them again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from dovetail.kube.resources import (
+    CONFIG_MAP,
+    DISRUPTION_BUDGET,
+)
+from dovetail.operator.reconcile.children import Children
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.objects import SUPPORTING
+
+KINDS = frozenset(SUPPORTING)
+REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one comparison was made of. Job, plan and settings are compared by identity. `versions`: the versions of
+    the existing objects by kind."""
+
+    context: RenderContext
+    started: bool
+    running: bool
+    versions: Mapping[str, int]
+
+    def same(self, other: Look) -> bool:
+        return (
+            self.renders_as(other)
+            and self.context.sizes == other.context.sizes
+            and self.started == other.started
+            and self.running == other.running
+            and self.versions == other.versions
+        )
+
+    def renders_as(self, other: Look) -> bool:
+        """Whether both render the same objects, apart from those that depend on the number of pods."""
+        mine, theirs = self.context, other.context
+        return (
+            mine.job is theirs.job
+            and mine.plan is theirs.plan
+            and mine.settings is theirs.settings
+            and mine.room == theirs.room
+        )
+
+
+@dataclass
+class Drift:
+    """The memory for all jobs, by uid: the last comparison, the kinds that were correct, and whether nothing was left
+    to do."""
+
+    _seen: dict[str, tuple[Look, frozenset[str], bool]] = field(default_factory=dict)
+
+    def fine(self, look: Look) -> set[str] | None:
+        """The kinds whose object is unchanged since it was found correct. None: nothing has changed since nothing was
+        left to do."""
+        before, kinds, all_fine = self._seen.get(look.context.uid, (None, frozenset[str](), False))
+        if before is None or not before.renders_as(look):
+            return set()
+        if all_fine and before.same(look):
+            return None
+        if before.started and not look.started:
+            kinds -= {CONFIG_MAP.kind}  # a running job's is left alone
+        if before.context.sizes != look.context.sizes:
+            kinds -= {DISRUPTION_BUDGET.kind}
+        return {kind for kind in kinds if kind in look.versions and before.versions.get(kind) == look.versions[kind]}
+
+    def found(self, look: Look, fine: Iterable[str], all_fine: bool) -> None:
+        """Remember a comparison. `fine`: the kinds whose objects exist and are correct."""
+        self._seen.pop(look.context.uid, None)
+        while len(self._seen) >= REMEMBERED:
+            self._seen.pop(next(iter(self._seen)))
+        self._seen[look.context.uid] = look, frozenset(fine), all_fine
+
+
+def look_at(context: RenderContext, children: Children, started: bool, running: bool) -> Look:
+    """What is compared now. `started`: the job has a JobSet. `running`: at least one of its pods runs."""
+    versions: dict[str, int] = {}
+    for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
+        if kind in KINDS:
+            metadata = thing["metadata"]
+            # A budget's status changes with every pod.
+            version = metadata.get("generation" if kind == DISRUPTION_BUDGET.kind else "resourceVersion")
+            more = metadata.get("labels"), metadata.get("ownerReferences")
+            text = json.dumps((name, metadata.get("uid"), version or uuid4().hex, *more), sort_keys=True)
+            versions[kind] = hash((versions.get(kind), text))
+    return Look(context, started, running, versions)

@@ -1,0 +1,88 @@
+"""A plan as the job's status tells it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.manifest.checks.unexecuted import warnings
+from dovetail.manifest.status import PlanStatus, RLHFJobStatus
+from dovetail.manifest.types import Parallelism
+from dovetail.operator.reconcile import progress, reasons
+from dovetail.operator.reconcile.conditions import Conditions, JobEvent
+from dovetail.operator.reconcile.replan import Outlook, needs, news, remembered
+from dovetail.operator.render.context import RenderContext, digest
+from dovetail.protocol.plan import Plan
+
+
+def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
+    """The plan in the job's status. `plan`: the plan that runs. `shown`: the plan with as many rollouts as the nodes
+    have room for."""
+    return PlanStatus(
+        placement=shown.prediction.placement if shown.prediction is not None else None,
+        actor=_layout(plan.apart.get("actor") or plan.parallelism.get("actor")),
+        critic=_layout(plan.apart.get("critic") or plan.parallelism.get("critic") or plan.parallelism.get("reward")),
+        schedule=plan.schedule,
+        rollouts=len(shown.rollouts),
+        hash=digest(plan.model_dump(mode="json", by_alias=True)),
+    )
+
+
+def publish(
+    context: RenderContext,
+    conditions: Conditions,
+    old: RLHFJobStatus,
+    reported: Mapping[str, Any] | None,
+    outlook: Outlook,
+    config_map: Mapping[str, Any] | None,
+) -> PlanStatus | None:
+    """The plan in the status, and condition Planned: with the reason PlanOff while iterations take other times than the
+    plan says, Replanned while the nodes have room for something else than when it was made. `config_map`: the plan's,
+    of a job that has started."""
+    before = next((c for c in old.conditions if c.type == "Planned" and c.status == "True"), None)
+    if outlook.pending and before is not None and old.plan is not None:
+        return old.plan  # what it says stays until the new plan is there
+    then = outlook.room if config_map is None else remembered(config_map)
+    told = news(needs(context), then, outlook.room)
+    fresh = told.changed and (before is None or told.sentence not in before.message)
+    if fresh:
+        conditions.tell(JobEvent("Warning" if told.short else "Normal", reasons.REPLANNED, told.sentence))
+    shown = plan_status(context.plan, outlook.plan or context.plan)
+    if reported is None and before is not None and before.reason == reasons.PLAN_OFF and not fresh:
+        return shown  # the coordinator is away; what it said stays
+    problem = progress.plan_problem(reported or {})
+    said = "; ".join(filter(None, (told.sentence, summary(context, outlook))))
+    if problem is not None:
+        conditions.set("Planned", True, reasons.PLAN_OFF, f"{problem} ({said})")
+    else:
+        conditions.set("Planned", True, reasons.REPLANNED if told.changed else reasons.PLANNED, said)
+    return shown
+
+
+def summary(context: RenderContext, outlook: Outlook) -> str:
+    """The plan in short, and what a user may not expect of it."""
+    plan = outlook.plan or context.plan
+    parts = [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *_predicted(plan)]
+    if outlook.problem is not None:
+        parts.append(f"the planner has no plan for the GPUs that there are now: {outlook.problem}")
+    parts += [*plan.warnings, *(sentence.rstrip(".") for sentence in warnings(context.job.spec, cluster=True))]
+    if outlook.refused:
+        parts.append("the plan does not follow the inventory: the operator may not list nodes")
+    return "; ".join(parts)
+
+
+def _predicted(plan: Plan) -> list[str]:
+    """The choice and the next best, each with its time or the number that failed."""
+    found = plan.prediction
+    if found is None:
+        return []
+    sentence = f"{found.placement}, {found.iteration_seconds:.3g} s an iteration predicted"
+    if not found.alternatives:
+        return [sentence]
+    other = found.alternatives[0]
+    why = f"{other.seconds:.3g} s" if other.seconds is not None else other.problem
+    return [f"{sentence} ({other.placement}: {why})"]
+
+
+def _layout(layout: Parallelism | None) -> str | None:
+    return None if layout is None else f"pp{layout.pp} tp{layout.tp} dp{layout.dp}"

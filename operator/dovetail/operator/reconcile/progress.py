@@ -1,0 +1,170 @@
+"""From the coordinator's GET /v1/status to fields of the job's status. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from dovetail.kube import names
+from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.types import Stage
+from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.children import Children, Object, label
+from dovetail.protocol.process_names import COORDINATOR
+
+# Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
+_MOST = 2**53
+_PROBLEM_CHARACTERS = 1000
+_PARTS: dict[str, tuple[str, ...]] = {
+    "metrics": ("reward", "kl", "samples_per_second", "iteration_seconds"),
+    "plan": ("expected_iteration_seconds", "problem"),
+    "checkpoint": ("stage", "step", "path"),
+}
+_REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
+_VERDICTS = 16
+_COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
+
+
+def judged(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a coordinator's status counts, copied: the rest of it need not be kept. Raises ValueError for what no
+    coordinator of ours says."""
+    if document.get("stage") not in {None, *(stage.value for stage in Stage)}:
+        raise ValueError("there is no such stage")
+    found = {key: document[key] for key in ("stage", *_COUNTS) if key in document}
+    for key in _COUNTS:
+        value = found.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < _MOST):
+            raise ValueError(f"{key} is no count")
+    for key, parts in _PARTS.items():
+        part = document.get(key)
+        if part is not None:
+            if not isinstance(part, dict):
+                raise ValueError(f"{key} is no object")
+            found[key] = {name: part[name] for name in parts if name in part}
+    for value in (*found.get("metrics", {}).values(), found.get("plan", {}).get("expected_iteration_seconds")):
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError("a figure is no number")
+    if isinstance(problem := found.get("plan", {}).get("problem"), str):
+        found["plan"]["problem"] = problem[:_PROBLEM_CHARACTERS]
+    if document.get("health"):
+        found["health"] = _judged_health(document["health"])
+    try:
+        RLHFJobStatus.model_validate(fields(found))
+    except (ValidationError, OverflowError) as error:
+        raise ValueError("it makes no status") from error
+    return found
+
+
+def _judged_health(told: object) -> dict[str, Any]:
+    verdicts = told.get("verdicts") if isinstance(told, dict) else None
+    if not isinstance(told, dict) or type(told.get("iteration")) is not int or not isinstance(verdicts, list):
+        raise ValueError("health is no verdict on an iteration")
+    kept = []
+    for verdict in verdicts[:_VERDICTS]:
+        reason, message = (verdict.get("reason"), verdict.get("message")) if isinstance(verdict, dict) else (None, None)
+        if not isinstance(reason, str) or not _REASON.fullmatch(reason) or not isinstance(message, str):
+            raise ValueError("a verdict has no reason or no message")
+        kept.append({"reason": reason, "message": message[:_PROBLEM_CHARACTERS]})
+    return {"iteration": told["iteration"], "verdicts": kept}
+
+
+def fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of RLHFJobStatus that a coordinator knows; those it doesn't know yet are left out."""
+    found: dict[str, Any] = {}
+    stage = document.get("stage")
+    if not isinstance(stage, str):
+        return found
+    metrics = document.get("metrics") or {}
+    counts = ("iteration", "total_iterations") if stage == Stage.PPO.value else ("step", "total_steps")
+    found["stage"] = stage
+    found["iteration"], found["iterations"] = (int(document.get(key) or 0) for key in counts)
+    if stage == Stage.PPO.value:
+        # Six digits: more would change with every iteration and tell nothing.
+        for ours, theirs in (
+            ("reward", "reward"),
+            ("kl", "kl"),
+            ("samples_per_second", "samples_per_second"),
+            ("measured_iteration_seconds", "iteration_seconds"),
+        ):
+            value = metrics.get(theirs)
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[ours] = float(f"{value:.6g}")
+    expected = (document.get("plan") or {}).get("expected_iteration_seconds")
+    if isinstance(expected, int | float) and math.isfinite(expected):
+        found["predicted_iteration_seconds"] = float(f"{expected:.6g}")
+    version = document.get("weight_version")
+    if isinstance(version, int):
+        found["weight_version"] = version
+    checkpoint = document.get("checkpoint")
+    if isinstance(checkpoint, dict) and checkpoint.get("path"):
+        found["last_checkpoint"] = {key: checkpoint.get(key) for key in ("stage", "step", "path")}
+    return found
+
+
+def plan_problem(document: Mapping[str, Any]) -> str | None:
+    """How far the coordinator's measured iterations are from the plan's, if they are far; one sentence."""
+    told = (document.get("plan") or {}).get("problem")
+    return told if isinstance(told, str) and told else None
+
+
+@dataclass(frozen=True)
+class RunHealth:
+    """What the coordinator found of the last PPO iteration: `reason` for programs, a sentence for people."""
+
+    healthy: bool
+    reason: str
+    message: str
+
+
+def health(document: Mapping[str, Any]) -> RunHealth | None:
+    """None before the first iteration. Of documents that are `judged`."""
+    told = document.get("health")
+    if not told:
+        return None
+    if not told["verdicts"]:
+        return RunHealth(True, reasons.HEALTHY, "")
+    sentences = "; ".join(verdict["message"] for verdict in told["verdicts"])
+    return RunHealth(False, told["verdicts"][0]["reason"], f"iteration {told['iteration']}: {sentences}")
+
+
+def coordinator_pod(children: Children) -> Object | None:
+    """The newest pod of the coordinator."""
+    pods = [p for p in children.pods(surplus=False) if label(p, names.ROLE_LABEL) == COORDINATOR]
+    return max(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", "")), default=None)
+
+
+def last_status(children: Children) -> tuple[dict[str, Any], str]:
+    """The status that a coordinator left when it ended well, and when that was; else nothing."""
+    pod = coordinator_pod(children) or {}
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        ended = container.get("state", {}).get("terminated") or {}
+        if ended.get("exitCode") == 0:
+            try:
+                document = json.loads(ended.get("message") or "")
+                if not isinstance(document, dict):
+                    return {}, ""
+                document |= judged(document)
+            except (ValueError, RecursionError):
+                return {}, ""
+            return document, str(ended.get("finishedAt") or "")
+    return {}, ""
+
+
+def last_health(children: Children) -> dict[str, Any]:
+    """A status with the verdict that a coordinator ended its job for; empty if it did not."""
+    pod = coordinator_pod(children) or {}
+    for container in pod.get("status", {}).get("containerStatuses") or []:
+        ended = container.get("state", {}).get("terminated") or {}
+        first = str(ended.get("message") or "").partition("\n")[0]
+        if ended.get("exitCode") != 0 and first.startswith("{"):
+            try:
+                return {"health": _judged_health(json.loads(first).get("health"))}
+            except (ValueError, RecursionError):
+                return {}
+    return {}

@@ -1,0 +1,412 @@
+"""What to do for one job, given all that is seen of it: `reconcile`, a pure function.
+
+It is level-triggered: the same answer whatever happened before, so it may be asked at any time, and a step that did
+not work is simply asked for again. What must not be forgotten is in the job's status: above all that it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from dovetail.kube import names
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, VOLUME_CLAIM
+from dovetail.manifest.status import GroupStatus, RLHFJobStatus
+from dovetail.manifest.types import RLHFJob
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.reconcile import progress, reasons, rootcause
+from dovetail.operator.reconcile.children import (
+    Children,
+    Object,
+    Ref,
+    changed_at,
+    deleting,
+    is_ready,
+    is_true,
+    label,
+    live,
+    matches,
+    parse_time,
+    sizes,
+)
+from dovetail.operator.reconcile.conditions import Conditions, JobEvent
+from dovetail.operator.reconcile.drift import Drift, look_at
+from dovetail.operator.reconcile.plans import publish
+from dovetail.operator.reconcile.replan import Outlook
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.objects import WITH_PODS, jobset, name_problem, supporting_objects, surplus_jobs
+from dovetail.protocol.plan import Plan
+
+AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
+# What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
+RESTART_WINDOW = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class PlanRefused:
+    """There is no plan: a reason of condition Planned and a sentence."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `reported`:
+    the coordinator's own status, if it answered. `mounts`: what is said of volumes that pods wait for, by uid.
+    `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have room for."""
+
+    document: Object
+    planned: tuple[RLHFJob, Plan] | PlanRefused
+    children: Children
+    reported: Mapping[str, Any] | None = None
+    settings: OperatorSettings = field(default_factory=OperatorSettings)
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    drift: Drift = field(default_factory=Drift)
+    outlook: Outlook = field(default_factory=Outlook)
+
+
+@dataclass(frozen=True)
+class Reconciled:
+    """What to apply, then what to delete, then what to report (of a job that is over: report first, so that nobody can
+    take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself. `token`: the
+    token's Secret must be there before the pods."""
+
+    status: RLHFJobStatus
+    apply: list[Object] = field(default_factory=list)
+    delete: list[Ref] = field(default_factory=list)
+    requeue: float | None = None
+    events: list[JobEvent] = field(default_factory=list)
+    expired: bool = False
+    token: bool = False
+
+
+def old_status(document: Object) -> RLHFJobStatus:
+    return RLHFJobStatus.model_validate(document.get("status") or {})
+
+
+def is_over(status: RLHFJobStatus) -> bool:
+    """Completed or failed: nothing is ever created for the job again."""
+    return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)
+
+
+def reconcile(seen: Seen, now: datetime) -> Reconciled:
+    """See the module's docstring. `now` is aware of its time zone."""
+    old = old_status(seen.document)
+    if deleting(seen.document):
+        return Reconciled(old)  # the garbage collector does the rest
+    if is_over(old):
+        return _after_the_end(seen, old, now)
+    generation = int(seen.document["metadata"].get("generation", 0))
+    conditions = Conditions(old.conditions, generation, now)
+    status = old.model_copy(update={"observed_generation": generation})
+    planned = seen.planned
+    uid = str(seen.document["metadata"]["uid"])
+    if not isinstance(planned, PlanRefused):
+        mine, room = _jobset(seen, uid), seen.outlook.room or {}
+        context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
+        if problem := name_problem(context):
+            planned = PlanRefused(reasons.INVALID_SPEC, problem)
+    if isinstance(planned, PlanRefused):
+        return _refused(planned, conditions, status)
+    made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
+    plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
+    status = status.model_copy(update={"plan": plan})
+    return _Reconciler(seen, context, conditions, status, now).run()
+
+
+class _Reconciler:
+    """A job with a plan that is not over."""
+
+    def __init__(
+        self, seen: Seen, context: RenderContext, conditions: Conditions, status: RLHFJobStatus, now: datetime
+    ) -> None:
+        self._seen = seen
+        self._context = context
+        self._conditions = conditions
+        self._status = status
+        self._now = now
+        self._children = seen.children
+        self._jobset = _jobset(seen, context.uid)
+        self._pods = [p for p in seen.children.pods(surplus=False) if label(p, names.UID_LABEL) == context.uid]
+        self._requeue: list[float] = []
+
+    def run(self) -> Reconciled:
+        if self._jobset is not None and is_true(self._jobset, "Completed"):
+            return self._completed()
+        self._progress()
+        if self._jobset is not None and (problem := self._failure(self._jobset)) is not None:
+            return self._failed(problem)
+        # An earlier job's JobSet of this name may still be on its way out.
+        gone = self._children.get(JOBSET.kind, self._context.name) is None
+        if self._context.job.spec.suspend:
+            return self._suspended()
+        apply = self._supporting_objects()
+        if self._jobset is None:
+            self._say_stopped(reasons.CREATING, "")
+            self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
+            if gone:
+                apply.append(jobset(self._context))
+            else:
+                self._requeue.append(AGAIN_SECONDS)
+            return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+        if self._jobset["spec"].get("suspend") or deleting(self._jobset):
+            return self._queued(apply)
+        self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
+        self._say_running()
+        more, less = self._surplus()
+        return self._result(apply=apply + more, delete=less, token=True)
+
+    # ------------------------------------------------------------ states
+
+    def _completed(self) -> Reconciled:
+        document = progress.last_status(self._children)[0]
+        final = progress.fields(document)
+        self._say_health(document or self._seen.reported or {})
+        self._take(final or progress.fields(self._seen.reported or {}))
+        status = self._status
+        if status.iterations is not None and final:
+            self._status = status.model_copy(update={"iteration": status.iterations})
+        stages = ", ".join(self._context.job.spec.stages)
+        self._end("Completed", reasons.COMPLETED, f"all stages are done: {stages}")
+        self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        return self._result(delete=self._surplus_gone())
+
+    def _failed(self, problem: PlanRefused) -> Reconciled:
+        self._say_health(progress.last_health(self._children))
+        self._conditions.set("Completed", False, reasons.FINISHED)
+        self._end("Failed", problem.reason, problem.message)
+        return self._result(delete=[*self._surplus_gone(), *_unfinished(self._jobset)])
+
+    def _end(self, kind: Any, reason: str, message: str) -> None:
+        self._conditions.set(kind, True, reason, message)
+        self._conditions.set("Running", False, reasons.FINISHED)
+        none = [group.model_copy(update={"ready": 0}) for group in self._groups()]
+        ended = {"completion_time": self._now.replace(microsecond=0), "groups": none}
+        self._status = self._status.model_copy(update=ended)
+
+    def _suspended(self) -> Reconciled:
+        """Pods are deleted, everything else stays; the volume holds what the job resumes from."""
+        self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
+        self._say_stopped(reasons.STOPPED, "spec.suspend is true")
+        gone = [] if self._jobset is None or deleting(self._jobset) else [(JOBSET.kind, self._context.name)]
+        return self._result(apply=self._supporting_objects(), delete=[*self._surplus_gone(), *gone])
+
+    def _queued(self, apply: list[Object]) -> Reconciled:
+        assert self._jobset is not None
+        if deleting(self._jobset):
+            self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
+            self._say_stopped(reasons.CREATING, "an earlier JobSet is being deleted")
+            self._requeue.append(AGAIN_SECONDS)
+        else:
+            queue = label(self._jobset, names.QUEUE_LABEL)
+            why = f"waits for quota in queue {queue}" if queue else "the JobSet is suspended"
+            self._conditions.set("Suspended", True, reasons.QUEUED, why)
+            self._say_stopped(reasons.STOPPED, why)
+        return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+
+    def _say_stopped(self, reason: str, message: str) -> None:
+        for kind in ("Scheduled", "Running"):
+            self._conditions.set(kind, False, reason, message)  # type: ignore[arg-type]
+        self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        self._conditions.set("Completed", False, reasons.IN_PROGRESS)
+        # The deadline counts the time since the job last started, as a batch/v1 Job's does.
+        self._status = self._status.model_copy(update={"start_time": None, "groups": self._groups()})
+
+    def _say_running(self) -> None:
+        expected = sum(self._context.sizes.values())
+        pods = live(self._pods)
+        # A coordinator that is done lacks nothing, until its JobSet is done as well.
+        done = sum(p.get("status", {}).get("phase") == "Succeeded" for p in self._pods)
+        scheduled = done + sum(is_true(p, "PodScheduled") for p in pods)
+        ready = done + sum(is_ready(p) for p in pods)
+        cause = rootcause.worst(self._pods, self._seen.mounts) if ready < expected else None
+        told = cause.sentence if cause else ""
+        if scheduled >= expected:
+            self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
+        elif cause and cause.reason == reasons.UNSCHEDULABLE:
+            self._conditions.set("Scheduled", False, cause.reason, told)
+        else:
+            self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")
+        if ready >= expected:
+            self._conditions.set("Running", True, reasons.ALL_READY, f"{expected} pods are ready")
+        else:
+            count = f"{ready} of {expected} pods are ready"
+            reason = cause.reason if cause else reasons.STARTING
+            self._conditions.set("Running", False, reason, f"{count}; {told}" if told else count)
+        if any(rootcause.creating(p) for p in pods):
+            self._requeue.append(rootcause.LOOK_SECONDS)
+        started = self._status.start_time
+        if started is None and any(p.get("status", {}).get("phase") == "Running" for p in pods):
+            self._status = self._status.model_copy(update={"start_time": self._now.replace(microsecond=0)})
+        if cause and (started is not None or not cause.waiting):
+            self._conditions.set("Degraded", True, cause.reason, told)
+        else:
+            self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
+        self._conditions.set("Completed", False, reasons.IN_PROGRESS)
+        self._status = self._status.model_copy(update={"groups": self._groups()})
+
+    # ------------------------------------------------------------ failures
+
+    def _failure(self, jobset: Object) -> PlanRefused | None:
+        cause = rootcause.worst(p for p in self._pods if p.get("status", {}).get("phase") == "Failed")
+        if is_true(jobset, "Failed"):
+            blamed = self._of_failed_jobs() or cause
+            if blamed is not None:
+                return PlanRefused(blamed.reason, blamed.sentence)
+            told = next(c for c in jobset["status"]["conditions"] if c["type"] == "Failed")
+            return PlanRefused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
+        if self._context.job.spec.suspend or jobset["spec"].get("suspend") or deleting(jobset):
+            return None
+        return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started()
+
+    def _of_failed_jobs(self) -> rootcause.Cause | None:
+        """Of the pods whose Job gave up first."""
+        jobs = [j for j in self._children.jobs(surplus=False) if is_true(j, "Failed")]
+        first = min(jobs, key=lambda j: changed_at(j, "Failed"), default=None)
+        if first is None:
+            return None
+        name = first["metadata"]["name"]
+        pods = [p for p in self._pods if label(p, names.JOB_NAME_LABEL) == name]
+        return rootcause.worst(p for p in pods if p.get("status", {}).get("phase") == "Failed")
+
+    def _too_many_restarts(self, cause: rootcause.Cause) -> PlanRefused | None:
+        most = self._context.job.spec.failure_policy.max_restarts
+        since = self._now - RESTART_WINDOW
+        failed = sum((at := rootcause.failed_at(pod)) is not None and at > since for pod in self._pods)
+        if failed <= most:
+            return None
+        count = f"failures of pods within an hour: {failed}, failurePolicy.maxRestarts: {most}"
+        return PlanRefused(cause.reason, f"{cause.sentence} ({count})")
+
+    def _too_long(self) -> PlanRefused | None:
+        limit, started = self._context.job.spec.active_deadline_seconds, self._status.start_time
+        if limit is None or started is None:
+            return None
+        left = (started + timedelta(seconds=limit) - self._now).total_seconds()
+        if left <= 0:
+            return PlanRefused(reasons.DEADLINE_EXCEEDED, f"the job ran longer than activeDeadlineSeconds, {limit} s")
+        self._requeue.append(left)
+        return None
+
+    def _never_started(self) -> PlanRefused | None:
+        limit = self._context.job.spec.failure_policy.start_timeout_seconds
+        causes = [c for p in live(self._pods) if (c := rootcause.cause(p, self._seen.mounts)) is not None and c.waiting]
+        if limit is None or not causes:
+            return None
+        cause = min(causes, key=lambda c: c.since)
+        since = parse_time(cause.since) or self._now
+        left = (since + timedelta(seconds=limit) - self._now).total_seconds()
+        if left <= 0:
+            text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
+            return PlanRefused(cause.reason, text)
+        self._requeue.append(left)
+        return None
+
+    # ------------------------------------------------------------ objects
+
+    def _supporting_objects(self) -> list[Object]:
+        """What is missing or was changed by somebody else. Running pods read the plan they started with, a claim cannot
+        change, and what is about pods comes with the first that runs: before, each pod would change it once more."""
+        found: list[Object] = []
+        running = any(p.get("status", {}).get("phase") == "Running" for p in live(self._pods))
+        look = look_at(self._context, self._children, started := self._jobset is not None, running)
+        if (fine := self._seen.drift.fine(look)) is None:
+            return found
+        for thing in supporting_objects(self._context, but=fine):
+            there = self._children.get(kind := thing["kind"], thing["metadata"]["name"])
+            fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
+            if there is None:
+                found += [thing] if running or kind not in WITH_PODS else []
+            elif not (fixed and self._is_mine(there)) and not matches(thing, there):
+                found.append(thing)
+            else:
+                fine.add(kind)
+        self._seen.drift.found(look, fine, all_fine=not found)
+        return found
+
+    def _is_mine(self, thing: Object) -> bool:
+        return label(thing, names.UID_LABEL) == self._context.uid
+
+    def _surplus(self) -> tuple[list[Object], list[Ref]]:
+        """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""
+        pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
+        if pod is None or pod.get("status", {}).get("phase") != "Running":
+            return [], []
+        wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
+        there = {j["metadata"]["name"] for j in self._children.jobs(surplus=True)}
+        return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted))
+
+    def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
+        jobs = [j for j in self._children.jobs(surplus=True) if not deleting(j)]
+        return [(JOB.kind, name) for j in jobs if (name := j["metadata"]["name"]) not in keep]
+
+    # ------------------------------------------------------------ status
+
+    def _progress(self) -> None:
+        if self._seen.reported is not None:
+            self._take(progress.fields(self._seen.reported))
+            self._say_health(self._seen.reported)
+
+    def _say_health(self, document: Mapping[str, Any]) -> None:
+        """What was said of the last iteration stays while the coordinator is away."""
+        health = progress.health(document)
+        if health is not None:
+            self._conditions.set("Healthy", health.healthy, health.reason, health.message)
+
+    def _take(self, fields: dict[str, Any]) -> None:
+        """Over what is known; figures of PPO mean nothing in another stage."""
+        merged = self._status.model_dump() | fields
+        self._status = RLHFJobStatus.model_validate(merged)
+
+    def _groups(self) -> list[GroupStatus]:
+        mine = [p for p in self._children.of(POD.kind) if self._is_mine(p)]
+        return [
+            GroupStatus(
+                name=group.name,
+                desired=self._context.wanted(group),
+                ready=sum(is_ready(p) and label(p, names.GROUP_LABEL) == group.name for p in mine),
+            )
+            for group in self._context.job.spec.groups
+        ]
+
+    def _result(
+        self, apply: list[Object] | None = None, delete: list[Ref] | None = None, token: bool = False
+    ) -> Reconciled:
+        status = self._status.model_copy(update={"conditions": self._conditions.result()})
+        requeue = max(0.1, min(self._requeue)) if self._requeue else None
+        return Reconciled(status, apply or [], delete or [], requeue, self._conditions.events(), token=token)
+
+
+def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
+    """Nothing is created. A finished JobSet stays, for its logs, until the job goes; an unfinished one holds GPUs."""
+    uid = str(seen.document["metadata"]["uid"])
+    delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
+    delete += _unfinished(_jobset(seen, uid))
+    ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
+    if ttl is None or status.completion_time is None:
+        return Reconciled(status, delete=delete)
+    left = (status.completion_time + timedelta(seconds=int(ttl)) - now).total_seconds()
+    return Reconciled(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
+
+
+def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus) -> Reconciled:
+    conditions.set("Planned", False, problem.reason, problem.message)
+    for kind in ("Scheduled", "Running"):
+        conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]
+    conditions.set("Completed", False, reasons.IN_PROGRESS)
+    status = status.model_copy(update={"conditions": conditions.result()})
+    return Reconciled(status, events=conditions.events())
+
+
+def _jobset(seen: Seen, uid: str) -> Object | None:
+    """The JobSet of this very job."""
+    there = seen.children.get(JOBSET.kind, str(seen.document["metadata"]["name"]))
+    return there if there is not None and label(there, names.UID_LABEL) == uid else None
+
+
+def _unfinished(jobset: Object | None) -> list[Ref]:
+    if jobset is None or deleting(jobset) or is_true(jobset, "Completed") or is_true(jobset, "Failed"):
+        return []
+    return [(JOBSET.kind, str(jobset["metadata"]["name"]))]

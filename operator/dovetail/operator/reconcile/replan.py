@@ -1,0 +1,197 @@
+"""What another number of GPU nodes means for a job: how many pods of each group have room, what to say of it. Pure.
+
+A running job's plan stays: its trainers are one world of a fixed size, and surplus rollouts come and go as it runs
+anyway. What changes is what its status says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dovetail.kube import names
+from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
+from dovetail.operator.reconcile.children import Object
+from dovetail.operator.render.context import RenderContext
+from dovetail.planner.nodes import Pools
+from dovetail.protocol.plan import Plan
+
+LONGEST_NEWS = 1000
+Counts = Mapping[str, int]
+"""Pods by group."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A group with GPUs: `least` pods start with the job, `most` are wanted when there is room; `planned`: those that
+    the manifest's plan counts on."""
+
+    group: str
+    product: str
+    per_pod: int
+    least: int
+    most: int
+    planned: int
+    trains: bool
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """`room`: pods of each GPU group that the nodes have GPUs for, None if they were not seen. `plan`: with as many
+    rollouts, None where that is the job's own; `pending`: it is being made; `problem`: why there is none. `refused`:
+    nodes may not be listed."""
+
+    room: Counts | None = None
+    plan: Plan | None = None
+    pending: bool = False
+    problem: str | None = None
+    refused: bool = False
+
+
+def needs(context: RenderContext) -> list[Need]:
+    """Of all groups with GPUs."""
+    return [
+        Need(
+            group.name,
+            str(group.gpu.product),
+            group.gpu.per_pod,
+            context.guaranteed(group),
+            context.guaranteed(group) if Role.TRAINER in group.roles else context.wanted(group),
+            pod_count(group),
+            Role.TRAINER in group.roles,
+        )
+        for group in context.job.spec.groups
+        if not group.on_cpu
+    ]
+
+
+def room(wanted: Sequence[Need], pools: Pools) -> dict[str, int]:
+    """How many pods of each group, at most `most`, the nodes have GPUs for if the job had them for itself: first those
+    that it starts with, large ones first, then one more of each group in turn, each on the fullest node that takes it.
+    """
+    free: dict[str, Counter[int]] = {}
+    for (product, gpus), nodes in pools.items():
+        free.setdefault(product, Counter())[gpus] += nodes
+    found = {need.group: 0 for need in wanted}
+    for need in sorted(wanted, key=lambda n: (-n.per_pod, not n.trains)):
+        while found[need.group] < need.least and _take(free, need):
+            found[need.group] += 1
+    more = [need for need in wanted if need.least <= found[need.group] < need.most]
+    while more:
+        for need in more:
+            found[need.group] += _take(free, need)
+        more = [n for n in more if found[n.group] < n.most and _node(free, n) is not None]
+    return found
+
+
+def _node(free: Mapping[str, Counter[int]], need: Need) -> int | None:
+    """Free GPUs of the fullest node with enough of them."""
+    there: Mapping[int, int] = free.get(need.product, {})
+    return min((gpus for gpus, nodes in there.items() if nodes and gpus >= need.per_pod), default=None)
+
+
+def _take(free: Mapping[str, Counter[int]], need: Need) -> bool:
+    gpus = _node(free, need)
+    if gpus is None:
+        return False
+    free[need.product][gpus] -= 1
+    free[need.product][gpus - need.per_pod] += 1
+    return True
+
+
+def counted(need: Need, there: Counts | None) -> int:
+    """Pods that a plan may count on: as many as fit, never fewer than the job starts with nor more than it wants."""
+    return need.planned if there is None else max(need.least, min(need.most, there.get(need.group, need.planned)))
+
+
+def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts) -> RLHFJobSpec | None:
+    """The PPO stage to plan anew, with as many rollouts as fit, pinned to the layouts, the placement and, where all
+    models are alike in it, the recomputation that processes started with; None if the plan counts on as many."""
+    sizes = {need.group: counted(need, there) for need in wanted}
+    actor = plan.parallelism.get("actor")
+    if Stage.PPO not in spec.stages or actor is None or all(sizes[need.group] == need.planned for need in wanted):
+        return None
+    layouts = ParallelismByModel(actor=actor, critic=plan.parallelism.get("critic"))
+    # Layouts are pinned on all ranks; those on ranks of their own are found again.
+    pins: dict[str, object] = {"intra_stage_fusion": "Dedicated"} if plan.apart else {"parallelism": layouts}
+    if plan.prediction is not None:
+        pins["placement"] = plan.prediction.placement
+    again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}
+    if len(again) == 1:
+        pins["recompute"] = "Always" if True in again else "Never"
+    groups = [g.model_copy(update={"replicas": sizes.get(g.name, g.replicas)}) for g in spec.groups]
+    pinned = spec.plan.model_copy(update=pins)
+    # The others' layouts, too, would have to share the pins.
+    return spec.model_copy(update={"groups": groups, "plan": pinned, "stages": [Stage.PPO]})
+
+
+def honoured(plan: Plan, other: Plan) -> Plan:
+    """`plan` with the rollouts of `other`, which `resized` asked for, and with what it predicts, unless that takes for
+    granted what the running processes will not do."""
+    kept = all(plan.layout(Stage.PPO, m) == other.layout(Stage.PPO, m) for m in other.parallelism)
+    kept &= _servers(other) == _servers(plan)
+    kept &= other.recomputed(Stage.PPO) == plan.recomputed(Stage.PPO)
+    predicted = {"prediction": other.prediction, "memory": other.memory} if kept else {"prediction": None, "memory": []}
+    return plan.model_copy(update={"rollouts": other.rollouts, **predicted})
+
+
+def _servers(plan: Plan) -> dict[tuple[str, str], int]:
+    """GPUs of each group's servers and of what their scorers split."""
+    found = {(rollout.group, "generation"): rollout.pp for rollout in plan.rollouts}
+    return found | {(r.group, model): count for r in plan.rollouts for model, count in r.split.items()}
+
+
+def remembered(config_map: Object | None) -> Counts | None:
+    """The room that there was when the job was planned; None if nobody knew."""
+    text = ((config_map or {}).get("metadata", {}).get("annotations") or {}).get(names.ROOM)
+    try:
+        found = json.loads(text or "null")
+        return {str(group): int(pods) for group, pods in found.items()}
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True)
+class News:
+    """`sentence`: what is other than planned and what lacks, may be empty; `changed`: some of it since the plan;
+    `short`: a group has not the room that it needs."""
+
+    sentence: str = ""
+    changed: bool = False
+    short: bool = False
+
+
+def news(wanted: Sequence[Need], before: Counts | None, now: Counts | None) -> News:
+    """`before`: the room when the job was planned, where it is known; `now`: None while nodes were not seen."""
+    if now is None:
+        return News()
+    said, changed, any_short = [], False, False
+    for need in wanted:
+        short = now[need.group] < need.least
+        changed |= short and (before is None or before.get(need.group, need.least) >= need.least)
+        was, fits = counted(need, before), counted(need, now)
+        changed |= was != fits
+        any_short |= short
+        if short:
+            said.append(_lack(need, wanted, now))
+        elif was != fits:
+            why = "more" if fits > was else "less"
+            said.append(f"rollouts of group {need.group} {was} -> {fits}: nodes with {need.product} have {why} room")
+    return News("; ".join(said)[:LONGEST_NEWS], changed, any_short)
+
+
+def _lack(need: Need, wanted: Sequence[Need], now: Counts) -> str:
+    """What lacks, and what remains possible."""
+    pods = f"{need.least} pod{'s' if need.least > 1 else ''}"
+    if now[need.group] > 0:
+        return f"group {need.group}: nodes with {need.product} have room for {now[need.group]} of its {pods}"
+    others = [n.group for n in wanted if not n.trains and n is not need and now[n.group] > 0]
+    if need.trains:
+        then = "lost ones wait for one, and training then goes on from its last checkpoint"
+    elif others:
+        then = f"lost ones wait for one, and meanwhile generation is left to {', '.join(others)}"
+    else:
+        then = "lost ones wait for one, and generation with them"
+    return f"group {need.group}: no ready node with {need.product} has room for its pods; {then}"

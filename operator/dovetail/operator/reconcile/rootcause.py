@@ -1,0 +1,132 @@
+"""Why pods do not run: a reason and a sentence that names the pod, its exit code and its last line. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from dovetail.kube import names
+from dovetail.manifest.types import Role
+from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.children import Object, condition, deleting, is_ready, is_true, label, parse_time
+from dovetail.protocol.process_names import COORDINATOR
+
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
+_CONFIG = ("CreateContainerConfigError",)
+LONGEST_MESSAGE = 1500
+NO_MOUNTS: Mapping[str, str] = {}
+_CREATING = ("ContainerCreating", "PodInitializing")
+# Kubelets tell of volumes in Events only: they are looked for when a pod has had no container for so long.
+LOOK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`since`: Kubernetes timestamp, for ordering. `waiting`: the pod has not started, and may do so by itself."""
+
+    reason: str
+    sentence: str
+    since: str
+    waiting: bool
+
+
+def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
+    """Why this pod does not work; None if nothing is wrong. `mounts`: reports about volumes, by the pod's uid."""
+    status = pod.get("status", {})
+    if status.get("phase") == "Failed":
+        return _ended(pod)
+    if is_ready(pod) or status.get("phase") == "Succeeded" or deleting(pod):
+        return None
+    created = pod["metadata"].get("creationTimestamp", "")
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled and scheduled.get("status") == "False":
+        if scheduled.get("reason") == "SchedulingGated":
+            return None
+        text = f"{_who(pod)} cannot be scheduled: {scheduled.get('message') or scheduled.get('reason')}"
+        return Cause(reasons.UNSCHEDULABLE, text, created, True)
+    for container in status.get("containerStatuses") or []:
+        waiting = container.get("state", {}).get("waiting") or {}
+        said = waiting.get("message") or waiting.get("reason", "")
+        if waiting.get("reason") in _IMAGE:
+            text = f"{_who(pod)} cannot get its image {container.get('image')}: {said}"
+            return Cause(reasons.IMAGE_PULL, text[:LONGEST_MESSAGE], created, True)
+        if waiting.get("reason") in _CONFIG:
+            return Cause(reasons.CONFIG_MISSING, f"{_who(pod)} cannot start: {said}"[:LONGEST_MESSAGE], created, True)
+    if told := mounts.get(str(pod["metadata"].get("uid"))):
+        return Cause(reasons.MOUNT_FAILED, f"{_who(pod)} waits for a volume: {told}"[:LONGEST_MESSAGE], created, True)
+    return None
+
+
+def creating(pod: Object) -> bool:
+    """Whether the pod has a node and its containers are still being created."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Pending" or deleting(pod) or not is_true(pod, "PodScheduled"):
+        return False
+    states = [c.get("state", {}).get("waiting") or {} for c in status.get("containerStatuses") or []]
+    return all(state.get("reason") in _CREATING for state in states)
+
+
+def failed_at(pod: Object) -> datetime | None:
+    """When the pod failed by itself. None if it has not failed, or was disrupted (evicted, or its node was lost)."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed" or is_true(pod, "DisruptionTarget"):
+        return None
+    ends = [c.get("state", {}).get("terminated") or {} for c in status.get("containerStatuses") or []]
+    at = max((end["finishedAt"] for end in ends if end.get("finishedAt")), default=None)
+    return parse_time(at or pod["metadata"].get("creationTimestamp"))
+
+
+def worst(pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS) -> Cause | None:
+    """The cause to report: the latest failure (the job survived earlier ones), else the oldest wait."""
+    found = [c for pod in pods if (c := cause(pod, mounts)) is not None]
+    failures = [c for c in found if not c.waiting]
+    if failures:
+        return max(failures, key=lambda c: c.since)
+    return min(found, key=lambda c: c.since, default=None)
+
+
+def _ended(pod: Object) -> Cause:
+    status = pod["status"]
+    created = pod["metadata"].get("creationTimestamp", "")
+    for container in status.get("containerStatuses") or []:
+        ended = container.get("state", {}).get("terminated")
+        if not ended:
+            continue
+        code, since = ended.get("exitCode"), ended.get("finishedAt") or created
+        if is_true(pod, "DisruptionTarget"):
+            break
+        if ended.get("reason") == "OOMKilled":
+            limit = "its memory limit"
+            text = f"{_who(pod)} used more memory than {limit} allows (exit code {code}); raise it in the podTemplate"
+            return Cause(reasons.OUT_OF_MEMORY, text, since, False)
+        last = _last_line(ended.get("message") or "")
+        text = f"{_who(pod)} failed with exit code {code}" + (f": {last}" if last else "")
+        return Cause(_failed(pod), text, since, False)
+    told = condition(pod, "DisruptionTarget") or {}
+    why = (
+        status.get("message") or told.get("message") or status.get("reason") or told.get("reason") or "no reason given"
+    )
+    reason = reasons.EVICTED if told or status.get("reason") == "Evicted" else reasons.POD_FAILED
+    return Cause(
+        reason, f"{_who(pod)} was ended: {why}"[:LONGEST_MESSAGE], told.get("lastTransitionTime", created), False
+    )
+
+
+def _failed(pod: Object) -> str:
+    role = label(pod, names.ROLE_LABEL)
+    if role == COORDINATOR:
+        return reasons.COORDINATOR_FAILED
+    if role == Role.ROLLOUT.value:
+        return reasons.ROLLOUT_FAILED
+    return reasons.TRAINER_FAILED if role == Role.TRAINER.value else reasons.POD_FAILED
+
+
+def _who(pod: Object) -> str:
+    group = label(pod, names.GROUP_LABEL)
+    return f"pod {pod['metadata']['name']}" + (f" of group {group}" if group else "")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][-LONGEST_MESSAGE:] if lines else ""

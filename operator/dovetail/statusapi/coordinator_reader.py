@@ -1,0 +1,177 @@
+"""The progress of jobs. It is read from coordinators over HTTP with each job's own token, and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from dovetail.kube import coordinator_http, names
+from dovetail.kube.connection import KubeError
+from dovetail.manifest.types import Stage
+from dovetail.statusapi import view
+from dovetail.statusapi.answers import Iteration, Live
+from dovetail.statusapi.kube import Kube, Object, core_path, get
+
+# A coordinator that is gone is answered for from memory, of which a row takes up to 3 KB.
+REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
+# Of all jobs, and of one; rows as they came, which take some five times as much in memory.
+REMEMBERED_BYTES, JOB_BYTES = 64 << 20, 32 << 20
+STATUS_BYTES, STATUS_VALUES = 1 << 20, 20_000
+PAGES = 64  # of history, in one go
+ROW_METRICS, METRIC_CHARACTERS = 200, 100
+
+Unreachable = coordinator_http.NoAnswer
+
+
+class JobProgress:
+    """The progress of one job. `rows`: in the order in which they came; a replayed step is there again. `offset`:
+    where the coordinator's next rows begin. `size`: bytes of the answers so far."""
+
+    def __init__(self) -> None:
+        self.rows: list[Iteration] = []
+        self.size = self.status_size = 0
+        self.live = Live(reachable=False, message="not asked yet")
+        self.offset = 0
+        self.asked = float("-inf")
+        self.lock = asyncio.Lock()
+
+    def since(self, after: int, stage: str | None = None) -> list[Iteration]:
+        """The rows from number `after` on, each step once."""
+        found: dict[tuple[str, int], Iteration] = {}
+        for row in self.rows[after:]:
+            if stage is None or row.stage == stage:
+                found.pop((row.stage, row.step), None)
+                found[row.stage, row.step] = row
+        return list(found.values())
+
+
+class CoordinatorReader:
+    """`seconds`: how old an answer may be; requests in between share it. `answer_seconds`: its time limit."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        session: aiohttp.ClientSession,
+        url: Callable[[str, str], str],
+        seconds: float,
+        clock: Callable[[], float],
+        answer_seconds: float = 10.0,
+    ) -> None:
+        self._kube, self._session, self._url = kube, session, url
+        self._seconds, self._clock, self._answer_seconds = seconds, clock, answer_seconds
+        self._jobs: OrderedDict[str, JobProgress] = OrderedDict()
+
+    async def progress(self, job: Object, *, now: bool = False) -> JobProgress:
+        """The progress of an RLHFJob. If the coordinator cannot be asked, it is the progress that was known before.
+        `now`: ask even if the last answer is recent."""
+        uid = job["metadata"]["uid"]
+        found = self._jobs.setdefault(uid, JobProgress())
+        self._jobs.move_to_end(uid)
+        async with found.lock:
+            if now or self._clock() - found.asked >= self._seconds:
+                try:
+                    await self._ask(job, found)
+                except (Unreachable, KubeError) as error:
+                    found.live = Live(reachable=False, message=str(error), status=found.live.status)
+                    if not found.rows and view.state_of(view.status_of(job)) in view.TERMINAL:
+                        found.rows = await self._kept(job)
+                found.asked = self._clock()
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
+        """The jobs that nobody asked about for longest, where there are too many, or too many rows in all."""
+        rows = sum(len(progress.rows) for progress in self._jobs.values())
+        size = sum(progress.size for progress in self._jobs.values())
+        while len(self._jobs) > 1 and (
+            len(self._jobs) > REMEMBERED_JOBS or rows > REMEMBERED_ROWS or size > REMEMBERED_BYTES
+        ):
+            _, gone = self._jobs.popitem(last=False)
+            rows, size = rows - len(gone.rows), size - gone.size
+
+    async def trace(self, job: Object, iteration: int) -> bytes:
+        """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
+        return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", coordinator_http.TRACE_BYTES)
+
+    async def _ask(self, job: Object, found: JobProgress) -> None:
+        token = await self._token(job)
+        content = await self._fetch(job, token, "/v1/status", STATUS_BYTES)
+        status = coordinator_http.document(content, STATUS_VALUES)
+        found.size += len(content) - found.status_size
+        found.status_size = len(content)
+        found.live = Live(reachable=True, status=status)
+        try:
+            async with asyncio.timeout(self._answer_seconds):
+                await self._rows(job, token, found)
+        except TimeoutError as error:
+            raise Unreachable(f"the coordinator's history did not come within {self._answer_seconds:g} s") from error
+
+    async def _rows(self, job: Object, token: str, found: JobProgress) -> None:
+        for _ in range(PAGES):
+            content = await self._fetch(
+                job, token, f"/v1/history?offset={found.offset}", coordinator_http.DOCUMENT_BYTES
+            )
+            page = coordinator_http.document(content)
+            items, offset = page.get("rows"), page.get("offset")
+            if not isinstance(items, list) or not isinstance(offset, int) or offset <= found.offset:
+                return
+            if found.size + len(content) > JOB_BYTES or len(found.rows) + len(items) > REMEMBERED_ROWS:
+                raise Unreachable("the coordinator's history is too long; the volume's history.jsonl has all of it")
+            found.rows += [row for item in items if (row := _row(item)) is not None]
+            found.size += len(content)
+            found.offset = offset
+
+    async def _kept(self, job: Object) -> list[Iteration]:
+        """What the operator kept of a job that is over."""
+        namespace, name = job["metadata"]["namespace"], names.history_config_map(job["metadata"]["name"])
+        try:
+            found = await get(self._kube, core_path(namespace, "configmaps", name))
+            rows = json.loads(found["data"][names.ITERATIONS_KEY]) if view.owned_by(job, found) else []
+        except (KubeError, KeyError, TypeError, ValueError):
+            return []
+        return [row for item in rows if (row := _row(item)) is not None]
+
+    async def _token(self, job: Object) -> str:
+        name = names.token_secret(job["metadata"]["name"])
+        try:
+            secret = await get(self._kube, core_path(job["metadata"]["namespace"], "secrets", name))
+        except KubeError as error:
+            if error.status == 404:
+                raise Unreachable("the job has not started yet") from error
+            raise
+        if not view.owned_by(job, secret):
+            raise Unreachable(f"the Secret {name} is not this job's")
+        try:
+            return base64.b64decode(secret["data"][names.TOKEN_KEY], validate=True).decode()
+        except (KeyError, TypeError, binascii.Error, UnicodeDecodeError) as error:
+            raise Unreachable(f"the Secret {name} holds no token") from error
+
+    async def _fetch(self, job: Object, token: str, path: str, most: int) -> bytes:
+        url = self._url(job["metadata"]["name"], job["metadata"]["namespace"]) + path
+        return await coordinator_http.fetch(self._session, url, token, seconds=self._answer_seconds, most=most)
+
+
+def _row(item: Any) -> Iteration | None:
+    """A row of history.jsonl; None for what is none."""
+    try:
+        metrics = {
+            sys.intern(key): float(value)
+            for key, value in item["metrics"].items()
+            if len(key) <= METRIC_CHARACTERS and value is not None
+        }
+        time = datetime.fromtimestamp(item["time"], UTC)
+        stage, step = Stage(item["stage"]), int(item["step"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
+        return None
+    if len(metrics) > ROW_METRICS or not 0 <= step < 2**53:
+        return None
+    return Iteration(stage=stage.value, step=step, time=time, metrics=metrics)

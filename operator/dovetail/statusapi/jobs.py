@@ -1,0 +1,208 @@
+"""The answers to the API's questions. Each checks first that the user may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from dovetail.kube import names
+from dovetail.kube.connection import KubeError
+from dovetail.statusapi import view
+from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLog, PodLogList
+from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
+from dovetail.statusapi.coordinator_reader import CoordinatorReader
+from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path
+
+KEEP_ALIVE_SECONDS = 15.0
+LOG_BYTES = 4 << 20
+
+
+class NotFound(Exception):
+    """HTTP 404."""
+
+
+class TooMany(Exception):
+    """HTTP 503: this process already serves as many streams as it may."""
+
+
+class Service:
+    """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        auth: Auth,
+        coordinators: CoordinatorReader,
+        *,
+        namespaces: tuple[str, ...],
+        poll_seconds: float,
+        streams: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kube, self._auth, self._coordinators = kube, auth, coordinators
+        self._namespaces, self._poll, self._most_streams, self._clock = namespaces, poll_seconds, streams, clock
+        self.streams = 0
+
+    async def ready(self) -> None:
+        await get(self._kube, "/version")
+
+    async def jobs(self, header: str | None, namespace: str, limit: int, token: str | None) -> JobList:
+        await self._allow(header, Access("list", namespace))
+        query = {"limit": str(limit)} | ({"continue": token} if token else {})
+        found = await get(self._kube, jobs_path(namespace), query)
+        rest = found.get("metadata", {}).get("continue") or None
+        return JobList(items=[view.job_line(item) for item in found["items"]], continue_token=rest)
+
+    async def job(self, header: str | None, namespace: str, name: str) -> JobDetail:
+        user = await self._allow(header, Access("get", namespace, name))
+        return await self._detail(user, await self._job(namespace, name))
+
+    async def iterations(
+        self, header: str | None, namespace: str, name: str, stage: str | None, after: int, limit: int
+    ) -> IterationList:
+        await self._allow(header, Access("get", namespace, name))
+        progress = await self._coordinators.progress(await self._job(namespace, name))
+        last = min(len(progress.rows), after + limit)
+        rows = progress.since(after, stage)
+        if last < len(progress.rows):
+            kept = {id(row) for row in progress.rows[after:last]}
+            rows = [row for row in rows if id(row) in kept]
+        return IterationList(items=rows, next=max(after, last), complete=progress.live.reachable)
+
+    async def trace(self, header: str | None, namespace: str, name: str, iteration: int) -> bytes:
+        await self._allow(header, Access("get", namespace, name))
+        return await self._coordinators.trace(await self._job(namespace, name), iteration)
+
+    async def plan(self, header: str | None, namespace: str, name: str) -> dict[str, Any]:
+        await self._allow(header, Access("get", namespace, name))
+        job = await self._job(namespace, name)
+        try:
+            found = await get(self._kube, core_path(namespace, "configmaps", names.plan_config_map(name)))
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            found = {"metadata": {}}
+        text = (found.get("data") or {}).get("plan.json")
+        if text is None or not view.owned_by(job, found):
+            planned = [c.message for c in view.status_of(job).conditions if c.type == "Planned" and c.status != "True"]
+            raise NotFound(f"job {name} has no plan yet" + (f": {planned[0]}" if planned and planned[0] else ""))
+        return dict(json.loads(text))
+
+    async def logs(self, header: str | None, namespace: str, name: str) -> PodLogList:
+        await self._allow(header, Access("get", namespace, name))
+        await self._allow(header, Access("list", namespace, group="", resource="pods"))
+        await self._job(namespace, name)
+        pods = await get(self._kube, core_path(namespace, "pods"), {"labelSelector": f"{names.JOB_LABEL}={name}"})
+        base = view.links(namespace, name)["logs"]
+        items = [
+            PodLog(
+                pod=pod["metadata"]["name"],
+                group=pod["metadata"].get("labels", {}).get(names.GROUP_LABEL),
+                phase=pod.get("status", {}).get("phase", "Unknown"),
+                node=pod.get("spec", {}).get("nodeName"),
+                log=f"{base}/{pod['metadata']['name']}",
+                kubectl=f"kubectl logs -n {namespace} {pod['metadata']['name']}",
+            )
+            for pod in pods["items"]
+        ]
+        return PodLogList(items=sorted(items, key=lambda item: item.pod))
+
+    async def log(self, header: str | None, namespace: str, name: str, pod: str, lines: int, previous: bool) -> bytes:
+        await self._allow(header, Access("get", namespace, name))
+        await self._allow(header, Access("get", namespace, pod, group="", resource="pods", subresource="log"))
+        path = core_path(namespace, "pods", pod)
+        try:
+            labels = (await get(self._kube, path))["metadata"].get("labels") or {}
+        except KubeError as error:
+            raise (NotFound(f"there is no pod {pod}") if error.status == 404 else error) from error
+        if labels.get(names.JOB_LABEL) != name:
+            raise NotFound(f"pod {pod} is not one of job {name}'s")
+        query = {"tailLines": str(lines), "limitBytes": str(LOG_BYTES)} | ({"previous": "true"} if previous else {})
+        return await self._kube.request("GET", f"{path}/log", query)
+
+    async def stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
+        """Server-sent events. The user's right is checked before the first event and before each later one."""
+        await self.job(header, namespace, name)
+        if self.streams >= self._most_streams:
+            raise TooMany(f"{self._most_streams} streams are open already; try again later")
+        return self._stream(header, namespace, name, after)
+
+    async def _stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
+        self.streams += 1
+        said, spoke = "", self._clock()
+        try:
+            while True:
+                try:
+                    user = await self._allow(header, Access("get", namespace, name))
+                    job = await self._job(namespace, name)
+                    detail = await self._detail(user, job)
+                except (NotFound, Unauthenticated, Forbidden) as error:
+                    yield _event("end", json.dumps({"reason": str(error)}))
+                    return
+                except KubeError as error:
+                    if self._clock() - spoke >= KEEP_ALIVE_SECONDS:
+                        yield f": {' '.join(str(error).split())}\n\n"
+                        spoke = self._clock()
+                    await asyncio.sleep(self._poll)
+                    continue
+                over = detail.state in view.TERMINAL
+                progress = await self._coordinators.progress(job, now=over)  # the last rows, too
+                total = len(progress.rows)
+                for number, row in enumerate(progress.rows[after:total], after + 1):
+                    yield _event("iteration", row.model_dump_json(by_alias=True), number)
+                text = detail.model_dump_json(by_alias=True)
+                if text != said:
+                    yield _event("status", text)
+                if text != said or total > after:
+                    spoke = self._clock()
+                said, after = text, max(after, total)
+                if over:
+                    yield _event("end", json.dumps({"reason": detail.state}))
+                    return
+                if self._clock() - spoke >= KEEP_ALIVE_SECONDS:
+                    yield ": still here\n\n"
+                    spoke = self._clock()
+                await asyncio.sleep(self._poll)
+        finally:
+            self.streams -= 1
+
+    async def _allow(self, header: str | None, access: Access) -> User:
+        user = await self._auth.user(header)
+        await self._auth.require(user, access)
+        if self._namespaces and access.namespace not in self._namespaces:
+            raise NotFound(f"jobs in namespace {access.namespace} are not shown here")
+        return user
+
+    async def _job(self, namespace: str, name: str) -> Object:
+        try:
+            return await get(self._kube, jobs_path(namespace, name))
+        except KubeError as error:
+            if error.status == 404:
+                raise NotFound(f"there is no RLHFJob {name} in namespace {namespace}") from error
+            raise
+
+    async def _detail(self, user: User, job: Object) -> JobDetail:
+        namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+        status = view.status_of(job)
+        events = None
+        if await self._auth.may(user, Access("list", namespace, group="", resource="events")):
+            selector = f"involvedObject.kind=RLHFJob,involvedObject.uid={job['metadata']['uid']}"
+            events = view.kube_events(
+                await get(self._kube, core_path(namespace, "events"), {"fieldSelector": selector})
+            )
+        return JobDetail(
+            **view.job_line(job).model_dump(),
+            status=status,
+            conditions=sorted(status.conditions, key=lambda c: c.last_transition_time, reverse=True),
+            live=(await self._coordinators.progress(job)).live,
+            events=events,
+            links=view.links(namespace, name),
+        )
+
+
+def _event(kind: str, data: str, number: int | None = None) -> str:
+    """One server-sent event; `number` is what a client sends back as Last-Event-ID."""
+    head = f"id: {number}\n" if number is not None else ""
+    return f"{head}event: {kind}\ndata: {data}\n\n"

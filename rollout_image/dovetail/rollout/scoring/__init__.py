@@ -1,0 +1,1 @@
+"""The scorer: forward passes of reference, reward model and critic."""

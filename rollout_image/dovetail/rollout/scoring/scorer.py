@@ -1,0 +1,227 @@
+"""The scorer process: `python -m dovetail.rollout.scoring.scorer`. Serves `scorer_app` and tells the coordinator
+so."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import torch
+from aiohttp import web
+from pydantic import ValidationError
+
+from dovetail.manifest.types import Dtype, RLHFJob
+from dovetail.protocol import serving
+from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.debugger import wait_for_debugger
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Register
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.pulse import Pulse
+from dovetail.rollout.scoring.host_weights import CudaCopies
+from dovetail.rollout.scoring.passes import ModelScorer
+from dovetail.rollout.scoring.scorer_app import Log, Metrics, ScorerService, make_app
+
+REGISTER_SECONDS = 2.0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def event_log(process: str) -> Log:
+    """Structured log: one JSON line per event on stderr."""
+
+    def log(event: str, **fields: Any) -> None:
+        line = {"time": round(time.time(), 3), "process": process, "event": event, **fields}
+        with contextlib.suppress(OSError):  # a line that a full disk does not take is lost, and nothing else
+            print(json.dumps(line, default=str), file=sys.stderr, flush=True)
+
+    return log
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job says about this process. `temperature`: the reference's log-probabilities must share the
+    sampler's; `dtype` and `on_gpu` of its group. `shared`: the server beside it sleeps while it works. `split`: by
+    model, GPUs that the plan splits it over, where there are more than one."""
+
+    temperature: float = 1.0
+    dtype: Dtype = Dtype.AUTO
+    on_gpu: bool = True
+    shared: bool = False
+    split: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_settings(env: ProcessEnv) -> Settings:
+    """From job.json and plan.json; the defaults without a job. Raises ValueError when one is not what it should be."""
+    path = env.job_file
+    if not path.is_file():
+        return Settings()
+    try:
+        spec = RLHFJob.model_validate_json(path.read_bytes()).spec
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a valid RLHFJob: {error.errors()[0]['msg']}") from error
+    for group in spec.groups:
+        if group.name == env.group:
+            on_gpu = group.gpu.product is not None and group.gpu.per_pod > 0
+            shared = "--enable-sleep-mode" in group.vllm_args
+            return Settings(spec.generation.temperature, group.dtype, on_gpu, shared, planned_split(env))
+    return Settings(spec.generation.temperature)
+
+
+def planned_split(env: ProcessEnv) -> dict[str, int]:
+    """Of the group's scorers; one that came later than the plan is like the others. Raises ValueError."""
+    if not env.plan_file.is_file():
+        return {}
+    try:
+        plan = Plan.model_validate_json(env.plan_file.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{env.plan_file} is not a plan: {error.errors()[0]['msg']}") from error
+    split: dict[str, int] = {}
+    for rollout in plan.rollouts:
+        if rollout.group == env.group:
+            split.update({str(model): count for model, count in rollout.split.items()})
+    return split
+
+
+def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
+    """The scorer's devices: those `given` (`cuda:0,cuda:1`), else as many of the `gpus` that it sees as the plan says,
+    else the CPU."""
+    if given:
+        return given.split(",")
+    if not settings.on_gpu or not gpus:
+        return ["cpu"]
+    return [f"cuda:{k}" for k in range(min(gpus, max(settings.split.values(), default=1)))]
+
+
+async def register_forever(
+    session: aiohttp.ClientSession, env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log
+) -> None:
+    """POST /v1/instances every 2 s for as long as the process lives; logs only when the outcome changes."""
+    headers = {"Authorization": f"Bearer {env.token}"}
+    last: str | None = ""
+    while True:
+        message = Register(
+            name=env.name,
+            kind="scorer",
+            group=env.group,
+            url=url,
+            incarnation=incarnation,
+            ready=True,
+            weight_version=service.scorer.critic_version,
+            abilities={
+                "device": service.scorer.place,
+                "dtype": str(service.scorer.dtype).removeprefix("torch."),
+                "models": sorted(service.scorer.models),
+                "host_weights": service.scorer.host is not None,
+            },
+        )
+        problem: str | None = None
+        try:
+            async with session.post(
+                f"{env.coordinator}/v1/instances",
+                data=message.model_dump_json(),
+                headers={**headers, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=10),
+            ) as response:
+                if response.status != 200:
+                    problem = f"status {response.status}: {(await response.text())[:200]}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem != last:
+            if problem is None:
+                log("coordinator.joined", url=env.coordinator)
+            else:
+                log("coordinator.unreachable", url=env.coordinator, error=problem)
+            last = problem
+        await asyncio.sleep(REGISTER_SECONDS)
+
+
+def advertised_host(host: str) -> str:
+    """The address that others reach this process at: `host`, or this machine's when it listens on all of
+    them."""
+    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "::", "") else host
+
+
+async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
+    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = serving.Runner(make_app(service, env.token), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, env.host, env.port)
+        await site.start()
+        port = runner.addresses[0][1]
+        url = f"http://{advertised_host(env.host)}:{port}"
+        log("scorer.started", url=url, device=service.scorer.place)
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(register_forever(session, env, url, uuid.uuid4().hex, service, log))
+            stopping = asyncio.create_task(stop.wait())
+            beating = asyncio.create_task(Pulse.read().forever(service.alive))
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            beating.cancel()
+            if task.done():
+                task.result()
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    finally:
+        service.close()
+        await runner.cleanup()
+    log("scorer.stopped")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 after a stop signal; with one sentence on stderr, 2 for a wrong configuration and 1 when it cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scoring.scorer", description=__doc__)
+    parser.add_argument(
+        "--device", help="one, or several, as `cuda:0,cuda:1`, to split all models over; default: as the plan says"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the group's; Auto: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument(
+        "--max-tokens", type=int, default=SCORER_TOKENS, help="tokens per forward pass (default: %(default)s)"
+    )
+    args = parser.parse_args(argv)
+    if args.max_tokens < 1:
+        parser.error("--max-tokens must be at least 1")
+    try:
+        env = ProcessEnv.read()
+        wait_for_debugger(env.name, event_log(env.name))
+        settings = read_settings(env)
+        devices = devices_for(settings, args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        on_cpu = devices[0] == "cpu"
+        automatic = "float32" if on_cpu else "bfloat16"
+        dtype = DTYPES[args.dtype or (automatic if settings.dtype is Dtype.AUTO else settings.dtype.value)]
+        log, metrics = event_log(env.name), Metrics()
+        copies = [CudaCopies(torch.device(d)) for d in devices] if settings.shared and not on_cpu else None
+        split = None if args.device else settings.split
+        scorer = ModelScorer(
+            devices, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies, split
+        )
+        service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
+        asyncio.run(serve(env, service, log))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Not sys.exit: that would wait for a forward pass or a weight transfer under way in a thread.
+    os._exit(code)

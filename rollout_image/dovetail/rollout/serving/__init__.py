@@ -1,0 +1,1 @@
+"""The vLLM server: its start, its plug-ins and its routes."""

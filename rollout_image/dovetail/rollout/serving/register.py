@@ -1,0 +1,84 @@
+"""The thread that tells the coordinator, every two seconds, that this process lives and what weights it holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.error
+import urllib.request
+
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Register
+from dovetail.rollout.serving.routes import ServerState
+
+PERIOD_SECONDS = 2.0
+TIMEOUT_SECONDS = 5.0
+
+
+class Registrar:
+    """Posts `Register` until stopped. `ready` turns true once the server's own /health answers 200."""
+
+    def __init__(self, env: ProcessEnv, state: ServerState, period_seconds: float = PERIOD_SECONDS):
+        self._env = env
+        self._state = state
+        self._period = period_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="register", daemon=True)
+        # vLLM forks its engine core: never in the middle of a request, whose locks the child would inherit held.
+        self._quiet = threading.Lock()
+        self._parent = os.getpid()
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; does not wait for a request under way."""
+        self._stopped.set()
+
+    def _before_fork(self) -> None:
+        self._quiet.acquire()
+
+    def _after_fork(self) -> None:
+        self._quiet.release()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            with self._quiet:
+                ready = self._healthy()
+                self._post(ready)
+            # Starting: look more often, so that the first ready report is not late.
+            self._stopped.wait(self._period if ready else self._period / 8)
+
+    def _url(self) -> str:
+        host = f"[{self._env.host}]" if ":" in self._env.host else self._env.host
+        return f"http://{host}:{self._env.port}"
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url()}/health", timeout=TIMEOUT_SECONDS) as reply:
+                return bool(reply.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _post(self, ready: bool) -> None:
+        message = Register(
+            name=self._env.name,
+            kind="rollout",
+            group=self._env.group,
+            url=self._url(),
+            incarnation=self._state.incarnation,
+            ready=ready,
+            weight_version=self._state.weight_version,
+            abilities=self._state.abilities(),
+        )
+        request = urllib.request.Request(
+            f"{self._env.coordinator.rstrip('/')}/v1/instances",
+            data=message.model_dump_json().encode(),
+            headers={"Authorization": f"Bearer {self._env.token}", "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
+                pass
+        except (OSError, urllib.error.URLError):
+            pass  # the coordinator may be restarting; the next report tells it

@@ -1,0 +1,141 @@
+"""Routes that Dovetail adds to the vLLM server (group `vllm.endpoint_plugins`), and what they know of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dovetail.protocol.kv import KVAbility
+from dovetail.protocol.pulse import BEAT_SECONDS, Pulse
+from dovetail.rollout.kv.kv_config import CONNECTORS
+
+
+@dataclass
+class ServerState:
+    """This API server process's own view. `weight_version` is None from the start of an update until the coordinator
+    has seen that the new weights are served, after a failed one, and before the first: the server then refuses to
+    generate. `arrived`: a whole version came, and may be asked for by a probe.
+    `dtype`: see `dtype_of`."""
+
+    name: str = ""
+    incarnation: str = ""
+    vllm_version: str = ""
+    sampler: str = "counter"
+    weight_engine: str = "dovetail"
+    weight_version: int | None = None
+    arrived: int | None = None
+    dtype: str | None = None
+    kv_connector: str | None = None
+    kv: KVAbility | None = None
+    max_model_len: int = 0
+    sleep: bool = False
+    # Workers, each of which receives weights, and data-parallel engines that they make up.
+    world: int = 1
+    engines: int = 1
+
+    def abilities(self) -> dict[str, Any]:
+        """What `Register.abilities` carries."""
+        own = ("name", "incarnation", "weight_version", "arrived")
+        return {key: value for key, value in self.described().items() if key not in own}
+
+    def described(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        return asdict(self) | {"kv": None if self.kv is None else self.kv.model_dump()}
+
+
+STATE = ServerState()
+
+
+def dtype_of(config: Any) -> str | None:
+    """torch's name of the weights' dtype in a VllmConfig; None where they are quantised, or the KV cache has a
+    dtype of its own."""
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    whole = config.model_config.quantization is None and config.cache_config.cache_dtype in ("auto", dtype)
+    return dtype if whole else None
+
+
+async def beat(engine_client: Any, pulse: Pulse) -> None:
+    """Beats for as long as the engine core answers: it does so between two steps, through the queue that requests take.
+    Ends when the engine has died; the server then does, too."""
+    while not engine_client.errored:
+        with contextlib.suppress(Exception):  # an error is an answer, too
+            await engine_client.is_paused()
+        pulse.beat()
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+class InfoRoutes:
+    """GET /dovetail/info, the two ends of a weight update (vLLM's own routes, plus the bookkeeping of `STATE`), and
+    POST /dovetail/serve, by which the coordinator lets the server answer with a version that has passed its probe."""
+
+    name = "dovetail_info"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        from fastapi import APIRouter, Body, Request
+        from fastapi.responses import JSONResponse
+
+        from dovetail.rollout.compat import weight_operation
+
+        router = APIRouter()
+
+        async def info() -> Any:
+            return JSONResponse(STATE.described())
+
+        async def start_weight_update(request: Request) -> Any:
+            # Before the engine hears of it: from here on its weights may be in pieces.
+            STATE.weight_version = STATE.arrived = None
+            with weight_operation("start"):
+                await request.app.state.engine_client.start_weight_update()
+            return JSONResponse({"message": "Weight update started"})
+
+        async def finish_weight_update(request: Request, weight_version: str | None = Body(None, embed=True)) -> Any:
+            try:
+                version = int(weight_version or "")
+            except ValueError:
+                return JSONResponse(
+                    {"error": {"message": f"weight_version must be an integer, not {weight_version!r}"}}, 400
+                )
+            with weight_operation("finish"):
+                await request.app.state.engine_client.finish_weight_update(weight_version)
+            STATE.arrived = version
+            return JSONResponse({"message": "Weight update finished"})
+
+        async def serve(weight_version: int = Body(embed=True)) -> Any:
+            if STATE.arrived != weight_version:
+                held = "no whole version" if STATE.arrived is None else f"version {STATE.arrived}"
+                message = f"this server holds {held} of the weights, not version {weight_version}"
+                return JSONResponse({"error": {"message": message}}, 409)
+            STATE.weight_version = weight_version
+            return JSONResponse({"message": "Serving"})
+
+        # Real types, not this module's postponed annotations: FastAPI inspects them.
+        start_weight_update.__annotations__ = {"request": Request}
+        finish_weight_update.__annotations__ = {"request": Request, "weight_version": str | None}
+        serve.__annotations__ = {"weight_version": int}
+        info.__annotations__ = {}
+        router.add_api_route("/dovetail/info", info, methods=["GET"])
+        router.add_api_route("/dovetail/serve", serve, methods=["POST"])
+        router.add_api_route("/start_weight_update", start_weight_update, methods=["POST"])
+        router.add_api_route("/finish_weight_update", finish_weight_update, methods=["POST"])
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        if engine_client is not None:
+            self._beating = asyncio.create_task(beat(engine_client, Pulse.read()))
+            config = engine_client.vllm_config
+            STATE.max_model_len = int(config.model_config.max_model_len)
+            STATE.dtype = dtype_of(config)
+            parallel = config.parallel_config
+            STATE.engines = int(parallel.data_parallel_size)
+            STATE.world = int(parallel.world_size) * STATE.engines
+            transfer = config.kv_transfer_config
+            STATE.kv_connector = transfer.kv_connector if transfer is not None else None
+            if STATE.kv is not None:
+                # The group's own arguments may ask for another connector, of which nothing is known here.
+                ours = STATE.kv_connector == CONNECTORS[STATE.kv.transport]
+                size = {"block_tokens": int(config.cache_config.block_size)}
+                STATE.kv = STATE.kv.model_copy(update=size) if ours else None

@@ -1,0 +1,90 @@
+"""Middleware of the vLLM server: the job's token on every route, and no generation without a whole set of weights."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from dovetail.protocol.env import TOKEN
+from dovetail.protocol.probe import HEADER
+from dovetail.rollout.serving.routes import STATE
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/ping"})
+# Everything that would run the model; refused while its weights are not whole.
+GENERATING = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+
+
+class RequireToken:
+    """ASGI middleware: 401 without `Authorization: Bearer <token of the job>`, except on probes and metrics."""
+
+    def __init__(self, app: App, token: str | None = None):
+        self._app = app
+        given = os.environ.get(TOKEN, "") if token is None else token
+        if not given:
+            raise ValueError(f"environment variable {TOKEN} is empty: the server would be open to anyone")
+        self._expected = f"Bearer {given}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        given = next((value for key, value in scope.get("headers", ()) if key == b"authorization"), b"")
+        if hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _refuse(send, 401, "this route asks for the job's token", [(b"www-authenticate", b"Bearer")])
+
+
+class RequireWeights:
+    """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
+    probe, which is itself let through."""
+
+    def __init__(self, app: App):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generates = scope["type"] == "http" and scope["path"].startswith(GENERATING)
+        if generates and STATE.weight_version is None and not _is_probe(scope):
+            await _refuse(send, 503, "this server holds no complete version of the weights that passed its probe", [])
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_probe(scope: Scope) -> bool:
+    """Whether a request asks for what the version that has arrived says."""
+    name = HEADER.lower().encode()
+    return STATE.arrived is not None and (name, str(STATE.arrived).encode()) in (
+        (key, value) for key, value in scope.get("headers", ())
+    )
+
+
+class Guard:
+    """ASGI middleware for `--middleware`: the token first, then the weights."""
+
+    def __init__(self, app: App):
+        self._app = RequireToken(RequireWeights(app))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _refuse(send: Send, status: int, message: str, headers: list[tuple[bytes, bytes]]) -> None:
+    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,313 @@
+"""A rollout's server, started from the job's own files: vLLM's stock API server with Dovetail's plug-ins, or another
+backend (`dovetail.rollout.backend`).
+
+    python -m dovetail.rollout.serving.vllm_server
+
+reads the `DOVETAIL_*` environment and job.json, writes vLLM's arguments and environment, registers with the
+coordinator and serves until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.manifest.checks.scratch import cpu_head_error, head_size
+from dovetail.manifest.types import Dtype, Group, RLHFJob, Role
+from dovetail.protocol.budgets import KV_BLOCK_TOKENS
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.header_deadline import HeaderDeadline
+from dovetail.protocol.plan import Plan, Rollout
+from dovetail.rollout.backend import ServerPlan, load_backend
+from dovetail.rollout.kv.kv_config import KVSetup, prepare
+
+# vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
+ACTOR_CONFIG_SECONDS = 300.0
+# After SIGTERM: how long open connections may linger once the engine is gone.
+CLOSE_SECONDS = 2
+STAGE_WORKER = "dovetail.rollout.serving.stage_worker.StageWorker"
+COLOCATED_MEMORY = "0.4"
+MAX_KV_SHARE = 0.25
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM. Returns 0, or with a sentence on stderr 2 for a configuration that no restart mends and 1
+    for anything else; further vLLM arguments may be given."""
+    try:
+        env = ProcessEnv.read()
+        job = RLHFJob.model_validate_json(env.job_file.read_text())
+        group = _group(job, env.group)
+        config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
+        on_cpu = group.on_cpu or not has_gpu()
+        planned = None if group.on_cpu else planned_server(env.plan_file, group.name)
+        # One device has no stages. On CPUs each of a GPU group's is a process.
+        pp = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
+        stages, ranks = degrees([*group.vllm_args, *(argv or [])], group, on_cpu, pp)
+        memory = None if on_cpu or planned is None else planned.memory
+        plan = ServerPlan(env, job, group, config, on_cpu, stages, ranks, memory, tuple(argv or ()))
+        backend = load_backend(os.environ, VLLM)
+        if problem := backend.problem(plan):
+            raise ValueError(problem)
+    except (OSError, ValueError) as error:
+        print(f"dovetail rollout server: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return backend.serve(plan)
+
+
+class VLLM:
+    """The backend that Dovetail brings."""
+
+    def problem(self, plan: ServerPlan) -> str | None:
+        """Sizes of attention heads that vLLM does not compute on CPUs."""
+        return cpu_head_error(plan.config) if plan.on_cpu else None
+
+    def serve(self, plan: ServerPlan) -> int:
+        """vLLM's API server in this process."""
+        env, job, group, config, on_cpu = plan.env, plan.job, plan.group, plan.config, plan.on_cpu
+        os.environ.update(environment(on_cpu, os.environ))
+        arguments = vllm_arguments(env, job, group, config, on_cpu, plan.stages, plan.memory)
+        arguments += plan.arguments
+        # A stage has the KV cache of its own layers only, which the connectors do not tell apart.
+        kv = kv_setup(env, job, group, config, on_cpu, plan.ranks) if plan.stages == 1 else None
+        if kv is not None:
+            os.environ.update(kv.environment)
+            arguments = [*kv.arguments, *arguments]
+        return serve(arguments, env, on_cpu, kv)
+
+
+def has_gpu() -> bool:
+    """Whether a CUDA device is at hand; without one, GPU groups run on CPUs, as trainers and scorers do.
+
+    Asks the driver's management library, as vLLM does: the CUDA runtime would make a context in this process, and no
+    process that vLLM forks from it could use the GPU."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _group(job: RLHFJob, name: str) -> Group:
+    groups = {g.name: g for g in job.spec.groups}
+    if name not in groups:
+        raise ValueError(f"DOVETAIL_GROUP is {name!r}; the job has the groups {', '.join(groups)}")
+    return groups[name]
+
+
+def wait_for_config(
+    folder: Path,
+    seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """config.json of `folder` once it is there and whole; raises TimeoutError after `seconds`."""
+    end = clock() + seconds
+    path = folder / "config.json"
+    while True:
+        try:
+            config = json.loads(path.read_text())
+            if isinstance(config, dict):
+                return config
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+            pass
+        if clock() >= end:
+            raise TimeoutError(f"{path} did not appear within {seconds:g} s; the coordinator writes it first of all")
+        sleep(0.05)
+
+
+def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set for vLLM. What the user has set in `given` stays, except what the plug-ins depend on."""
+    from dovetail.rollout.serving.preload import CPU_ENVIRONMENT
+
+    must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
+    may: dict[str, str] = {}
+    if on_cpu:
+        # The worker inside the engine core: one process and its imports fewer.
+        must["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        may = dict(CPU_ENVIRONMENT)
+    else:
+        # A forked process cannot use CUDA if this one has, whichever library it was.
+        must["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    return must | {key: value for key, value in may.items() if key not in given}
+
+
+def planned_server(plan_file: Path, group: str) -> Rollout | None:
+    """The first of the group's servers; those that came later than the plan are like it. Raises OSError, ValueError."""
+    plan = Plan.model_validate_json(plan_file.read_text())
+    return next((rollout for rollout in plan.rollouts if rollout.group == group), None)
+
+
+def degrees(given: Sequence[str], group: Group, on_cpu: bool, planned: int) -> tuple[int, int]:
+    """Pipeline stages and tensor parallel ranks of a server with these arguments for vLLM, read as vLLM reads them;
+    without any: stages as planned, and on GPUs all of the pod's. Raises ValueError."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("-pp", "--pipeline-parallel-size", dest="stages", type=int, default=planned)
+    parser.add_argument("-tp", "--tensor-parallel-size", dest="ranks", type=int)
+    names = [argument.partition("=") for argument in given]
+    try:
+        found, _ = parser.parse_known_args([name.replace("_", "-") + sign + rest for name, sign, rest in names])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"vLLM's arguments of group {group.name}: {error}") from None
+    stages = max(1, found.stages)
+    return stages, max(1, found.ranks or (1 if on_cpu else group.gpu.per_pod // stages))
+
+
+def vllm_arguments(
+    env: ProcessEnv,
+    job: RLHFJob,
+    group: Group,
+    config: Mapping[str, Any],
+    on_cpu: bool,
+    stages: int = 1,
+    memory: float | None = None,
+) -> list[str]:
+    """The command line of vLLM's API server. The group's own `vllmArgs` come last and win. `memory`: share of each
+    GPU's."""
+    spec = job.spec
+    length = max_model_len(job, config)
+    tokenizer = env.run_dir / "tokenizer"
+    arguments = [
+        *("--model", str(env.run_dir / "models" / "actor-config")),
+        *("--served-model-name", "actor"),
+        *("--load-format", "dummy"),
+        *("--host", env.host),
+        *("--port", str(env.port)),
+        *("--dtype", dtype_of(group, spec.models.actor.dtype, on_cpu)),
+        *("--max-model-len", str(length)),
+        *("--max-num-seqs", str(spec.generation.max_concurrent)),
+        *("--weight-transfer-config", json.dumps({"backend": "dovetail"})),
+        *("--middleware", "dovetail.rollout.serving.token_check.Guard"),
+        *("--shutdown-timeout", "0"),
+        *("--generation-config", "vllm"),
+        "--enable-scale-out",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+    ]
+    if tokenizer.is_dir():
+        # Needed for stop strings, and the place where vLLM learns of the end token.
+        arguments += ["--tokenizer", str(tokenizer)]
+    else:
+        arguments += ["--skip-tokenizer-init"]
+    if on_cpu:
+        arguments += [
+            "--enforce-eager",
+            *("--logits-processors", "dovetail.rollout.serving.sampler:CounterSampler"),
+            *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent, stages))),
+        ]
+        if stages > 1:
+            arguments += ["--worker-cls", STAGE_WORKER]
+    if stages > 1:
+        arguments += ["--pipeline-parallel-size", str(stages)]
+    if not on_cpu:
+        if group.gpu.per_pod > stages:
+            arguments += ["--tensor-parallel-size", str(group.gpu.per_pod // stages)]
+        if Role.TRAINER in group.roles:
+            # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
+            # They keep weights and optimizer state there all the time.
+            arguments += ["--enable-sleep-mode", "--gpu-memory-utilization", COLOCATED_MEMORY]
+        elif memory is not None:
+            arguments += ["--gpu-memory-utilization", f"{memory:g}"]
+    if spec.models.actor.trust_remote_code:
+        arguments += ["--trust-remote-code"]
+    return [*arguments, *group.vllm_args]
+
+
+def dtype_of(group: Group, actor: Dtype, on_cpu: bool) -> str:
+    """The group's dtype, else the actor's, else float32 on CPUs and bfloat16 on GPUs."""
+    for chosen in (group.dtype, actor):
+        if chosen is not Dtype.AUTO:
+            return chosen.value
+    return "float32" if on_cpu else "bfloat16"
+
+
+def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
+    """Longest prompt plus longest response, no more than the model's positions."""
+    wanted = job.spec.data.max_prompt_tokens + job.spec.generation.max_tokens
+    positions = config.get("max_position_embeddings")
+    return min(wanted, int(positions)) if positions else wanted
+
+
+def kv_cache_bytes(
+    config: Mapping[str, Any], length: int, concurrent: int, stages: int = 1, item_bytes: int = 4
+) -> int:
+    """Bytes of KV cache of each of `stages` for `concurrent` sequences of `length` tokens, at most a quarter of the
+    machine's memory together but always enough for two sequences."""
+    blocks, layers = -(-length // KV_BLOCK_TOKENS), int(config.get("num_hidden_layers", 1))
+    share = kv_token_bytes(config, item_bytes) * -(-layers // stages) // layers
+    sequence = blocks * KV_BLOCK_TOKENS * share
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # One block more: vLLM keeps one for itself.
+    wanted = concurrent * sequence + sequence // blocks
+    return max(min(wanted, int(memory * MAX_KV_SHARE) // stages), 3 * sequence)
+
+
+def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
+    """Bytes of one token's KV cache, over all layers."""
+    heads = int(config.get("num_attention_heads", 1))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    layers = int(config.get("num_hidden_layers", 1))
+    return layers * kv_heads * (head_size(config) or 64) * 2 * item_bytes
+
+
+def kv_setup(
+    env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool, ranks: int
+) -> KVSetup | None:
+    """How this server of `ranks` tensor parallel ranks hands its KV cache to others; None for models with several
+    kinds of layers, whose caches vLLM lays out by kind only without such a connector."""
+    if len(set(config.get("layer_types") or ())) > 1:
+        return None
+    dtype = dtype_of(group, job.spec.models.actor.dtype, on_cpu)
+    item_bytes = 4 if dtype == "float32" else 2
+    return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))
+
+
+def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | None = None) -> int:
+    """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
+    import psutil
+    import uvloop
+    import vllm
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    from dovetail.rollout.compat import fork_engine_core, parse_serve_arguments, run_server
+    from dovetail.rollout.serving.plugin import die_with_parent
+    from dovetail.rollout.serving.register import Registrar
+    from dovetail.rollout.serving.routes import STATE
+
+    # What vLLM takes by default, with a deadline for headers.
+    http = type("Http", (HeaderDeadline, AutoHTTPProtocol), {})
+    STATE.name = env.name
+    STATE.incarnation = uuid.uuid4().hex
+    STATE.vllm_version = vllm.__version__
+    STATE.sampler = "counter" if on_cpu else "native"
+    if kv is not None:
+        STATE.kv = kv.ability
+    if on_cpu:
+        fork_engine_core()
+    # The engine core, when forked: plug-ins are already loaded in it.
+    os.register_at_fork(after_in_child=die_with_parent)
+
+    args = parse_serve_arguments(arguments, "dovetail rollout server")
+    STATE.max_model_len = int(args.max_model_len)
+    STATE.sleep = bool(args.enable_sleep_mode)
+    registrar = Registrar(env, STATE)
+    registrar.start()
+    try:
+        uvloop.run(run_server(args, http, CLOSE_SECONDS))
+    except KeyboardInterrupt:
+        pass  # SIGTERM before the server was up
+    except psutil.NoSuchProcess:
+        pass  # at its end vLLM asks who else has its port: its own forked workers, which are just ending
+    finally:
+        registrar.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; it sends SIGTERM
+    sys.exit(main(sys.argv[1:]))

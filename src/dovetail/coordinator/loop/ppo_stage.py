@@ -1,0 +1,292 @@
+"""The PPO stage. An iteration is generation, inference, training and weights; some iterations end with a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.coordinator.data.prepare import Prepared, PromptRecord
+from dovetail.coordinator.health.health import UnhealthyError, Verdict
+from dovetail.coordinator.health.health_watch import HealthWatch
+from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, other_seconds
+from dovetail.coordinator.loop.kl_controller import KLController
+from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
+from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.loop.stored_schedule import applies, scheduled
+from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.telemetry import clock
+from dovetail.coordinator.telemetry.summary import mean_ci95
+from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.weights.weight_sync import WeightSync
+from dovetail.manifest.critic import has_critic
+from dovetail.manifest.reward import ppo_config
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.planner.deviation import Expected, PlanCheck
+from dovetail.protocol.experience import Experience
+from dovetail.protocol.messages import CommandResult, Span, Step
+from dovetail.protocol.plan import Plan
+from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.wire import Arrays, unpack
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.loop.scheduling import Scheduling
+    from dovetail.coordinator.store.store import KeyValues
+    from dovetail.protocol.plan import Layout
+
+
+def stored_step(
+    spec: RLHFJobSpec, plan: Plan, records: KeyValues, settled: Settled, layouts: Mapping[str, Layout], iteration: int
+) -> Step:
+    """The command of an iteration's training, made of the facts that were stored when it first ran.
+
+    `layouts`: where the models' stages are if not where the plan puts them."""
+    facts = StepFacts(**records.get(f"ppo/{iteration}/facts"))
+    step = settled.settle(ppo_step(spec, plan, iteration, facts, layouts))
+    return scheduled(step, facts.schedule, plan.world_size)
+
+
+class PPOStage:
+    """Everything of it that must survive the coordinator is in the store: ppo/progress (last step and KL coefficient),
+    ppo/<iteration>/facts (what the step needs to be replayed), ppo/totals."""
+
+    def __init__(
+        self,
+        spec: RLHFJobSpec,
+        plan: Plan,
+        run_dir: Path,
+        records: RunRecords,
+        prepared: Prepared,
+        sources: ModelSources,
+        settled: Settled,
+        session: TrainerSession,
+        sync: WeightSync,
+        maker: ExperienceMaker,
+    ) -> None:
+        self._spec, self._plan, self._run_dir = spec, plan, run_dir
+        self._records, self._prepared, self._sources, self._settled = records, prepared, sources, settled
+        self._session, self._sync, self._maker = session, sync, maker
+        self._saving: asyncio.Task[None] | None = None
+        self._scheduling: Scheduling | None = None
+        self._placing: asyncio.Task[None] | None = None
+        self._verdicts: list[Verdict] = []
+        self._check: PlanCheck | None = None
+        if (predicted := plan.prediction) is not None:
+            self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
+        if applies(spec, plan):
+            from dovetail.coordinator.loop.scheduling import Scheduling
+
+            self._scheduling = Scheduling(spec, plan, records.store, run_dir, records.log)
+            # It runs during the stages before PPO, because the first search compiles its kernels.
+            self._placing = asyncio.create_task(self._scheduling.begin())
+
+    async def close(self) -> None:
+        """Abandon a checkpoint and a search that are still running."""
+        for task in (self._saving, self._placing):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def begin(self) -> None:
+        """Load actor and critic, and send their weights to the rollouts and scorers."""
+        progress = self._records.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
+        self._health = HealthWatch(self._spec, self._records.store, self._records.log, self._records.metrics.unhealthy)
+        self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
+        models = {"actor": self._sources.policy()}
+        if has_critic(self._spec):
+            models["critic"] = self._sources.critic()
+        if self._placing is not None:
+            await self._placing
+        again = self._plan.recomputed(Stage.PPO)
+        self._session.begin(
+            StagePlan(
+                Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again, self._can_replay
+            ),
+            int(progress["step"]),
+        )
+        self._records.progress.update(
+            state="running",
+            stage="ppo",
+            iteration=self._session.step,
+            total_iterations=self._spec.ppo.iterations,
+            phase="weights",
+            message="waiting for rollouts to take the first weights",
+            health=self._health.status(),
+        )
+        self._record_interrupted(self._session.step)
+        await self._sync.publish(self._session.step)
+        self._records.timeline.begin()
+
+    async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+        """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
+        job's own.
+
+        What the store already holds of the iteration (after a crash) is not done again."""
+        iteration = self._session.step + 1
+        self._records.progress.update(iteration=iteration, message="")
+        prepared = self._prepared
+        if prompts is None:
+            records = prepared.prompts(iteration)
+        else:
+            records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
+        made = await self._maker.make(iteration, records)
+        return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
+
+    async def train(self, experience: Experience) -> dict[str, float]:
+        """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
+        iteration = experience.iteration
+        if iteration != self._session.step + 1:
+            raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
+        if self._records.store.get(f"ppo/{iteration}/facts") is None:
+            warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
+            schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
+            facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
+            digest = self._records.batches.write(iteration, experience.arrays)
+            self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
+        self._maker.in_batch(iteration)
+        with self._records.timeline.phase("training"):
+            self._records.progress.update(phase="training")
+            await self._saved()
+            await self._maker.rest()
+            result = await self._session.run_step()
+            self._records.timeline.add(result.spans)
+            if self._scheduling is not None:
+                self._scheduling.learn(result)
+            self._refuse_untrue(iteration, experience.arrays, result)
+            kl = mean_kl(experience.arrays, result.metrics, self._spec.generation.temperature)["mean"]
+            self._kl.update(kl, len(experience.responses))
+            self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
+            self._maker.trained(iteration)
+        with self._records.timeline.phase("weights"):
+            self._records.progress.update(phase="weights")
+            await self._sync.publish(iteration)
+        if iteration % self._spec.checkpoint.every_steps == 0:
+            # The trainers have nothing to do while the next iteration's samples are generated.
+            self._saving = asyncio.create_task(self._checkpoint(iteration))
+        metrics = self._close(iteration, experience.arrays, result)
+        try:
+            self._health.check(iteration, self._verdicts)
+        except UnhealthyError:
+            await self._saved()  # for --resume
+            raise
+        return metrics
+
+    def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
+        """Raise UnhealthyError if nothing learnt from the iteration is true; it has not happened then, for a run that
+        is taken up again."""
+        metrics = iteration_metrics(arrays, result.metrics, {}, None, self._spec.generation.temperature)
+        untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
+        if not untrue:
+            return
+        self._records.history.add(Stage.PPO, iteration, metrics)
+        self._records.progress.update(metrics=metrics, health=self._health.note(iteration, metrics, untrue))
+        self._records.store.put(f"ppo/{iteration}/facts", None)
+        self._maker.discard(iteration)
+        self._health.check(iteration, untrue)
+
+    async def _checkpoint(self, iteration: int) -> None:
+        started = clock.now()
+        await self._session.save()
+        # An older checkpoint is kept in case this one is damaged, and so are the batches since.
+        self._records.batches.forget_through(self._session.oldest(Stage.PPO))
+        self._records.store.samples.forget_before(iteration)
+        span = Span(name="checkpoint", process=COORDINATOR, lane="checkpoint", start=started, end=clock.now())
+        self._records.timeline.add([span])
+
+    async def _saved(self) -> None:
+        """Wait for the checkpoint under way, if any; its error is raised here."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
+        """Account for a finished iteration and begin the next."""
+        records, timeline = self._records, self._records.timeline
+        wall = clock.now() - timeline.started
+        phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
+        records.results.add_iteration(len(arrays["scores"]), wall, phases)
+        metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts)
+        gauges = records.metrics
+        for name, seconds in phases.items():
+            gauges.phase_seconds.labels(name).inc(seconds)
+        gauges.iteration_seconds.observe(wall)
+        if self._check is not None:
+            self._compare(self._check, wall, phases)
+        gauges.rate.set(metrics["samples_per_second"])
+        timeline.write(iteration)
+        timeline.begin()
+        return metrics
+
+    def _compare(self, check: PlanCheck, wall: float, phases: Mapping[str, float]) -> None:
+        """Say so when iterations take other times than the plan says, and what is expected of the next."""
+        before = check.problem
+        check.observe(wall, phases)
+        if check.problem is not None and check.problem != before:
+            self._records.log("plan.off", problem=check.problem)
+        told = {"expected_iteration_seconds": check.expected.seconds, "problem": check.problem}
+        self._records.progress.update(plan=told)
+
+    def _record(
+        self,
+        iteration: int,
+        arrays: Arrays,
+        result: CommandResult,
+        phases: Mapping[str, float],
+        wall_seconds: float | None,
+        more: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
+        records = self._records
+        temperature = self._spec.generation.temperature
+        metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds, temperature), **(more or {})}
+        records.history.add(Stage.PPO, iteration, metrics)
+        for when in ["first"] * (iteration == 1) + ["last"]:
+            records.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
+            records.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
+        self._verdicts = self._health.judge(iteration, metrics)
+        health = self._health.note(iteration, metrics, self._verdicts)
+        gauges = records.metrics
+        gauges.reward.set(metrics["reward"])
+        gauges.kl.set(metrics["kl"])
+        gauges.weight_version.set(iteration)
+        gauges.stage_step.labels("ppo").set(iteration)
+        gauges.steps.labels("ppo").inc()
+        records.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)
+        told = {"health": ", ".join(v.reason for v in self._verdicts) or "healthy"}
+        records.log("iteration.finished", iteration=iteration, **told, **{k: round(v, 5) for k, v in metrics.items()})
+        records.store.put("ppo/recorded", iteration)
+        return metrics
+
+    def _record_interrupted(self, iteration: int) -> None:
+        """A coordinator that died between the step and its records: make them now."""
+        if iteration == 0 or (self._records.store.get("ppo/recorded") or 0) >= iteration:
+            return
+        result = self._session.result_of(f"ppo/{iteration}/step")
+        self._record(iteration, unpack(self._records.batches.read(iteration)), result, {}, None)
+
+    def _can_replay(self, first: int, last: int) -> bool:
+        store, files = self._records.store, self._records.batches
+        return all(files.has(i) and store.get(f"ppo/{i}/facts") is not None for i in range(first + 1, last + 1))
+
+    def _layouts(self) -> dict[str, Layout]:
+        return {} if self._scheduling is None else self._scheduling.layouts
+
+    def _ppo_step(self, iteration: int) -> Step:
+        store = self._records.store
+        return stored_step(self._spec, self._plan, store, self._settled, self._layouts(), iteration)
+
+    async def finish(self) -> None:
+        """Export the trained models."""
+        await self._saved()
+        if self._scheduling is not None:
+            await self._scheduling.close()
+        self._records.progress.update(phase="export", message="exporting models")
+        folder = self._run_dir / "models"
+        await self._session.export("actor", folder / "actor")
+        if self._spec.ppo.ema is not None:
+            await self._session.export("ema", folder / "actor-ema")
+        if has_critic(self._spec):
+            await self._session.export("critic", folder / "critic")

@@ -1,0 +1,144 @@
+"""The coordinator's HTTP server: the routes for trainers, rollouts and scorers, status and metrics. It has no logic of
+its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel, ValidationError
+
+from dovetail.coordinator.serving.served_batches import NotPrepared
+from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerGroup
+from dovetail.protocol import serving
+from dovetail.protocol.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
+from dovetail.protocol.wire import CONTENT_TYPE
+
+OPEN_PATHS = frozenset({"/metrics", "/healthz"})
+M = TypeVar("M", bound=BaseModel)
+_OFFSET = re.compile(r"[0-9]{1,15}")
+
+
+class Host(Protocol):
+    """What the server needs from the rest of the coordinator."""
+
+    trainers: TrainerGroup
+
+    def register(self, message: Register) -> None: ...
+    def retire(self, name: str) -> None: ...
+    def offer(self, message: Offer) -> None: ...
+    async def batch(self, key: str) -> bytes: ...
+    def status(self) -> dict[str, Any]: ...
+    def history_since(self, offset: int) -> dict[str, Any]: ...
+    def trace(self, iteration: int) -> bytes: ...
+
+
+async def _read(request: web.Request, model: type[M]) -> M:
+    try:
+        return model.model_validate_json(await request.read())
+    except ValidationError as error:
+        raise web.HTTPBadRequest(text=f"{model.__name__}: {error}") from error
+
+
+def _reply(message: BaseModel) -> web.Response:
+    return web.Response(text=message.model_dump_json(), content_type="application/json")
+
+
+def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Application:
+    """The routes of docs/architecture.md. Every one but /metrics and /healthz asks for the job's token."""
+
+    @web.middleware
+    async def authenticate(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path in OPEN_PATHS:
+            return await handler(request)
+        if not serving.authorized(request.headers.get("Authorization"), token):
+            return web.Response(status=401, text="the job's token is missing or wrong")
+        await serving.take(request)
+        return await handler(request)
+
+    async def join(request: web.Request) -> web.Response:
+        message = await _read(request, JoinRequest)
+        try:
+            return _reply(await host.trainers.join(message))
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+
+    async def next_command(request: web.Request) -> web.Response:
+        message = await _read(request, NextRequest)
+        try:
+            return _reply(await host.trainers.next(message))
+        except StaleGeneration as error:
+            raise web.HTTPConflict(text=str(error)) from error
+
+    async def heartbeat(request: web.Request) -> web.Response:
+        return _reply(host.trainers.heartbeat(await _read(request, Heartbeat)))
+
+    async def batch(request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        try:
+            body = await host.batch(key)
+        except LookupError as error:
+            raise web.HTTPNotFound(text=f"no batch {key}: {error}") from error
+        except ValueError as error:
+            raise web.HTTPConflict(text=str(error)) from error
+        except NotPrepared as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from error
+        return web.Response(body=body, content_type=CONTENT_TYPE)
+
+    async def offer(request: web.Request) -> web.Response:
+        host.offer(await _read(request, Offer))
+        return web.json_response({})
+
+    async def instances(request: web.Request) -> web.Response:
+        host.register(await _read(request, Register))
+        return web.json_response({})
+
+    async def retire(request: web.Request) -> web.Response:
+        host.retire(request.match_info["name"])
+        return web.json_response({})
+
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response(host.status())
+
+    async def history(request: web.Request) -> web.Response:
+        offset = request.query.get("offset", "0")
+        if not _OFFSET.fullmatch(offset):
+            raise web.HTTPBadRequest(text=f"offset must be a whole number of at least 0; it is {offset[:64]!r}")
+        return web.json_response(host.history_since(int(offset)))
+
+    async def trace(request: web.Request) -> web.Response:
+        iteration = int(request.match_info["iteration"])
+        try:
+            return web.Response(body=host.trace(iteration), content_type="application/json")
+        except FileNotFoundError as error:
+            raise web.HTTPNotFound(text=f"no trace of iteration {iteration}") from error
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    app = web.Application(middlewares=[authenticate], client_max_size=256 * 1024 * 1024)
+    app.add_routes(
+        [
+            web.post("/v1/trainer/join", join),
+            web.post("/v1/trainer/next", next_command),
+            web.post("/v1/heartbeat", heartbeat),
+            web.get("/v1/batches/{key:.+}", batch),
+            web.post("/v1/weights/offer", offer),
+            web.post("/v1/instances", instances),
+            web.delete("/v1/instances/{name}", retire),
+            web.get("/v1/status", status),
+            web.get("/v1/history", history),
+            web.get("/v1/traces/{iteration:[0-9]{1,9}}", trace),
+            web.get("/metrics", metrics),
+            web.get("/healthz", healthz),
+        ]
+    )
+    return app

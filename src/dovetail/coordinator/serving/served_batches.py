@@ -1,0 +1,67 @@
+"""The batches that trainers fetch by name: `GET /v1/batches/{key}`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dovetail.coordinator.data.prepare import Prepared
+from dovetail.coordinator.store.experience_files import ExperienceFiles
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import Stage
+from dovetail.protocol.wire import Arrays, pack
+
+
+class NotPrepared(RuntimeError):
+    """The data are not there yet."""
+
+
+class Batches:
+    """`sft/<step>`, `reward/<step>`, `ppo/<iteration>`, and for evaluations `sft-eval/<i>`, `reward-eval/<i>` and
+    `demonstrations/<i>`. The arrays are those of docs/architecture.md, "Batches"."""
+
+    def __init__(self, prepared: Prepared | None, files: ExperienceFiles, store: Store) -> None:
+        """`prepared`: None as long as the data are being prepared."""
+        self._prepared, self._files, self._store = prepared, files, store
+        self._held_out: dict[Stage, list[Arrays]] = {}
+        self._demonstrations: list[Arrays] | None = None
+
+    def read(self, key: str) -> bytes:
+        """Raises LookupError for an unknown key, ValueError for a damaged batch, NotPrepared while data are being
+        prepared."""
+        stage, _, number = key.partition("/")
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise KeyError("a batch's name must be a stage and a number, as sft/1")
+        if stage == "ppo":
+            return self._files.read(int(number), self._store.get(f"ppo/{int(number)}/batch"))
+        if self._prepared is None:
+            raise NotPrepared("the coordinator is still preparing its data")
+        makers: dict[str, Callable[[int], Arrays]] = {
+            "sft": self._prepared.sft_batch,
+            "reward": self._prepared.reward_batch,
+            "sft-eval": lambda i: self.held_out(Stage.SFT)[i],
+            "reward-eval": lambda i: self.held_out(Stage.REWARD)[i],
+            "demonstrations": lambda i: self.demonstrations()[i],
+        }
+        if stage not in makers:
+            raise KeyError(key)
+        return pack(makers[stage](int(number)))
+
+    def held_out(self, stage: Stage) -> list[Arrays]:
+        """The batches on which the stage is evaluated. Those of one stage are kept in memory."""
+        if stage not in self._held_out:
+            assert self._prepared is not None
+            supervised = stage is Stage.SFT
+            made = self._prepared.sft_eval_batches() if supervised else self._prepared.reward_eval_batches()
+            self._held_out = {stage: made}
+        return self._held_out[stage]
+
+    def demonstrations(self) -> list[Arrays]:
+        """The batches by which a new reward model is centred. They are kept in memory until `forget_demonstrations`."""
+        if self._demonstrations is None:
+            assert self._prepared is not None
+            self._demonstrations = self._prepared.scored_demonstrations()
+        return self._demonstrations
+
+    def forget_demonstrations(self) -> None:
+        """Drop the demonstrations from memory: the reward model is trained."""
+        self._demonstrations = None

@@ -1,0 +1,327 @@
+"""Executing the coordinator's commands on this rank, together with all others.
+
+A command runs in two halves. `prepare` fetches and checks, without collectives and without changing anything; then all
+ranks compare notes, and only if every one is ready do they `run`. So a command that cannot be executed, on whichever
+rank that shows, costs nothing and leaves every rank usable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.messages import (
+    Command,
+    CommandResult,
+    Evaluate,
+    Export,
+    Load,
+    Offer,
+    Probe,
+    Publish,
+    Save,
+    Span,
+    StageTimes,
+    Step,
+)
+from dovetail.protocol.wire import Arrays, unpack
+from dovetail.trainer.algorithms.policy import load_loss
+from dovetail.trainer.command_errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
+from dovetail.trainer.engine.checkpoint import CheckpointDamaged
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.functions import load_advantages
+from dovetail.trainer.groups import Groups, PeerLost, peer_errors
+from dovetail.trainer.probe_logprobs import take_probe
+from dovetail.trainer.profile.transfers import measure_transfers
+from dovetail.trainer.rank.coordinator_client import CoordinatorClient, Refused
+from dovetail.trainer.spans import SpanRecorder
+from dovetail.trainer.steps import ppo_step as ppo
+from dovetail.trainer.steps import reward_step as reward
+from dovetail.trainer.steps import sft_step as sft
+from dovetail.trainer.steps.step_context import Context, Metrics, Run
+from dovetail.trainer.weight_sender import WeightSender
+
+# A rank that failed alone lets the others finish what they can; those that wait for it inside a collective are freed
+# when it drops its groups after this long.
+LONELY_SECONDS = 10.0
+
+
+class CommandRunner:
+    """Belongs to one generation. Every rank calls `execute` with the same commands in the same order.
+
+    `failed` outlives generations: commands that failed on this rank in a way that broke the groups, with the reason,
+    so that a second try is answered instead of repeated. `cancelled(id)` is asked while a publish waits."""
+
+    def __init__(
+        self,
+        spec: RLHFJobSpec,
+        groups: Groups,
+        client: CoordinatorClient,
+        process: str,
+        failed: dict[str, str],
+        log: Callable[..., None],
+        cancelled: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._groups, self._client, self._failed, self._log = groups, client, failed, log
+        self._spec = spec
+        self.timeline = SpanRecorder(process)
+        self.engine = Engine(spec, groups, self.timeline.record)
+        self._context = Context(
+            spec, groups, self.engine, self._fetch, self.timeline, load_loss(spec.ppo), load_advantages(spec.ppo)
+        )
+        sender_groups: Any = groups
+        self._running = ""
+        self._damaged = False  # the checkpoint that the command names
+        self._timed_messages: set[str] = set()  # models
+        self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
+        self._dirty = False
+        self._probe: Probe | None = None  # of the command that runs
+
+    @property
+    def stage(self) -> Stage | None:
+        """What the ranks hold; None when nothing is loaded or a step broke off half-way."""
+        return None if self._dirty else self.engine.stage
+
+    @property
+    def step(self) -> int:
+        return self.engine.step if self.stage is not None else 0
+
+    def close(self) -> None:
+        """Let go of models and communicators."""
+        self._sender.close()
+        self.engine.models.clear()
+        self.engine.ema.clear()
+
+    def execute(self, command: Command) -> CommandResult:
+        """The result, complete on rank 0 (elsewhere without spans). Raises PeerLost: join again."""
+        started = time.time()
+        self._running = command.id
+        self._damaged = False
+        self._probe = None
+        run: Run | None = None
+        error: str | None = None
+        try:
+            if command.id in self._failed:
+                raise BadCommand(self._failed.pop(command.id))
+            run = self._prepare(command)
+        except PeerLost:
+            raise
+        except Exception as problem:
+            error = self._explain(command, problem)
+        error = self._first_error(error)
+        metrics: Metrics = {}
+        if error is None and run is not None:
+            error, metrics = self._run(command, run)
+        self.timeline.record(command.id, started, time.time(), "commands")
+        mine = [span.model_dump(mode="json") for span in self.timeline.take()]
+        gathered = self._groups.gather_json(mine)
+        spans = [Span.model_validate(span) for part in gathered or [] for span in part]
+        times: list[StageTimes] = []
+        if isinstance(command, Step):
+            transfers = self._transfers() if command.stage is Stage.PPO and error is None else {}
+            times, metrics["activation_peak_bytes"] = self._measured(transfers)
+            times = times if command.stage is Stage.PPO else []
+        metrics["seconds"] = time.time() - started
+        return CommandResult(
+            id=command.id,
+            ok=error is None,
+            error=error,
+            damaged=self._damaged,
+            metrics=metrics if error is None else {},
+            spans=spans,
+            times=times if error is None else [],
+            probe=self._probe if error is None else None,
+        )
+
+    def _transfers(self) -> dict[str, float]:
+        """Seconds of messages between the stages of models whose messages were not measured yet."""
+        new = {name: found for name, found in self.engine.boundaries.items() if name not in self._timed_messages}
+        self._timed_messages |= new.keys()
+        return measure_transfers(self._groups.model, new, self._groups.device)
+
+    def _measured(self, transfers: dict[str, float]) -> tuple[list[StageTimes], float]:
+        """What all ranks measured since the last call, and the largest peak of activations in bytes; on rank 0."""
+        peak = self.engine.measured.peak_bytes
+        taken = self.engine.measured.take(self._groups.rank)
+        mine = [part.model_copy(update={"transfer": transfers.get(part.model)}) for part in taken]
+        gathered = self._groups.gather_json([peak, [part.model_dump(mode="json") for part in mine]]) or []
+        times = [StageTimes.model_validate(part) for _, parts in gathered for part in parts]
+        return times, float(max((peak for peak, _ in gathered), default=0))
+
+    # ------------------------------------------------------------ the two halves
+
+    def _prepare(self, command: Command) -> Run:
+        if isinstance(command, Load):
+            return lambda: self._load(command)
+        if self._dirty:
+            raise BadCommand("the last step broke off half-way; send `load` first")
+        if isinstance(command, Step):
+            return self._prepare_step(command)
+        if isinstance(command, Evaluate):
+            if command.stage is Stage.PPO:
+                raise BadCommand("evaluate is for stages sft and reward")
+            self._check_stage(command.stage)
+            if command.stage is Stage.SFT:
+                return sft.prepare_evaluate(self._context, command)
+            return reward.prepare_evaluate(self._context, command)
+        if isinstance(command, Save):
+            self._require_loaded()
+            return lambda: self._timed("save", lambda: self.engine.save(Path(command.path), command.run))
+        if isinstance(command, Export):
+            self._require_loaded()
+            self._require_model(command.model)
+            path, subtract, by = Path(command.path), command.subtract, command.run
+            return lambda: self._timed("export", lambda: self.engine.export(command.model, path, subtract, by))
+        if isinstance(command, Publish):
+            self._require_loaded()
+            return lambda: self._publish(command)
+        raise BadCommand(f"command {command.kind!r} is not known here")
+
+    def _prepare_step(self, command: Step) -> Run:
+        self._check_stage(command.stage)
+        if command.step != self.engine.step + 1:
+            raise BadCommand(f"step {command.step} cannot follow step {self.engine.step}")
+        prepare = {Stage.SFT: sft.prepare_step, Stage.REWARD: reward.prepare_step, Stage.PPO: ppo.prepare_step}
+        run = prepare[command.stage](self._context, command)
+
+        def step() -> Metrics:
+            for name, model in self.engine.models.items():
+                rate = command.learning_rates.get(name)
+                model.optimizer.follow(rate, command.total_steps, command.warmup_total)
+            metrics = run()
+            if self._groups.device.type == "cuda":
+                # What activations took is free for a vLLM server that wakes up on this GPU.
+                torch.cuda.empty_cache()
+            self.engine.step = command.step
+            return metrics
+
+        return step
+
+    def _run(self, command: Command, run: Run) -> tuple[str | None, Metrics]:
+        """The collective half. An error on all ranks becomes the result; one on this rank alone breaks the groups."""
+        changes = isinstance(command, Load | Step)
+        self._dirty = self._dirty or changes
+        error: str | None = None
+        metrics: Metrics = {}
+        refused = False
+        try:
+            metrics = run()
+        except BadCommand as problem:
+            # From the whole batch, so the same on every rank, and before anything was changed.
+            error, refused = self._explain(command, problem), True
+        except Exception as problem:
+            if is_peer_loss(problem):
+                raise PeerLost(f"{command.id}: {sentence(problem)}") from problem
+            error = self._explain(command, problem)
+            self._damaged = isinstance(problem, CheckpointDamaged)
+        if not self._all_here(error is not None):
+            assert error is not None
+            self._failed[command.id] = error
+            raise PeerLost(f"{command.id} failed on this rank alone: {error}")
+        error = self._first_error(error)
+        if changes:
+            self._dirty = error is not None and not refused
+        return error, metrics
+
+    def _all_here(self, failed: bool) -> bool:
+        """Meet the other ranks after the collective half. False when they do not come to a rank that failed: they
+        wait for it elsewhere."""
+        if self._groups.world_size == 1:
+            return True
+        limit = timedelta(seconds=LONELY_SECONDS) if failed else self._groups.timeout
+        try:
+            with peer_errors("waiting for the other trainer ranks"):
+                dist.all_reduce(torch.zeros(1), group=self._groups.control, async_op=True).wait(limit)
+        except PeerLost:
+            if failed:
+                return False
+            raise
+        return True
+
+    def _first_error(self, error: str | None) -> str | None:
+        """Every rank's error, or the lowest rank's if unlike; the same on all ranks."""
+        errors = [(rank, e) for rank, e in enumerate(self._groups.share_json(error)) if e is not None]
+        if not errors:
+            return None
+        rank, first = errors[0]
+        alone = len({e for _, e in errors}) > 1 or len(errors) < self._groups.world_size
+        return f"{first} (trainer rank {rank})" if alone and "(trainer rank" not in first else str(first)
+
+    # ------------------------------------------------------------ commands
+
+    def _load(self, command: Load) -> Metrics:
+        with self.timeline.phase("load"):
+            self.engine.load(command)
+        return {"step": float(self.engine.step)}
+
+    def _timed(self, name: str, action: Callable[[], None]) -> Metrics:
+        with self.timeline.phase(name):
+            action()
+        return {}
+
+    def _publish(self, command: Publish) -> Metrics:
+        wanted = {model for receiver in command.receivers for model in receiver.models}
+        most = self._sender.max_senders
+        weights = {name: self.engine.sendable(name, most) for name in sorted(wanted & set(self.engine.models))}
+        with self.timeline.phase("publish"):
+            try:
+                sent = self._sender.publish(command, weights)
+            finally:
+                self.engine.settle()
+            if any(receiver.kind == "rollout" for receiver in command.receivers):
+                self._probe = take_probe(self._context, command.version)
+        return sent
+
+    # ------------------------------------------------------------ parts
+
+    def _check_stage(self, stage: Stage) -> None:
+        self._require_loaded()
+        if stage is not self.engine.stage:
+            raise BadCommand(f"the command is for stage {stage}, the ranks hold {self.engine.stage}")
+
+    def _require_loaded(self) -> None:
+        if self.engine.stage is None:
+            raise BadCommand("nothing is loaded; send `load` first")
+
+    def _require_model(self, name: str) -> None:
+        if name == "ema":
+            if not self.engine.averages:
+                raise BadCommand("there is no averaged actor to export; set ppo.ema")
+        else:
+            self._context.require(name)
+
+    def _fetch(self, key: str) -> Arrays:
+        try:
+            data = self._client.batch(key)
+        except Refused as refusal:
+            raise BadCommand(f"batch {key}: {refusal}") from refusal
+        try:
+            return unpack(data)
+        except Exception as error:  # safetensors names its error class differently between versions
+            raise BadCommand(f"batch {key} is not a valid safetensors document: {error}") from error
+
+    def _post_offer(self, offer: Offer) -> None:
+        self._client.offer(offer)
+
+    def _explain(self, command: Command, problem: Exception) -> str:
+        remedy = ""
+        if is_out_of_memory(problem):
+            stage = command.stage.value if isinstance(command, Step | Load | Evaluate) else "ppo"
+            size = getattr(self._spec, stage).micro_batch_size
+            kept = isinstance(command, Step) and self._spec.plan.recompute != "Always"
+            also = "set plan.recompute to Always, " if kept else ""
+            remedy = (
+                f" while running {command.id}: lower {stage}.microBatchSize (now {size}), {also}or spread the model "
+                "over more ranks"
+            )
+        text = sentence(problem, remedy)
+        self._log(
+            "command.failed", id=command.id, error=text, exception=None if isinstance(problem, BadCommand) else problem
+        )
+        return text

@@ -1,0 +1,212 @@
+"""Checkpoints of everything a stage's training depends on: DCP shards and state.json.
+
+Tensors are stored under the whole model's names and as parts of whole tensors, so that a checkpoint loads into any
+(pp, dp). A tied weight that lives in two stages is stored once."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dovetail.models.export import write_text
+from dovetail.trainer.engine.engine_model import EngineModel, like
+from dovetail.trainer.files.storage import causes, write_together
+from dovetail.trainer.groups import PeerLost, RankFailed, peer_errors
+
+if TYPE_CHECKING:
+    from dovetail.trainer.engine.engine import Engine
+
+STATE = "state.json"
+_LIST = ".metadata"
+_FORMAT = 1
+
+
+class CheckpointDamaged(RankFailed):
+    """The checkpoint's files are not what was saved; an older one may be whole."""
+
+
+def save(engine: Engine, path: Path, run: str = "") -> None:
+    """Write the checkpoint folder `path` of the run with this id, whole or not at all; collective. Raises
+    `RankFailed`, `PeerLost`."""
+    import torch.distributed.checkpoint as dcp
+
+    from dovetail.trainer.files.shards import digest
+
+    def write(folder: Path) -> tuple[str, dict[str, int], dict[str, str]]:
+        tensors = _tensors(engine, saving=True)
+        with peer_errors("writing a checkpoint"):
+            # Files are flushed to the disk by the writer (sync_files).
+            dcp.save(
+                tensors,
+                storage_writer=dcp.FileSystemWriter(folder),
+                process_group=engine.groups.control,
+                no_dist=engine.groups.world_size == 1,
+            )
+        # The writer names a rank's files so.
+        mine = {file.name: digest(file) for file in folder.glob(f"__{engine.groups.rank}_*")}
+        return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}, mine
+
+    def finish(folder: Path, ranks: list[tuple[str, dict[str, int], dict[str, str]]]) -> None:
+        assert engine.stage is not None
+        state = {
+            "format": _FORMAT,
+            "stage": engine.stage.value,
+            "step": engine.step,
+            "run": run,
+            "optimizer_steps": {name: steps for _, models, _ in ranks for name, steps in models.items()},
+            "rng": [rng for rng, _, _ in ranks],
+            "files": {name: found for _, _, files in ranks for name, found in files.items()}
+            | {_LIST: digest(folder / _LIST)},
+        }
+        write_text(folder / STATE, json.dumps(state | {"checksum": _checksum(state)}))
+
+    write_together(engine.groups, path, write, finish)
+
+
+def restore(engine: Engine, path: Path, run: str = "") -> int:
+    """Fill the engine's models, optimizers and EMA from the checkpoint; returns its step; collective.
+
+    Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` when the folder is missing,
+    incomplete or altered, `RankFailed` when it is of another stage or run, or cannot be read."""
+    import torch.distributed.checkpoint as dcp
+
+    from dovetail.trainer.files.shards import CheckedReader, Damaged, verify
+
+    state, error, damaged = {}, None, False
+    try:
+        state = _read_state(path)
+        verify(path, _LIST, state.get("files", {}))
+        _check_state(engine, state, path, run)
+    except Damaged as problem:
+        error, damaged = str(problem), True
+    except (OSError, ValueError, KeyError) as problem:
+        error = str(problem)
+    _agree(engine, error, damaged)
+    try:
+        with peer_errors("reading a checkpoint"):
+            dcp.load(
+                _tensors(engine, saving=False),
+                storage_reader=CheckedReader(path, state.get("files", {})),
+                process_group=engine.groups.control,
+                no_dist=engine.groups.world_size == 1,
+            )
+    except PeerLost:
+        raise
+    except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
+        damage = [c for c in causes(problem) if isinstance(c, Damaged)]
+        damaged = bool(damage)
+        error = f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(problem)}"
+        error = str(damage[0]) if damage else error
+    _agree(engine, error, damaged)
+    for name, model in engine.models.items():
+        model.optimizer.steps = int(state["optimizer_steps"][name])
+    if len(state["rng"]) == engine.groups.world_size:
+        _set_rng(engine, state["rng"][engine.groups.rank])
+    return int(state["step"])
+
+
+def _agree(engine: Engine, error: str | None, damaged: bool) -> None:
+    """A barrier that fails on every rank if any rank brings an error: of damage, if every error is."""
+    found = engine.groups.share_json((error, damaged))
+    try:
+        engine.groups.all_succeed(error)
+    except RankFailed as failed:
+        if all(hurt for text, hurt in found if text is not None):
+            raise CheckpointDamaged(str(failed)) from failed
+        raise
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Raises Damaged."""
+    from dovetail.trainer.files.shards import Damaged
+
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except FileNotFoundError:
+        raise Damaged(f"{path}: not a checkpoint: {STATE} is missing") from None
+    except ValueError as error:
+        raise Damaged(f"{path / STATE} is damaged: {error}") from error
+    if not isinstance(state, dict):
+        raise Damaged(f"{path / STATE} is damaged: it holds no mapping")
+    expected = state.pop("checksum", None)
+    if expected != _checksum(state) and (expected is not None or "files" in state):
+        raise Damaged(f"{path / STATE} is damaged: its content is not what was saved")
+    return state
+
+
+def _check_state(engine: Engine, state: dict[str, Any], path: Path, run: str) -> None:
+    """Raises ValueError unless the checkpoint is of this stage, run and these models."""
+    assert engine.stage is not None
+    if run and state.get("run") and state["run"] != run:
+        raise ValueError(
+            f"{path} is of run {state['run']}, but store.sqlite of run {run}: the folder holds parts of two runs; put "
+            "this run's checkpoints back, or start anew with --overwrite"
+        )
+    if state["format"] != _FORMAT or state["stage"] != engine.stage.value:
+        raise ValueError(f"{path}: a checkpoint of stage {state['stage']}, not of {engine.stage.value}")
+    if missing := sorted(set(engine.loaded) - set(state["optimizer_steps"])):
+        raise ValueError(f"{path}: the checkpoint has no model called {missing[0]}")
+
+
+def _tensors(engine: Engine, saving: bool) -> dict[str, Any]:
+    """What the checkpoint holds, as views of the engine's own memory: saved from and loaded into in place. Frozen
+    weights are left out: they come from the model's source."""
+    tree: dict[str, Any] = {name: _model_tensors(model, saving) for name, model in engine.models.items()}
+    if engine.ema:
+        actor = engine.models["actor"]
+        tree["ema"] = _named(actor, engine.ema, saving)
+    return tree
+
+
+def _model_tensors(model: EngineModel, saving: bool) -> dict[str, Any]:
+    moments = model.optimizer.moments
+    return {
+        "parameters": _named(model, {n: p.detach() for n, p in model.trainable().items()}, saving, wrapped=True),
+        "first_moments": _named(model, {name: pair[0] for name, pair in moments.items()}, saving),
+        "second_moments": _named(model, {name: pair[1] for name, pair in moments.items()}, saving),
+    }
+
+
+def _named(model: EngineModel, tensors: dict[str, Tensor], saving: bool, wrapped: bool = False) -> dict[str, Tensor]:
+    parameters = model.trainable()
+    copy = model.module.tied_copy
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if saving and name == copy and name != model.module.embedding_name:
+            continue  # the first stage stores it
+        named[model.module.checkpoint_name(name)] = tensor if wrapped else like(parameters[name], tensor)
+    return named
+
+
+def _rng(engine: Engine) -> str:
+    states = [torch.get_rng_state()]
+    if engine.groups.device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(engine.groups.device))
+    return "|".join(base64.b64encode(state.numpy().tobytes()).decode() for state in states)
+
+
+def _set_rng(engine: Engine, text: str) -> None:
+    states = [torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.uint8) for part in text.split("|")]
+    torch.set_rng_state(states[0])
+    if engine.groups.device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], engine.groups.device)
+
+
+def _first_line(problem: BaseException) -> str:
+    failures = list(getattr(problem, "failures", {}).values())
+    lines = str(failures[0][0] if failures else problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__
+
+
+__all__ = ["STATE", "CheckpointDamaged", "RankFailed", "restore", "save"]

@@ -1,0 +1,364 @@
+"""The engine of one trainer rank: models, optimizers and EMA of a stage, and the collective operations on them.
+
+Every public method is collective: all ranks call it with the same arguments (work differs by dp rank only)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
+from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.trainer.algorithms.ema import ema_update
+from dovetail.trainer.engine import checkpoint
+from dovetail.trainer.engine.engine_model import EngineModel
+from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record, agree_on_work, check_actions
+from dovetail.trainer.engine.measure import Collected
+from dovetail.trainer.engine.model_export import export_model
+from dovetail.trainer.engine.optim import OptimizerStep, local
+from dovetail.trainer.engine.parallel import gather_by_layer, reshard, set_last_backward, take_split_gradients
+from dovetail.trainer.engine.parts import parts, senders
+from dovetail.trainer.engine.reduction import Reduction
+from dovetail.trainer.groups import Groups, PeerLost, peer_errors
+from dovetail.trainer.weight_sender import Parts, Source
+
+__all__ = ["Engine", "EngineModel", "MicroBatch"]
+
+Stepped = Callable[[str, dict[str, float]], None]
+
+
+class Engine:
+    """Holds what `load` built. `stage` and `step` say what that is: `step` is the last applied step (the caller sets
+    it after each; `save` writes it and `load` of a checkpoint restores it). `loaded` are the models of all ranks,
+    `models` those of which this rank holds a part.
+
+    `record(name, start, end)` receives a span, in seconds since the epoch, for every executed action."""
+
+    def __init__(self, spec: RLHFJobSpec, groups: Groups, record: Record | None = None) -> None:
+        self.spec, self.groups, self.record = spec, groups, record
+        self.models: dict[str, EngineModel] = {}
+        self.loaded: dict[str, ModelRef] = {}
+        self.stage: Stage | None = None
+        self.step = 0
+        self.ema: dict[str, Tensor] = {}
+        self.measured = Collected()
+        self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what runs sent between stages
+        # Optimizer steps that are decided but not applied everywhere, by model: see `run`.
+        self._begun: dict[str, OptimizerStep] = {}
+
+    # ------------------------------------------------------------ state
+
+    def load(self, command: Load) -> None:
+        """Drop everything held and build the command's models, from their sources or from its checkpoint.
+
+        Raises `RankFailed` on every rank, with one sentence, when any rank could not."""
+        self.models, self.ema, self.stage, self.step, self._begun = {}, {}, None, 0, {}
+        self.loaded, self.boundaries = dict(command.models), {}
+        error = None
+        try:
+            for name, layout in sorted({**self.groups.planned, **command.layouts}.items()):
+                self.groups.place(name, layout)
+            for name, ref in command.models.items():
+                if name in self.groups.elsewhere:
+                    continue
+                self.models[name] = EngineModel.build(
+                    name,
+                    ref,
+                    getattr(self.spec.models, name),
+                    self._optimizer_config(command.stage, name),
+                    command.total_steps,
+                    self.groups.of(name),
+                    self.groups.device,
+                    weights=command.checkpoint is None,
+                    always_shard=self.spec.plan.sharding == "Always",
+                    checkpointing=name in command.recompute,
+                )
+            self.stage = command.stage
+            if self.averages and "actor" in self.models:
+                self.ema = {n: local(p).clone() for n, p in self.models["actor"].trainable().items()}
+        except PeerLost:
+            raise
+        except Exception as problem:
+            error = sentence(problem)
+        self.groups.all_succeed(error)
+        if command.checkpoint is not None:
+            self.step = checkpoint.restore(self, Path(command.checkpoint), command.run)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the ranks that hold the actor keep its average (`ppo.ema`)."""
+        return self.stage is Stage.PPO and self.spec.ppo.ema is not None and "actor" in self.loaded
+
+    def _optimizer_config(self, stage: Stage, model: str) -> Optimizer:
+        if stage is Stage.PPO:
+            return self.spec.ppo.actor_optimizer if model == "actor" else self.spec.ppo.critic_optimizer
+        return self.spec.sft.optimizer if stage is Stage.SFT else self.spec.reward.optimizer
+
+    def save(self, path: Path, run: str = "") -> None:
+        """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""
+        self.settle()
+        checkpoint.save(self, path, run)
+
+    def export(self, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
+        """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged; `subtract` is
+        taken from every value of a model with a value head. Raises `RankFailed` on every rank when that fails."""
+        self.settle()
+        export_model(self, model, path, subtract, run)
+
+    # ------------------------------------------------------------ work
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        work: dict[str, list[MicroBatch]],
+        mini_batches: int = 1,
+        stepped: Stepped | None = None,
+        schedule: str = "",
+        defer: bool = False,
+    ) -> dict[str, dict[str, float]]:
+        """Execute this rank's actions, accumulating gradients.
+
+        `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages, those of `mini_batches`
+        optimizer steps one after another; nothing of a model that is elsewhere. With `stepped` a model's steps are
+        applied within the run, each before the model's next mini-batch, and reported to it, on every rank, at the end
+        of the run with what `optimizer_step` returns; without, the caller steps. With
+        `defer` each model's last step is decided and reported, but applied by whatever comes next, so that its weights
+        can leave as they are stepped (`sendable`).
+        `schedule` is compared among all ranks. Returns, on every rank alike, each model's loss statistics summed over
+        micro-batches and dp ranks."""
+        self.settle()
+        check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches)
+        steps: dict[str, list[dict[str, float]]] = {}
+
+        def keep(name: str, applied: dict[str, float]) -> None:
+            steps.setdefault(name, []).append(applied)
+
+        during = None if stepped is None else keep
+        pipes = {n: self._training_pipe(self.models[n], b, mini_batches, during, defer) for n, b in work.items()}
+        agree_on_work(pipes, list(self.loaded), schedule, self.groups.control, self.groups.rank)
+        executor = self._executor(pipes)
+        error = None
+        try:
+            executor.run(actions)
+        except FloatingPointError as problem:
+            error = str(problem)  # of a model that others may hold nothing of
+        self._meet()
+        for name in pipes:
+            self.models[name].module.eval()
+        counts = {name: pipe.mini_batch for name, pipe in pipes.items()}
+        self.measured.add(executor.watch.seconds(), executor.saved_bytes, executor.peak_bytes, counts)
+        self.boundaries |= {name: (pipe.boundary(), pipe.dtype) for name, pipe in pipes.items() if pipe.batches}
+        mine = {
+            name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
+        }
+        total: dict[str, dict[str, float]] = {name: {} for name in work}
+        for failed, part, there in self.groups.share_json([error, mine, steps]):
+            error = error or failed
+            steps = there | steps
+            for name, values in part.items():
+                found = total.setdefault(name, {})
+                for key, value in values.items():
+                    found[key] = found.get(key, 0.0) + value
+        if error is not None:
+            raise FloatingPointError(error)
+        if stepped is not None:
+            for name, each in sorted(steps.items()):
+                for applied in each:
+                    stepped(name, applied)
+        return total
+
+    def forward(
+        self, model: str, batches: Sequence[MicroBatch], read: Callable[[Any, MicroBatch], Tensor]
+    ) -> list[Tensor]:
+        """Forward passes without gradients. `read(output, micro_batch)` picks a small tensor from the last stage's
+        output; all stages of this dp rank get the results, on the trainer's device; none where the model is elsewhere.
+        """
+        self.settle()
+        if model not in self.models:
+            agree_on_work({}, [model], "", self.groups.control, self.groups.rank)
+            self._meet()
+            return []
+        held = self.models[model]
+        pipe = Pipe(held.module, held.groups, batches, self.groups.device, held.compute, read=read)
+        actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
+        check_actions(actions, {model: len(batches)}, False)
+        agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
+        # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
+        gather_by_layer(held.module, len(batches) <= 1)
+        try:
+            self._executor({model: pipe}).run(actions, training=False)
+        finally:
+            gather_by_layer(held.module, False)
+        self._meet()
+        reshard(held.module)
+        if held.groups.pp_size == 1 or not batches:
+            return pipe.results
+        return self._share_results(held, pipe.results)
+
+    def optimizer_step(self, model: str) -> dict[str, float]:
+        """Clip by the global norm over all stages and shards (tied weights counted once), step, drop gradients.
+
+        Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
+        `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
+        self.settle()
+        applied: dict[str, float] = {}
+        error = None
+        if (held := self.models.get(model)) is not None:
+            try:
+                applied = self._decide(held, Reduction(held, self.groups.device))
+                self._begun.pop(model).finish()
+            except FloatingPointError as problem:
+                error = str(problem)
+        if self.groups.apart:
+            applied, error = self.groups.broadcast_json([applied, error], source=self.groups.first_rank(model))
+        if error is not None:
+            raise FloatingPointError(error)
+        return applied
+
+    def settle(self) -> None:
+        """Apply all that is left of optimizer steps that were deferred. Everything that reads weights does so first."""
+        for model in list(self._begun):
+            self._begun.pop(model).finish()
+            if model == "actor":
+                self.after_actor_step()
+
+    def _decide(self, held: EngineModel, reduction: Reduction) -> dict[str, float]:
+        """Begin the step that the gradient asks for."""
+        norm = reduction.norm(self.groups.timeout)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of {held.name} is not finite at optimizer step {held.optimizer.steps + 1}; "
+                "lower the learning rate"
+            )
+        limit = held.optimizer.config.max_grad_norm
+        begun = self._begun[held.name] = held.optimizer.begin(limit / norm if norm > limit else 1.0)
+        return {"grad_norm": norm, "learning_rate": begun.rate}
+
+    def after_actor_step(self) -> None:
+        """Move the averaged actor towards the actor (`ppo.ema`); nothing without it."""
+        if self.ema and self.spec.ppo.ema is not None:
+            parameters = [local(p) for p in self.models["actor"].trainable().values()]
+            ema_update(self.ema.values(), parameters, self.spec.ppo.ema)
+
+    def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights under their Hugging Face names: whole tensors, adapters merged, float32 unless the
+        parameter is not. Collective over dp: every dp rank must exhaust the iterator. `ema` is the averaged actor."""
+        self.settle()
+        if model == "ema":
+            if not self.ema:
+                raise ValueError("there is no averaged actor; set ppo.ema")
+            return self.models["actor"].gather(self.ema)
+        return self.models[model].gather()
+
+    def sendable(self, model: str, most: int) -> Source | Parts:
+        """The same weights to be sent by at most `most` ranks of each stage, each what it holds; by the first dp rank
+        where a tensor is spread over more. A deferred step is applied to each layer just before it is taken."""
+        held = self.models[model]
+        layout = senders(held, most)
+        if layout is None:
+            return lambda: self.weights(model)
+
+        def ready(names: list[str]) -> None:
+            if model in self._begun:
+                self._begun[model].apply(names)
+
+        return Parts(lambda: parts(held, ready), layout)
+
+    # ------------------------------------------------------------ parts
+
+    def _meet(self) -> None:
+        """Ranks of one model may be done long before those of another."""
+        if self.groups.apart:
+            self.groups.meet()
+
+    def _executor(self, pipes: dict[str, Pipe]) -> Executor:
+        return Executor(pipes, self.groups.timeout, self.record, clock=time.time)
+
+    def _training_pipe(
+        self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool
+    ) -> Pipe:
+        held.module.train()
+        set_last_backward(held.module, False)
+        pipe = Pipe(
+            held.module,
+            held.groups,
+            batches,
+            self.groups.device,
+            held.compute,
+            before_forward=self._seeder(held),
+            before_last_backward=lambda: set_last_backward(held.module, True),
+            after_weight_gradient=lambda last: take_split_gradients(
+                held.module, held.compute, self.groups.device, last
+            ),
+            mini_batch=len(batches) // mini_batches,
+        )
+        if stepped is not None:
+            begun: list[Reduction] = []
+            left = [*range(mini_batches)]
+
+            def step() -> None:
+                applied = self._decide(held, begun.pop())
+                set_last_backward(held.module, False)
+                if left.pop() or not defer:
+                    self._begun.pop(held.name).finish()
+                    if held.name == "actor":
+                        self.after_actor_step()
+                stepped(held.name, applied)
+
+            pipe.reduce, pipe.step = lambda: begun.append(Reduction(held, self.groups.device)), step
+        return pipe
+
+    def _seeder(self, held: EngineModel) -> Callable[[int], None] | None:
+        """Seeds LoRA dropout by position, so that neither the schedule nor a restart changes it."""
+        if held.trained.lora is None or held.trained.lora.dropout == 0.0:
+            return None
+        place = f"{held.groups.pp_rank}/{held.groups.dp_rank}"
+
+        def seed(micro_batch: int) -> None:
+            now = f"{self.spec.seed}/{held.name}/{held.optimizer.steps}"
+            digest = hashlib.sha256(f"{now}/{place}/{micro_batch}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+        return seed
+
+    def _share_results(self, held: EngineModel, results: list[Tensor]) -> list[Tensor]:
+        source, group = held.groups.pp_ranks[-1], held.groups.pp_group
+        dtypes = {str(result.dtype).removeprefix("torch.") for result in results}
+        if len(dtypes) > 1:
+            raise ValueError(f"results of one forward call must have one dtype, not {sorted(dtypes)}")
+        header = self.groups.broadcast_json([sorted(dtypes), [list(r.shape) for r in results]], group, source)
+        shapes = [torch.Size(shape) for shape in header[1]]
+        sizes = [shape.numel() for shape in shapes]
+        if held.is_last:
+            flat = torch.cat([result.reshape(-1) for result in results])
+        else:
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, header[0][0]), device=self.groups.device)
+        with peer_errors(f"sharing results of {held.name} along its pipeline"):
+            dist.broadcast(flat, src=source, group=group)
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Add up scalars by key, in micro-batch order, in float64."""
+    total: dict[str, Any] = {}
+    for values in stats:
+        for key, value in values.items():
+            number = torch.as_tensor(value).detach().double()
+            total[key] = total[key] + number if key in total else number
+    return {key: float(value) for key, value in total.items()}
+
+
+def sentence(problem: Exception) -> str:
+    """One sentence for the user."""
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError):
+        return "out of memory while loading a model; use more ranks, a smaller model or LoRA"
+    text = str(problem).strip().splitlines()
+    return text[0] if text else type(problem).__name__

@@ -1,0 +1,156 @@
+"""One model that this rank trains: its stage, optimizer and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dovetail.manifest.types import Optimizer, TrainedModel
+from dovetail.models import ModelError, PipelineStage, load_config
+from dovetail.models.build import fill, open_source
+from dovetail.models.recompute import recompute
+from dovetail.models.stage import Head
+from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
+from dovetail.protocol.messages import ModelRef
+from dovetail.trainer import compat
+from dovetail.trainer.engine import lora
+from dovetail.trainer.engine.optim import AdamW, local
+from dovetail.trainer.engine.parallel import compute_dtype, is_replicated, shard
+from dovetail.trainer.groups import ModelGroups, peer_errors
+
+
+@dataclass
+class EngineModel:
+    """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration;
+    `replicated`: every data-parallel rank holds the whole stage; `split`: what tensor-parallel ranks share of it."""
+
+    name: str
+    ref: ModelRef
+    trained: TrainedModel
+    module: PipelineStage
+    groups: ModelGroups
+    optimizer: AdamW
+    compute: torch.dtype
+    replicated: bool = False
+    split: TensorSplit = NOTHING
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        ref: ModelRef,
+        trained: TrainedModel,
+        optimizer: Optimizer,
+        total_steps: int,
+        groups: ModelGroups,
+        device: torch.device,
+        weights: bool = True,
+        always_shard: bool = False,
+        checkpointing: bool = False,
+    ) -> Self:
+        """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
+        parameters stay uninitialised, for a saved checkpoint to fill; frozen ones are always read. `checkpointing`:
+        layers keep only their input and run again in the backward pass."""
+        compute = compute_dtype(trained.dtype, device)
+        stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
+        if trained.lora is not None:
+            if groups.tp_size > 1:
+                raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")
+            lora.inject(stage, trained.lora)
+        split = split_stage(stage, groups.tp_mesh)
+        if checkpointing:
+            recompute(stage)
+        replicated = is_replicated(stage, compute, device, always_shard)
+        if not replicated:
+            shard(stage, groups, compute, device)
+        stage.to_empty(device=device)
+        frozen = {n for n, p in stage.named_parameters() if not p.requires_grad}
+        names = {n: plain for n, _ in stage.named_parameters() if (plain := lora.plain_name(n)) is not None}
+        if not weights:
+            names = {n: plain for n, plain in names.items() if n in frozen}
+        if names:
+            fill(stage, open_source(ref, stage), names)
+        lora.initialise(stage, ref.seed)
+        stage.place_buffers(device)
+        stage.eval()
+        trainable = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+        return cls(
+            name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute, replicated, split
+        )
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same parameters as this one and add up their gradients; None where nobody does."""
+        group = self.groups.replicas if self.replicated else self.groups.copies
+        return None if group is None or dist.get_world_size(group) == 1 else group
+
+    @property
+    def head(self) -> Head:
+        return self.module.head
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    @property
+    def dp_rank(self) -> int:
+        return self.groups.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.groups.dp_size
+
+    @property
+    def is_first(self) -> bool:
+        return self.module.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.module.is_last
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters that the optimizer moves, by name in the stage."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def gather(self, instead: dict[str, Tensor] | None = None, beside: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out, a value head
+        beside a language model too; with `beside` all else is. `instead` holds shards to use in place of parameters.
+        Collective over dp and tp. Raises `PeerLost`."""
+        parameters = dict(self.module.named_parameters())
+        if (copy := self.module.tied_copy) is not None and copy != self.module.embedding_name:
+            del parameters[copy]
+
+        def whole(name: str) -> Tensor:
+            parameter = parameters[name]
+            shard = instead[name] if instead is not None and name in instead else local(parameter)
+            with peer_errors(f"gathering {name} of {self.name}"):
+                wrapped: Any = like(parameter, shard)
+                return wrapped.full_tensor() if hasattr(wrapped, "full_tensor") else wrapped
+
+        for name in parameters:
+            plain = lora.plain_name(name)
+            if plain is None or (plain == self.module.beside_policy) is not beside:
+                continue
+            value = whole(name)
+            update = lora.delta(self.module, name, whole)
+            yield plain, value if update is None else (value.float() + update).to(value.dtype)
+
+
+def tokenizer_folder(ref: ModelRef) -> Path | None:
+    """Folder whose tokenizer files belong to an export."""
+    folder = ref.tokenizer or ref.path
+    return Path(folder) if folder is not None else None
+
+
+def like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """`shard` seen as the parameter is: a DTensor of the same layout, or the tensor itself. It shares the shard's
+    memory, also where that is the host's and the parameter is on a GPU."""
+    from torch.distributed.tensor import DTensor
+
+    return compat.placed(shard, parameter) if isinstance(parameter, DTensor) else shard

@@ -1,0 +1,369 @@
+"""Run a rank's list of actions of several pipelined models: forwards, and backwards whole or in two halves.
+
+One host thread; one two-rank group per (model, direction) edge; receives are posted ahead of their action and sends
+are never waited for before the end, so compute only ever waits for the tensor it needs. Micro-batches are
+packed and have no padding; both ends know their sizes from the batch, so no shape travels."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from dovetail.models import PipelineStage
+from dovetail.models.recompute import recomputes
+from dovetail.protocol.messages import Action
+from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
+from dovetail.trainer.engine.measure import ActionStopwatch, SavedBytes
+from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
+from dovetail.trainer.packed_batches import Packed
+
+Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+Record = Callable[[str, float, float], None]
+
+
+@dataclass
+class MicroBatch:
+    """Sequences of one forward pass, and what the loss wants of it (see `Packed`).
+
+    `loss` maps the last stage's output (logits (n, V), or values (n,), or both, at the n wanted positions) to a
+    scalar, scaled so that the sum over all micro-batches and all dp ranks is the mini-batch's loss, and to detached
+    scalars that are summed the same way."""
+
+    packed: Packed
+    loss: Loss | None = None
+
+
+@dataclass
+class Pipe:
+    """One model on this rank during one run.
+
+    `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has all gradients of
+    a mini-batch, `step` before the next one's first forward and at the end."""
+
+    stage: PipelineStage
+    groups: ModelGroups
+    batches: Sequence[MicroBatch]
+    device: torch.device
+    dtype: torch.dtype  # of activations between stages
+    read: Callable[[Any, MicroBatch], Tensor] | None = None  # forward only
+    before_forward: Callable[[int], None] | None = None  # called with the micro-batch's index in its mini-batch
+    before_last_backward: Callable[[], None] | None = None
+    after_weight_gradient: Callable[[bool], None] | None = None  # called with whether it was the mini-batch's last
+    mini_batch: int = 0
+    reduce: Callable[[], None] | None = None
+    step: Callable[[], None] | None = None
+    stats: list[dict[str, Tensor]] = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mini_batch = self.mini_batch or max(1, len(self.batches))
+
+    def weights(self) -> Iterator[Parameter]:
+        """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch."""
+        return (p for p in self.stage.parameters() if p.requires_grad)
+
+    def boundary(self) -> torch.Size:
+        """The shape (1, tokens, H) of what crosses a stage boundary for the micro-batch of middling size."""
+        sizes = sorted(batch.packed.tokens.numel() for batch in self.batches)
+        return torch.Size((1, sizes[len(sizes) // 2], self.stage.hidden_size))
+
+    def buffer(self, micro_batch: int) -> Tensor:
+        """An empty tensor of the shape that crosses a stage boundary: (1, tokens, H)."""
+        shape = self.batches[micro_batch].packed.tokens.shape
+        return torch.empty(*shape, self.stage.hidden_size, dtype=self.dtype, device=self.device)
+
+
+def check_actions(
+    actions: Sequence[Action],
+    micro_batches: dict[str, int],
+    training: bool,
+    mini_batches: int = 1,
+) -> None:
+    """Raise `ValueError` unless every micro-batch of every model goes forward once and (when training) backward once,
+    later, each kind in ascending order; a backward is B, or I and later W. A mini-batch's forwards come after all
+    backwards of the model's mini-batch before.
+
+    Ascending order makes both ends of a channel agree on the order of its messages, and gradients are then added in
+    micro-batch order, so they are the same bits whatever the interleaving of the models."""
+    done: dict[tuple[str, str], int] = {}
+    for action in actions:
+        if action.model not in micro_batches:
+            raise ValueError(f"the schedule runs model {action.model!r}, which has no work")
+        per = micro_batches[action.model] // mini_batches or 1
+        before = {"F": None, "B": "F", "I": "F", "W": "I"}[action.kind]
+        for part in "IW" if action.kind == "B" else action.kind:
+            count = done.get((action.model, part), 0)
+            if action.micro_batch != count:
+                raise ValueError(
+                    f"the schedule runs {action.kind} of {action.model} micro-batch {action.micro_batch} where "
+                    f"{count} is next; each kind must run in ascending order"
+                )
+            done[action.model, part] = count + 1
+        if before is not None and action.micro_batch >= done.get((action.model, before), 0):
+            raise ValueError(
+                f"the schedule runs {action.kind} of {action.model} micro-batch {action.micro_batch} before its "
+                f"{before}"
+            )
+        if action.kind == "F" and training and done.get((action.model, "W"), 0) < action.micro_batch // per * per:
+            raise ValueError(
+                f"the schedule runs F of {action.model} micro-batch {action.micro_batch} before the optimizer step of "
+                "the mini-batch before it"
+            )
+    for model, count in micro_batches.items():
+        for kind, part in (("F", "F"), ("B", "W")) if training else (("F", "F"),):
+            if done.get((model, part), 0) != count:
+                raise ValueError(
+                    f"the schedule runs {done.get((model, part), 0)} {kind} of {model}, there are {count} micro-batches"
+                )
+
+
+def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
+    """Raise `RuntimeError` on every rank if the ranks hold unlike schedules, or the stages of a pipeline (or the tp
+    ranks of a stage) micro-batches of unlike sequences: their sends, receives and sums would not match, nor would
+    attention. `models`: of all ranks."""
+    world = dist.get_world_size(control)
+    if world == 1:
+        return
+    names = sorted(models)
+    batches = {name: pipe.batches for name, pipe in pipes.items()}
+    lengths = [repr((name, [batch.packed.lengths for batch in batches.get(name, ())])) for name in names]
+    mine = torch.tensor([_number(text) for text in (schedule, *lengths)])
+    others = [torch.empty_like(mine) for _ in range(world)]
+    with peer_errors("comparing schedules with the other trainer ranks"):
+        dist.all_gather(others, mine, group=control)
+    if odd := [r for r, other in enumerate(others) if int(other[0]) != int(others[0][0])]:
+        raise RuntimeError(f"trainer ranks {odd} hold another schedule than rank 0")
+    for index, name in enumerate(names, start=1):
+        if name not in pipes:
+            continue
+        for ranks, who in (
+            (pipes[name].groups.pp_ranks, "their pipeline's first stage"),
+            (pipes[name].groups.tp_ranks, "the first tensor-parallel rank of their stage"),
+        ):
+            if odd := [r for r in ranks[1:] if int(others[r][index]) != int(others[ranks[0]][index])]:
+                raise RuntimeError(f"trainer ranks {odd} hold other micro-batches of {name} than {who}")
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class Executor:
+    """Runs one action list. `window` is how many actions ahead receives are posted; `deadline` bounds every wait.
+
+    After `run`: `seconds` of compute by (model, kind, micro-batch), `saved_bytes` of activations by (model,
+    micro-batch), `peak_bytes` the most of these held at once by both models together."""
+
+    def __init__(
+        self,
+        pipes: dict[str, Pipe],
+        deadline: timedelta,
+        record: Record | None = None,
+        window: int = 3,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.pipes, self.deadline, self.record, self.window, self.clock = pipes, deadline, record, window, clock
+        device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
+        self.nccl = device.type == "cuda"
+        self.watch = ActionStopwatch(device)
+        self.saved_bytes: dict[tuple[str, int], int] = {}
+        self.peak_bytes = 0
+        self._held_bytes = 0
+        self._received: dict[tuple[str, str, int], tuple[Tensor, Any, int]] = {}
+        self._saved: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._split: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._sends: dict[tuple[str, str, int], tuple[Any, Tensor, int]] = {}
+        self._meters = {name: SavedBytes(pipe.stage.parameters()) for name, pipe in pipes.items()}
+        self._splits: set[str] = set()  # models with split backwards
+        self.peak_saved = 0  # most micro-batches whose activations were held at once, all models together
+
+    def run(self, actions: Sequence[Action], training: bool = True) -> None:
+        """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for, and
+        `ValueError` for a split backward of a model with activation checkpointing."""
+        self._splits = {action.model for action in actions if action.kind == "I"}
+        if checkpointed := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
+            raise ValueError(f"the schedule splits backwards of {checkpointed[0]}, which has activation checkpointing")
+        for index, action in enumerate(actions):
+            for ahead in actions[index : index + 1 + self.window]:
+                self._post(ahead)
+            pipe = self.pipes[action.model]
+            first = action.kind == "F" and action.micro_batch % pipe.mini_batch == 0
+            if first and action.micro_batch and pipe.step is not None:
+                pipe.step()
+            arrived = self._arrived(action, pipe)
+            start = self.clock()
+            if action.kind == "F":
+                self._forward(action, pipe, arrived, training)
+            elif action.kind == "W":
+                self._weight_gradient(action, pipe)
+            else:
+                self._backward(action, pipe, arrived)
+            self._reap()
+            if self.record is not None:
+                self.record(f"{action.model} {action.kind}{action.micro_batch}", start, self.clock())
+            last = action.kind in "BW" and (action.micro_batch + 1) % pipe.mini_batch == 0
+            if last and pipe.reduce is not None:
+                pipe.reduce()
+        if training:
+            for pipe in self.pipes.values():
+                if pipe.step is not None and pipe.batches:
+                    pipe.step()
+        for work, _, peer in self._sends.values():
+            self._wait(work, peer, "sending to")
+        self._sends.clear()
+
+    # ------------------------------------------------------------ compute
+
+    def _forward(self, action: Action, pipe: Pipe, arrived: Tensor | None, training: bool) -> None:
+        batch = pipe.batches[action.micro_batch]
+        packed = batch.packed
+        key = (action.model, action.micro_batch)
+        inputs = packed.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
+        wanted = packed.wanted.to(pipe.device, non_blocking=True) if pipe.stage.is_last else None
+        if arrived is not None and training:
+            inputs.requires_grad_(True)
+        if pipe.before_forward is not None:
+            pipe.before_forward(action.micro_batch % pipe.mini_batch)
+        meter = self._meters[action.model]
+        with (
+            torch.set_grad_enabled(training),
+            self.watch.time((action.model, "F", action.micro_batch)),
+            meter if training else nullcontext(),
+        ):
+            with peer_errors(f"a forward pass of {action.model}"):
+                output = pipe.stage(inputs, packed.lengths, wanted)
+            if pipe.stage.is_last and training:
+                if batch.loss is None:
+                    raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")
+                output, stats = batch.loss(output)
+                pipe.stats.append(stats)
+            if action.model in self._splits and is_view(output):
+                output = output.clone()  # torch's split backward detaches it in place, which no view allows
+        if not pipe.stage.is_last:
+            self._send(("F", *key), output.detach().contiguous(), pipe.groups.forward_out, pipe.groups.next)
+        elif not training:
+            assert pipe.read is not None
+            pipe.results.append(pipe.read(output, batch))
+        if training:
+            self._saved[key] = (inputs, output)
+            self.peak_saved = max(self.peak_saved, len(self._saved))
+            self.saved_bytes[key] = meter.bytes
+            self._held_bytes += meter.bytes
+            self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+    def _backward(self, action: Action, pipe: Pipe, gradient: Tensor | None) -> None:
+        """The whole backward (B), or its first half (I), which the previous stage waits for."""
+        key = (action.model, action.micro_batch)
+        inputs, output = self._saved[key]
+        whole = action.kind == "B"
+        if whole:
+            self._before_gradient(action, pipe)
+        with self.watch.time((action.model, action.kind, action.micro_batch)):
+            if whole:
+                with peer_errors(f"a backward pass of {action.model}"):
+                    if output.requires_grad:
+                        torch.autograd.backward(output, gradient)
+            elif pipe.stage.is_first:
+                # Nobody waits for the gradient of tokens.
+                self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
+            else:
+                given = None if gradient is None else [gradient]
+                with peer_errors(f"a backward pass of {action.model}"):
+                    _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
+        if not pipe.stage.is_first:
+            upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
+            self._send(("B", *key), upstream.contiguous(), pipe.groups.backward_out, pipe.groups.previous)
+            inputs.grad = None
+        if whole:
+            self._release(key)
+        elif not pipe.stage.is_first:
+            del self._saved[key]
+
+    def _weight_gradient(self, action: Action, pipe: Pipe) -> None:
+        """The second half of a split backward (W)."""
+        key = (action.model, action.micro_batch)
+        doing = peer_errors(f"a backward pass of {action.model}")
+        with self.watch.time((action.model, "W", action.micro_batch)), doing:
+            if pipe.stage.is_first:
+                self._before_gradient(action, pipe)
+                output, gradient = self._saved[key]
+                if output.requires_grad:
+                    torch.autograd.backward(output, gradient)
+            else:
+                stage_backward_weight(pipe.weights(), self._split.pop(key))
+                if pipe.after_weight_gradient is not None:
+                    pipe.after_weight_gradient((action.micro_batch + 1) % pipe.mini_batch == 0)
+        self._release(key)
+
+    def _before_gradient(self, action: Action, pipe: Pipe) -> None:
+        if (action.micro_batch + 1) % pipe.mini_batch == 0 and pipe.before_last_backward is not None:
+            pipe.before_last_backward()
+
+    def _release(self, key: tuple[str, int]) -> None:
+        self._saved.pop(key, None)
+        self._held_bytes -= self.saved_bytes.get(key, 0)
+
+    # ------------------------------------------------------------ transfers
+
+    def _source(self, action: Action, pipe: Pipe) -> tuple[int, Any] | None:
+        """The rank and group that an action's input comes from, if from another rank."""
+        if action.kind == "F":
+            return None if pipe.stage.is_first else (pipe.groups.previous, pipe.groups.forward_in)
+        if action.kind == "W" or pipe.stage.is_last:
+            return None
+        return pipe.groups.next, pipe.groups.backward_in
+
+    def _post(self, action: Action) -> None:
+        """Post the receive that `action` needs, once."""
+        pipe, key = self.pipes[action.model], (action.model, action.kind, action.micro_batch)
+        source = self._source(action, pipe)
+        if source is None or key in self._received:
+            return
+        peer, group = source
+        buffer = pipe.buffer(action.micro_batch)
+        with peer_errors(f"receiving from trainer rank {peer}"):
+            self._received[key] = (buffer, dist.irecv(buffer, src=peer, group=group), peer)
+
+    def _arrived(self, action: Action, pipe: Pipe) -> Tensor | None:
+        """The input that another rank sends for the action."""
+        if self._source(action, pipe) is None:
+            return None
+        key = (action.model, action.kind, action.micro_batch)
+        buffer, work, peer = self._received[key]
+        self._wait(work, peer, "receiving from")
+        # The key stays, so that a later look-ahead does not post it again; the tensor is the caller's.
+        self._received[key] = (torch.empty(0), None, peer)
+        if action.kind != "F":
+            # The gradient of what was sent forward: that send is over, whether the transport says so or not.
+            sent = self._sends.pop(("F", action.model, action.micro_batch), None)
+            if sent is not None:
+                self._wait(sent[0], sent[2], "sending to")
+        return buffer
+
+    def _send(self, key: tuple[str, str, int], tensor: Tensor, group: Any, peer: int) -> None:
+        with peer_errors(f"sending to trainer rank {peer}"):
+            self._sends[key] = (dist.isend(tensor, dst=peer, group=group), tensor, peer)
+
+    def _reap(self) -> None:
+        """Let go of buffers whose sends are done."""
+        self._sends = {key: send for key, send in self._sends.items() if not send[0].is_completed()}
+
+    def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
+        try:
+            if self.nccl:
+                # Orders the streams without blocking this thread; the group's own timeout is the deadline.
+                work.wait()
+            else:
+                work.wait(self.deadline)
+        except RuntimeError as error:
+            raise PeerLost(f"trainer rank {peer} was lost while {doing} it: {transport_sentence(error)}") from error

@@ -1,0 +1,113 @@
+"""What the executor measures of each action: seconds of compute, and bytes of activations held."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.messages import Kind, StageTimes
+from dovetail.trainer.compat import viewed
+from dovetail.trainer.engine.optim import local
+
+Key = tuple[str, Kind, int]
+
+
+class ActionStopwatch:
+    """Seconds of blocks of compute, by key; on a GPU by events, so that nothing waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._seconds: dict[Key, float] = {}
+        self._events: list[tuple[Key, Any, Any]] = []
+
+    @contextmanager
+    def time(self, key: Key) -> Iterator[None]:
+        """Measure the block."""
+        if not self._gpu:
+            start = time.perf_counter()
+            yield
+            self._seconds[key] = time.perf_counter() - start
+            return
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        yield
+        last.record()
+        self._events.append((key, first, last))
+
+    def seconds(self) -> dict[Key, float]:
+        """All blocks measured so far; waits for the device."""
+        for key, first, last in self._events:
+            last.synchronize()
+            self._seconds[key] = first.elapsed_time(last) / 1e3
+        self._events.clear()
+        return self._seconds
+
+
+class SavedBytes:
+    """Bytes of the tensors that autograd saves for the backward pass inside the `with`; weights do not count, and
+    what several operations save together counts once."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {local(weight).untyped_storage().data_ptr() for weight in weights}
+        self.bytes = 0
+
+    def __enter__(self) -> SavedBytes:
+        self.bytes = 0
+        self._seen: set[int] = set()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # A linear layer that is split over tp ranks saves its weight transposed.
+        if not isinstance(viewed(tensor), torch.nn.Parameter):
+            storage = local(tensor).untyped_storage()
+            place = storage.data_ptr()
+            if place not in self._seen and place not in self._weights:
+                self._seen.add(place)
+                self.bytes += storage.nbytes()
+        # Detached: an operation that saves its own output would keep itself, and with it the whole graph, if no
+        # backward pass visits it.
+        return tensor.detach()
+
+
+class Collected:
+    """Measurements of several runs of one schedule's mini-batches, by position within a mini-batch."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, Kind, int], list[float]] = {}
+        self._bytes: dict[tuple[str, int], list[float]] = {}
+        self.peak_bytes = 0
+
+    def add(
+        self, seconds: dict[Key, float], saved: dict[tuple[str, int], int], peak_bytes: int, counts: dict[str, int]
+    ) -> None:
+        """`counts[model]`: micro-batches of a mini-batch."""
+        for (model, kind, index), value in seconds.items():
+            self._seconds.setdefault((model, kind, index % counts[model]), []).append(value)
+        for (model, index), size in saved.items():
+            self._bytes.setdefault((model, index % counts[model]), []).append(float(size))
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+
+    def take(self, rank: int) -> list[StageTimes]:
+        """One message a model; then everything is forgotten."""
+        found = []
+        for model in sorted({model for model, _, _ in self._seconds}):
+            kinds: dict[Kind, list[float]] = {}
+            for kind in ("F", "B", "I", "W"):
+                values = [v for (m, k, _), v in sorted(self._seconds.items()) if (m, k) == (model, kind)]
+                if values:
+                    kinds[kind] = [statistics.median(v) for v in values]
+            sizes = [statistics.median(v) for (m, _), v in sorted(self._bytes.items()) if m == model]
+            found.append(StageTimes(rank=rank, model=model, seconds=kinds, activation=sizes))
+        self._seconds, self._bytes, self.peak_bytes = {}, {}, 0
+        return found

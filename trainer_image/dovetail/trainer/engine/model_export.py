@@ -1,0 +1,49 @@
+"""Export of a trained model as a Hugging Face folder, by all ranks that hold a part of it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.models import HuggingFaceWriter, load_config
+from dovetail.models.export import write_text
+from dovetail.trainer.engine.engine_model import tokenizer_folder
+from dovetail.trainer.engine.parallel import compute_dtype
+from dovetail.trainer.files.storage import write_together
+
+if TYPE_CHECKING:
+    from dovetail.trainer.engine.engine import Engine
+
+
+def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
+    """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype. A value head
+    beside a language model's gets a file of its own. `subtract`: see `HuggingFaceWriter.finish`. dovetail.json says
+    which run made it, at which step."""
+    name = "actor" if model == "ema" else model
+    ref, held = engine.loaded[name], engine.models.get(name)
+    compute = compute_dtype(getattr(engine.spec.models, name).dtype, engine.groups.device)
+
+    def write(folder: Path) -> dict[str, Any]:
+        if held is None:
+            return {"files": [], "bytes": 0}
+        tensors = engine.weights(model)
+        beside = list(held.gather(engine.ema if model == "ema" else None, beside=True))
+        try:
+            if held.groups.dp_rank == 0 and held.groups.tp_rank == 0:
+                writer = HuggingFaceWriter(folder, held.groups.pp_rank)
+                writer.write_value_head(beside)
+                return writer.write(tensors, compute)
+            return {"files": [], "bytes": 0}
+        finally:
+            deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here
+
+    def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
+        stage = engine.stage.value if engine.stage else ""
+        write_text(folder / "dovetail.json", json.dumps({"run": run, "stage": stage, "step": engine.step}))
+        HuggingFaceWriter(folder).finish(
+            manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref), subtract
+        )
+
+    write_together(engine.groups, path, write, finish)

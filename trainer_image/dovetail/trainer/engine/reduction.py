@@ -1,0 +1,101 @@
+"""Adding up a model's gradient over the ranks that hold parts of it, beside the computation.
+
+It begins on each rank as soon as that rank has its gradient and needs no rank's thread after that: a rank that goes on
+with other work of its schedule holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.trainer.compat import copy_into
+from dovetail.trainer.engine.engine_model import EngineModel
+from dovetail.trainer.engine.optim import local
+from dovetail.trainer.groups import PeerLost, peer_errors
+
+
+class Reduction:
+    """The gradient of one model after its last backward of a mini-batch on this rank: summed over pipelines side by
+    side, over tp ranks that each have a part of it, and over both halves of a tied embedding, then its squared norm
+    over everything. Every rank makes one; the order among models is free, as each model has groups of its own."""
+
+    def __init__(self, held: EngineModel, device: torch.device) -> None:
+        self._held, self._device = held, device
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._last: Any = None
+        self._squared = torch.zeros(1, dtype=torch.float64, device=device)
+        self._stages = self._start()
+        self._advance(None)
+
+    def norm(self, deadline: timedelta) -> float:
+        """The global gradient norm, the same on every rank; waits for the ranks that have not got here. Raises
+        PeerLost once `deadline` has passed."""
+        end = time.monotonic() + deadline.total_seconds()
+        while not self._ended.wait(timeout=min(1.0, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                raise PeerLost(
+                    f"adding up the gradient of {self._held.name}: another trainer rank did not come within "
+                    f"{deadline.total_seconds():.0f} s"
+                )
+        with peer_errors(f"adding up the gradient of {self._held.name}"):
+            if self._error is not None:
+                raise self._error
+            if self._last is not None:
+                self._last.wait()  # on a GPU: the results are there for what this stream does next
+        return float(self._squared.sqrt())
+
+    def _advance(self, future: Any) -> None:
+        """Start the next operation; called again when that is done (by the transport's thread, or, on a GPU, at once
+        on a stream of its own)."""
+        try:
+            if future is not None:
+                future.value()
+            for work in self._stages:
+                self._last = work.get_future()
+                self._last.then(self._advance)
+                return
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def _start(self) -> Iterator[Any]:
+        """The operations one after another, each started when the one before is done."""
+        groups, optimizer = self._held.groups, self._held.optimizer
+        copies, split = self._held.copies, self._held.split
+        trainable = self._held.trainable()
+        if partial := [name for name in trainable if name in split.partial]:
+            yield from self._sum(partial, groups.tp_mesh.get_group())
+        if copies is not None:
+            yield from self._sum(list(trainable), copies)
+        name = self._held.module.tied_copy
+        skip: set[str] = set()
+        if name is not None:
+            parameter = dict(self._held.module.named_parameters())[name]
+            if parameter.requires_grad and parameter.grad is not None:
+                yield dist.all_reduce(local(parameter.grad), group=groups.tied, async_op=True)
+            if not self._held.is_first:
+                skip = {name}  # the first stage counts it
+        if groups.tp_rank:
+            skip |= trainable.keys() - split.shared.keys()  # of what all tp ranks hold, the first counts it
+        # Copies hold the same gradients: one of them counts.
+        counts = copies is None or dist.get_rank(copies) == 0
+        self._squared.fill_(optimizer.squared_norm(skip) if counts else 0.0)
+        if dist.get_world_size(groups.everyone) > 1:
+            yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)
+
+    def _sum(self, names: list[str], group: Any) -> Iterator[Any]:
+        """Add up the gradients of parameters over the ranks of a group, in one message."""
+        parameters = self._held.trainable()
+        gradients = [local(grad) for name in names if (grad := parameters[name].grad) is not None]
+        flat = torch.cat([g.reshape(-1) for g in gradients]) if gradients else torch.zeros(0, device=self._device)
+        yield dist.all_reduce(flat, group=group, async_op=True)
+        if gradients:
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            copy_into(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

@@ -1,0 +1,1 @@
+"""Files that ranks write together, and how they are read again."""

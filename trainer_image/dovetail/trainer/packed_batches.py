@@ -1,0 +1,155 @@
+"""From a batch's arrays to micro-batches: checks, the split over data-parallel ranks, packing.
+
+Everything here is a pure function of the batch, so every rank comes to the same split by itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.protocol.wire import Arrays
+from dovetail.trainer.algorithms.balance import partition
+from dovetail.trainer.command_errors import BadCommand
+
+
+def read(arrays: Arrays, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Tensor:
+    """Array `name` as a tensor of `dtype`; None in `shape` stands for any size.
+
+    Raises BadCommand naming the array when it is missing or has another shape."""
+    if name not in arrays:
+        raise BadCommand(f"the batch has no array {name!r}; it has {', '.join(sorted(arrays)) or 'none'}")
+    array = arrays[name]
+    wanted = " x ".join("?" if size is None else str(size) for size in shape)
+    if array.ndim != len(shape) or any(
+        size is not None and size != found for size, found in zip(shape, array.shape, strict=False)
+    ):
+        raise BadCommand(f"batch array {name!r} has shape {list(array.shape)}, expected {wanted}")
+    return torch.from_numpy(np.array(array)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T."""
+
+    tokens: Tensor
+    lengths: Tensor
+
+    @staticmethod
+    def read(arrays: Arrays, prefix: str = "") -> Sequences:
+        tokens = read(arrays, f"{prefix}tokens", torch.int64, (None, None))
+        lengths = read(arrays, f"{prefix}lengths", torch.int64, (tokens.shape[0],))
+        return Sequences.checked(tokens, lengths, f"{prefix}lengths")
+
+    @staticmethod
+    def checked(tokens: Tensor, lengths: Tensor, name: str) -> Sequences:
+        """Raises BadCommand for an empty batch or a length outside 1..T."""
+        if tokens.shape[0] == 0:
+            raise BadCommand("the batch has no sequences")
+        if int(lengths.min()) < 1 or int(lengths.max()) > tokens.shape[1]:
+            raise BadCommand(f"batch array {name!r} must lie in 1..{tokens.shape[1]}, the width of its tokens")
+        if int(tokens.min()) < 0:
+            raise BadCommand("the batch holds negative token ids")
+        return Sequences(tokens, lengths)
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+    def pack(self, rows: Sequence[int], wanted: Tensor) -> Packed:
+        """These rows without their padding, where `wanted` (rows, T) bool marks the positions whose outputs matter;
+        none of them beyond a row's length."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        lengths = self.lengths[index]
+        width = int(lengths.max())
+        tokens = self.tokens[index, :width]
+        inside = torch.arange(width) < lengths.unsqueeze(1)
+        places = wanted[:, :width][inside].nonzero().squeeze(1)
+        return Packed(tokens[inside].unsqueeze(0), tuple(lengths.tolist()), places, shifted(tokens)[inside][places])
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences laid out one after the other: `tokens` (1, total) int64, and their `lengths`, which add up to total.
+
+    `wanted` (n,) int64: positions in 0..total-1 whose outputs matter, ascending; `targets` (n,) int64: the token after
+    each of them (any, after a sequence's last)."""
+
+    tokens: Tensor
+    lengths: tuple[int, ...]
+    wanted: Tensor
+    targets: Tensor
+
+
+def unpacked(values: Tensor, where: Tensor) -> Tensor:
+    """`values` (n,) at the n places that `where` (B, T) bool marks, row by row, and 0 elsewhere: (B, T)."""
+    where = where.to(values.device)
+    return values.new_zeros(where.shape).masked_scatter(where, values)
+
+
+def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
+    """Rows of each micro-batch of each data-parallel rank: `result[dp_rank][i]` has exactly `micro` rows.
+
+    Every rank gets as many rows, and nearly as many tokens; so does every micro-batch of a rank, the largest first.
+    Raises BadCommand when the rows cannot be dealt out evenly."""
+    if len(lengths) % (dp * micro):
+        raise BadCommand(
+            f"{len(lengths)} sequences cannot be split into micro-batches of {micro} on {dp} data-parallel ranks; "
+            "the (mini-)batch size must be a multiple of microBatchSize times dp"
+        )
+    count = len(lengths) // (dp * micro)
+    result = []
+    for rows in partition(lengths, dp, equal_counts=True):
+        parts = partition([lengths[row] for row in rows], count, equal_counts=True)
+        mine = [[rows[i] for i in part] for part in parts]
+        result.append(sorted(mine, key=lambda part: -sum(lengths[row] for row in part)))
+    return result
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Rows of a micro-batch whose number was made up with repeats: `weights` (rows,) is 0 for those, else 1."""
+
+    rows: list[int]
+    weights: Tensor
+
+
+def split_padded(count: int, dp: int, micro: int, at_least: int = 1) -> list[list[Padded]]:
+    """Like `split` for any number of rows: in order, and made up with repeats of row 0 that count nothing, so that
+    every rank runs as many micro-batches (at least `at_least`) of one size."""
+    micro = min(micro, -(-count // dp))
+    each = max(at_least, -(-count // (dp * micro)))
+    result = []
+    for rank in range(dp):
+        start = rank * each * micro
+        rows = range(start, start + each * micro)
+        real = [row if row < count else 0 for row in rows]
+        weights = torch.tensor([float(row < count) for row in rows])
+        parts = [slice(i, i + micro) for i in range(0, each * micro, micro)]
+        result.append([Padded(real[part], weights[part]) for part in parts])
+    return result
+
+
+def generator(*key: int | str) -> torch.Generator:
+    """A random generator seeded by the key alone, the same on every machine."""
+    digest = hashlib.sha256("/".join(str(part) for part in key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def mini_batches(count: int, size: int, epochs: int, seed: int, step: int) -> Iterator[tuple[int, list[int]]]:
+    """(epoch, rows) of every optimizer step of an iteration: each epoch is a permutation of all rows, drawn from
+    (seed, step, epoch), cut into mini-batches. Raises BadCommand unless `size` divides `count`."""
+    if count % size:
+        raise BadCommand(f"{count} samples cannot be cut into mini-batches of {size}; check ppo.miniBatchSize")
+    for epoch in range(epochs):
+        order = torch.randperm(count, generator=generator("mini-batches", seed, step, epoch)).tolist()
+        for start in range(0, count, size):
+            yield epoch, order[start : start + size]
+
+
+def shifted(tokens: Tensor) -> Tensor:
+    """The token that each position predicts: (B, T) -> (B, T), the last column (which predicts nothing) 0."""
+    return torch.nn.functional.pad(tokens[:, 1:], (0, 1))

@@ -1,0 +1,61 @@
+"""Log-probabilities of a few fixed tokens with the weights that were just sent, to judge servers by."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.models import load_config
+from dovetail.models.stage import Outputs
+from dovetail.protocol.messages import Probe
+from dovetail.trainer.algorithms.logprobs import gather_logprobs
+from dovetail.trainer.engine.parallel import compute_dtype
+from dovetail.trainer.packed_batches import Packed, Sequences
+from dovetail.trainer.steps.step_context import Context
+
+TOKENS = 32
+_MODEL = "actor"
+
+
+def probe_tokens(vocabulary: int, limit: int) -> list[int]:
+    """Token ids drawn from all of the vocabulary, always the same ones; at most `limit`."""
+    draw = random.Random(vocabulary)
+    return [draw.randrange(vocabulary) for _ in range(max(0, min(TOKENS, limit)))]
+
+
+def longest_sequence(spec: RLHFJobSpec, config: Any) -> int:
+    """Tokens that a server of the job takes, prompt and response together."""
+    wanted = spec.data.max_prompt_tokens + spec.generation.max_tokens
+    positions = getattr(config, "max_position_embeddings", None)
+    return min(wanted, int(positions)) if positions else wanted
+
+
+def take_probe(context: Context, version: int) -> Probe | None:
+    """The actor's log-probabilities, the same on every rank; None where servers take no two tokens as a prompt. A
+    collective call. Raises FloatingPointError on every rank where a number is not finite."""
+    held = context.engine.models.get(_MODEL)
+    ref = context.engine.loaded[_MODEL]
+    config = held.config if held is not None else load_config(ref)
+    tokens = probe_tokens(int(config.vocab_size), longest_sequence(context.spec, config) - 1)
+    if len(tokens) < 2:
+        return None
+    sequences = Sequences(torch.tensor([tokens]), torch.tensor([len(tokens)]))
+    wanted = torch.ones(1, len(tokens), dtype=torch.bool)
+    wanted[:, -1] = False
+
+    def read(output: Any, packed: Packed, rows: list[int]) -> torch.Tensor:
+        logits = output.logits if isinstance(output, Outputs) else output
+        return gather_logprobs(logits, packed.targets.to(logits.device)).view(len(rows), -1)
+
+    found = context.per_sequence(_MODEL, sequences, wanted, 1, len(tokens) - 1, read)[0]
+    if not bool(found.isfinite().all()):
+        raise FloatingPointError(
+            f"the actor's weights of version {version} give log-probabilities that are not finite; lower the learning "
+            "rate, or go on from an older checkpoint"
+        )
+    trained = getattr(context.spec.models, _MODEL)
+    dtype = compute_dtype(trained.dtype, context.groups.device)
+    return Probe(version=version, tokens=tokens, logprobs=found.tolist(), dtype=str(dtype).removeprefix("torch."))

@@ -1,0 +1,110 @@
+"""The heartbeat thread: says that this rank lives, and gets it out of waits whose generation is over."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from dovetail.protocol.exit_codes import SUPERSEDED
+from dovetail.protocol.messages import Heartbeat
+from dovetail.protocol.pulse import Pulse, ThreadProgress
+from dovetail.trainer.rank.coordinator_client import CoordinatorClient
+
+INTERVAL_SECONDS = 2.0
+
+
+class HeartbeatThread:
+    """Beats every 2 s from `start` on, for the coordinator; the pulse beats only while the main thread does something.
+
+    A rank that waits for a dead peer normally gets a broken connection at once and leaves by itself. For the other
+    cases (a frozen peer, one that never came) `superseded` becomes true as soon as the coordinator names a newer
+    generation than the one we are in, and if the main thread has not called `leave` within the grace given to
+    `enter`, the process ends with code 75, to be started again: a waiting Gloo collective cannot be interrupted."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        name: str,
+        rank: int,
+        incarnation: str,
+        log: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._client, self._name, self._rank, self._incarnation = client, name, rank, incarnation
+        self._log, self._clock, self._exit = log, clock, exit_process
+        self._lock = threading.Lock()
+        self._generation: int | None = None
+        self._grace = 0.0
+        self._superseded_at: float | None = None
+        self._cancelled: str | None = None
+        # The command that the coordinator waits for, and when it was asked.
+        self._live: tuple[str, float] | None = None
+        # The command that `cancelled` was asked about last, and since when.
+        self._watched: tuple[str, float] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def enter(self, generation: int, grace: float) -> None:
+        """This rank now belongs to `generation`, and may take `grace` seconds to leave it once it is over."""
+        with self._lock:
+            self._generation, self._grace, self._superseded_at = generation, grace, None
+
+    def leave(self) -> None:
+        """This rank belongs to no generation."""
+        with self._lock:
+            self._generation, self._superseded_at = None, None
+
+    @property
+    def superseded(self) -> bool:
+        with self._lock:
+            return self._superseded_at is not None
+
+    def cancelled(self, command_id: str) -> bool:
+        """Whether the coordinator gave the command up, does not know it (another coordinator gave it), or the whole
+        generation is over. To be asked again and again while the command runs."""
+        with self._lock:
+            if self._watched is None or self._watched[0] != command_id:
+                self._watched = command_id, self._clock()
+            # What was asked before this rank had the command may be older than the command.
+            known = self._live is None or self._live[1] < self._watched[1] or self._live[0] == command_id
+            return self._superseded_at is not None or self._cancelled == command_id or not known
+
+    def beat(self) -> None:
+        """One heartbeat and what follows from its answer."""
+        with self._lock:
+            generation = self._generation
+        asked = self._clock()
+        reply = self._client.heartbeat(
+            Heartbeat(name=self._name, rank=self._rank, incarnation=self._incarnation, generation=generation)
+        )
+        now = self._clock()
+        with self._lock:
+            if reply is not None:
+                self._cancelled = reply.cancelled
+                self._live = None if reply.running is None else (reply.running, asked)
+            if generation is None or self._generation != generation:
+                return
+            newer = reply is not None and reply.generation is not None and reply.generation > generation
+            if newer and self._superseded_at is None:
+                self._superseded_at = now
+            stuck = self._superseded_at is not None and now - self._superseded_at >= self._grace
+        if stuck:
+            self._log("rank.stuck", generation=generation, message="the generation is over; this process starts anew")
+            self._exit(SUPERSEDED)
+
+    def _run(self) -> None:
+        pulse, main = Pulse.read(), ThreadProgress.of_main_thread()
+        while not self._stop.is_set():
+            if main.moved():
+                pulse.beat()
+            self.beat()
+            self._stop.wait(INTERVAL_SECONDS)

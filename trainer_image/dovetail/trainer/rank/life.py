@@ -1,0 +1,202 @@
+"""The life of a trainer rank: join, form groups, obey commands, and join again when a peer is lost."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter
+
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
+from dovetail.trainer.command_errors import Superseded
+from dovetail.trainer.command_runner import CommandRunner
+from dovetail.trainer.groups import Groups, PeerLost
+from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, StaleGeneration
+from dovetail.trainer.rank.heartbeat import HeartbeatThread
+from dovetail.trainer.rank.metrics import TrainerMetrics
+
+COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
+# How long after a generation's end a rank may still be inside it (see HeartbeatThread). While groups form, nothing is
+# held that a new process would have to load again.
+SERVING_GRACE_SECONDS = 20.0
+FORMING_GRACE_SECONDS = 4.0
+REJOIN_PAUSE_SECONDS = 0.5
+# While the coordinator is away, rank 0 still says so to the others this often (besides the poll itself).
+SILENCE_SECONDS = 10.0
+# Must exceed a long poll: between commands the other ranks wait in a broadcast. A dead peer breaks its connections at
+# once, and a frozen one is noticed by the coordinator after peerTimeoutSeconds, so this is the last resort.
+LEAST_TIMEOUT_SECONDS = 90.0
+
+
+@dataclass
+class Rank:
+    """One trainer rank of a job. `nccl_version` is None without GPUs."""
+
+    env: ProcessEnv
+    spec: RLHFJobSpec
+    layouts: dict[str, Parallelism]
+    client: CoordinatorClient
+    heartbeat: HeartbeatThread
+    metrics: TrainerMetrics
+    log: Callable[..., None]
+    incarnation: str
+    nccl_version: str | None = None
+    sleep: Callable[[float], None] = time.sleep
+    _failed: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Until `stop`. Raises CoordinatorUnreachable or Refused."""
+        while True:
+            reply = self._join()
+            generation = reply.generation
+            assert generation is not None
+            self.log("rank.joined", generation=generation, world_size=reply.world_size)
+            try:
+                if self._live(reply, generation):
+                    return
+            except (PeerLost, StaleGeneration, Superseded) as reason:
+                self.log("generation.left", generation=generation, reason=str(reason))
+            finally:
+                self.heartbeat.leave()
+                self.metrics.generation.set(0)
+            self.metrics.rejoins.inc()
+            # Whoever lost us needs a moment to see it; without a pause two ranks can chase each other.
+            self.sleep(REJOIN_PAUSE_SECONDS)
+
+    def _join(self) -> JoinReply:
+        while True:
+            request = JoinRequest(
+                name=self.env.name,
+                rank=self.env.rank,
+                world_size=self.env.world_size,
+                incarnation=self.incarnation,
+                host=self.env.host,
+                port=free_port(self.env.host),
+                nccl_version=self.nccl_version,
+            )
+            reply = self.client.join(request)
+            if reply.generation is not None:
+                return reply
+
+    def _live(self, reply: JoinReply, generation: int) -> bool:
+        """One generation; true when told to stop. Raises PeerLost, StaleGeneration, Superseded."""
+        self.heartbeat.enter(generation, FORMING_GRACE_SECONDS)
+        groups = Groups.form(
+            reply.master_host,
+            reply.master_port,
+            self.env.rank,
+            self.env.world_size,
+            self.layouts,
+            max(LEAST_TIMEOUT_SECONDS, float(self.spec.failure_policy.peer_timeout_seconds)),
+        )
+        self.heartbeat.enter(generation, SERVING_GRACE_SECONDS)
+        self.metrics.generation.set(generation)
+        self.log("groups.formed", generation=generation)
+        runner = CommandRunner(
+            self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled
+        )
+        try:
+            return self._serve(generation, groups, runner)
+        finally:
+            # Closing frees the peers that wait for us; models go before the next generation loads its own.
+            groups.close()
+            runner.close()
+            del runner
+            gc.collect()
+
+    def _serve(self, generation: int, groups: Groups, runner: CommandRunner) -> bool:
+        asking = _Asking(self.client, generation, runner)
+        while True:
+            waited = time.monotonic()
+            command = asking.next() if self.env.rank == 0 else None
+            # An empty command is sent on too, as a sign of life within every collective's deadline.
+            document = groups.broadcast_json(None if command is None else command.model_dump(mode="json"))
+            self.metrics.idle_seconds.inc(time.monotonic() - waited)
+            if self.heartbeat.superseded:
+                raise Superseded("the coordinator has moved on to a newer generation")
+            if document is None:
+                continue
+            received = COMMAND.validate_python(document)
+            if isinstance(received, Stop):
+                self.log("rank.stopped", id=received.id)
+                if self.env.rank == 0:
+                    asking.farewell(received)
+                return True
+            asking.done(self._execute(received, runner))
+
+    def _execute(self, command: Command, runner: CommandRunner) -> CommandResult:
+        started = time.monotonic()
+        self.log("command.started", id=command.id, kind=command.kind)
+        result = runner.execute(command)
+        seconds = time.monotonic() - started
+        stage = runner.stage.value if runner.stage is not None else None
+        self.metrics.observe(command.kind, result, seconds, stage, runner.step)
+        self.log(
+            "command.finished",
+            id=command.id,
+            ok=result.ok,
+            error=result.error,
+            seconds=round(seconds, 3),
+            metrics={name: round(value, 6) for name, value in result.metrics.items()},
+        )
+        return result
+
+
+class _Asking:
+    """Rank 0's end of /v1/trainer/next. A result is handed in until an answer shows that it arrived."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        generation: int,
+        runner: CommandRunner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._generation, self._runner, self._clock = client, generation, runner, clock
+        self._last: CommandResult | None = None
+        self._handed_in = True
+        self._heard = clock()
+
+    def done(self, result: CommandResult) -> None:
+        """The command was executed; its result goes with the next request."""
+        self._last, self._handed_in = result, False
+
+    def next(self) -> Command | None:
+        """The next command; None when the poll ended without one, or nobody answered for a short while.
+
+        Raises StaleGeneration, Refused, and CoordinatorUnreachable once the client's whole patience is spent."""
+        result = None if self._handed_in else self._last
+        request = NextRequest(
+            generation=self._generation, result=result, stage=self._runner.stage, step=self._runner.step
+        )
+        try:
+            command = self._client.next(request, min(self._client.patience, SILENCE_SECONDS)).command
+        except CoordinatorUnreachable:
+            if self._clock() - self._heard > self._client.patience:
+                raise
+            return None
+        self._heard, self._handed_in = self._clock(), True
+        if command is not None and self._last is not None and command.id == self._last.id:
+            # Asked again for what is done: the coordinator was restarted before it noted the answer.
+            self._handed_in = False
+            return None
+        return command
+
+    def farewell(self, stop: Stop) -> None:
+        """Tell the coordinator, if it is still there, that the ranks stop."""
+        result = CommandResult(id=stop.id, ok=True, error=None)
+        self._client.last_word(
+            NextRequest(generation=self._generation, result=result, stage=self._runner.stage, step=self._runner.step)
+        )
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on at `host` right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,237 @@
+"""A PPO batch as tensors, and what is computed once over the whole of it: advantages, weights, metrics.
+
+Every rank does this for the global batch by itself: it is cheap, and whitening and group baselines need all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
+from dovetail.protocol.experience import Experience
+from dovetail.protocol.wire import Arrays
+from dovetail.trainer.algorithms.advantages import compute_advantages
+from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
+from dovetail.trainer.algorithms.kl import kl_estimate
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.functions import UserAdvantages
+from dovetail.trainer.packed_batches import Sequences, read
+from dovetail.trainer.steps.step_context import Metrics, variance
+
+
+@dataclass(frozen=True)
+class PPOSamples:
+    """One iteration's samples. (N, R) float32 tensors have entry r for response token r; `mask` (N, R) bool."""
+
+    sequences: Sequences
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    mask: Tensor
+    rollout_logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+    scores: Tensor
+    groups: Tensor
+    finished: Tensor
+    advantages: Tensor | None
+    returns: Tensor | None
+
+    @staticmethod
+    def read(arrays: Arrays, config: PPO, own_values: bool = False) -> PPOSamples:
+        """`own_values`: the trainer makes the values, so the batch needs none. Raises BadCommand naming the array that
+        is missing, misshapen or not finite inside its mask."""
+        tokens = read(arrays, "tokens", torch.int64, (None, None))
+        n = tokens.shape[0]
+        prompts = read(arrays, "prompt_lengths", torch.int64, (n,))
+        responses = read(arrays, "response_lengths", torch.int64, (n,))
+        if n and int(prompts.min()) < 1:
+            raise BadCommand("every prompt needs at least one token: batch array 'prompt_lengths' holds a 0")
+        sequences = Sequences.checked(tokens, prompts + responses, "prompt_lengths + response_lengths")
+        rollout = read(arrays, "rollout_logprobs", torch.float32, (n, None))
+        width = rollout.shape[1]
+        if int(responses.min()) < 0 or int(responses.max()) > width:
+            raise BadCommand(f"batch array 'response_lengths' must lie in 0..{width}, the width of rollout_logprobs")
+        mask = torch.arange(width) < responses.unsqueeze(1)
+        if not bool(mask.any()):
+            raise BadCommand("no sample of the batch has a response token")
+
+        def per_token(name: str, needed: bool) -> Tensor | None:
+            if name not in arrays and not needed:
+                return None
+            array = read(arrays, name, torch.float32, (n, width))
+            if not bool(torch.isfinite(array[mask]).all()):
+                raise BadCommand(f"batch array {name!r} holds a value that is not finite")
+            return torch.where(mask, array, 0.0)
+
+        custom = config.advantage_function is not None
+        needs_values = config.advantage == "gae" and not custom and not own_values and "advantages" not in arrays
+        scores = read(arrays, "scores", torch.float32, (n,))
+        if not bool(torch.isfinite(scores).all()):
+            raise BadCommand("batch array 'scores' holds a value that is not finite")
+        samples = PPOSamples(
+            sequences=sequences,
+            prompt_lengths=prompts,
+            response_lengths=responses,
+            mask=mask,
+            rollout_logprobs=_present(per_token("rollout_logprobs", True)),
+            ref_logprobs=_present(per_token("ref_logprobs", True)),
+            values=per_token("values", needs_values),
+            scores=scores,
+            groups=read(arrays, "groups", torch.int64, (n,)),
+            finished=read(arrays, "finished", torch.bool, (n,)),
+            advantages=per_token("advantages", False),
+            returns=per_token("returns", False),
+        )
+        if samples.returns is not None and samples.advantages is None:
+            raise BadCommand("the batch has 'returns' without 'advantages'; give both")
+        return samples
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def arrays(self, old_logprobs: Tensor) -> Arrays:
+        """As the batch has them, with the log-probabilities of the policy that sampled, (N, R)."""
+        tables = {
+            "tokens": self.sequences.tokens.int(),
+            "prompt_lengths": self.prompt_lengths.int(),
+            "response_lengths": self.response_lengths.int(),
+            "rollout_logprobs": self.rollout_logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "values": self.values,
+            "scores": self.scores,
+            "groups": self.groups.int(),
+            "finished": self.finished,
+            "old_logprobs": old_logprobs,
+        }
+        return {name: table.numpy() for name, table in tables.items() if table is not None}
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def response_positions(prompt_lengths: Tensor, response_lengths: Tensor, time: int) -> Tensor:
+    """(B, time) bool: the positions whose outputs belong to response tokens, each the one before its token."""
+    first, places = prompt_lengths.unsqueeze(1) - 1, torch.arange(time)
+    return (first <= places) & (places < first + response_lengths.unsqueeze(1))
+
+
+def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
+    """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
+
+    Auto trusts the rollout where both sides compute the same numbers: float32 on both, temperature 1, no top-k or
+    top-p. Otherwise rounding and the cut distribution would enter the ratio."""
+    if spec.ppo.old_log_probs != "Auto":
+        return spec.ppo.old_log_probs == "Recompute"
+    trainer = spec.models.actor.dtype
+    exact = trainer is Dtype.FLOAT32 or (trainer is Dtype.AUTO and device_type == "cpu")
+    for group in spec.groups:
+        if Role.ROLLOUT in group.roles:
+            on_cpu = group.gpu.product is None
+            exact = exact and (group.dtype is Dtype.FLOAT32 or (group.dtype is Dtype.AUTO and on_cpu))
+    generation = spec.generation
+    return not (exact and generation.temperature == 1.0 and generation.top_k == 0 and generation.top_p == 1.0)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the losses need beside the model's outputs, all (N, R): `old_logprobs`, `advantages`, `returns` and
+    `old_values` for the critic, `weights` for truncated importance sampling; `kl_coef` of a penalty in the loss;
+    `metrics` of the batch."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    returns: Tensor | None
+    old_values: Tensor | None
+    weights: Tensor | None
+    kl_coef: float
+    metrics: Metrics
+
+
+def targets(
+    samples: PPOSamples,
+    config: PPO,
+    kl_coef: float,
+    recomputed: Tensor | None,
+    function: UserAdvantages | None = None,
+    compared: Tensor | None = None,
+    iteration: int = 0,
+) -> Targets:
+    """Advantages and the rest over the global batch. `recomputed` (N, R) are the trainer's own log-probabilities at
+    the weights that sampled, None to use the rollout's; `compared` the same at temperature 1, of which the rollout's
+    always are, None where that is no other. `function` is what `advantageFunction` names. Advantages that the batch
+    brings come first. Raises BadCommand when a setting and the batch do not fit, and where the function fails."""
+    mask = samples.mask
+    old = samples.rollout_logprobs if recomputed is None else recomputed
+    weights = None
+    metrics: Metrics = {}
+    if recomputed is not None:
+        cap = config.importance_sampling.cap
+        same = recomputed if compared is None else compared
+        if config.importance_sampling.mode == "Truncated":
+            weights = truncated_weights(same, samples.rollout_logprobs, mask, cap)
+        metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
+    advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
+    kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
+    clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip
+    metrics |= {
+        "reward": float(samples.scores.double().mean()),
+        "reward_clipped": 0.0 if clip is None else float((samples.scores.abs() > clip).double().mean()),
+        "reward_std": float(samples.scores.double().std()) if len(samples) > 1 else 0.0,
+        "kl": float(kl.double().mean()),
+        "kl_ci95": 1.96 * float(kl.double().std()) / len(samples) ** 0.5 if len(samples) > 1 else 0.0,
+        "kl_coef": kl_coef,
+        "response_length": float(samples.response_lengths.double().mean()),
+        "finished_fraction": float(samples.finished.double().mean()),
+        "advantage_std": variance(advantages[mask]) ** 0.5,
+        "samples": float(len(samples)),
+        "tokens": float(mask.sum()),
+    }
+    if rewards is not None and not config.kl_in_loss:
+        metrics["reward_with_kl"] = float(rewards.double().sum(dim=1).mean())
+    if returns is not None and samples.values is not None:
+        spread = variance(returns[mask])
+        left = variance((returns - samples.values)[mask])
+        metrics["explained_variance"] = 1.0 - left / spread if spread > 0 else 0.0
+    return Targets(old, advantages, returns, samples.values, weights, kl_coef, metrics)
+
+
+def _advantages(
+    samples: PPOSamples, config: PPO, kl_coef: float, function: UserAdvantages | None, old: Tensor, iteration: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Advantages, returns and the rewards they were made from, each (N, R)."""
+    if samples.advantages is not None:
+        returns = samples.returns
+        if returns is None and samples.values is not None:
+            returns = torch.where(samples.mask, samples.advantages + samples.values, 0.0)
+        return samples.advantages, returns, None
+    try:
+        if function is not None:
+            seen = Experience(iteration, [], [], samples.arrays(old), config=config, kl_coef=kl_coef)
+            made = [None if table is None else torch.from_numpy(table) for table in function(seen)]
+            return _present(made[0]), made[1], torch.from_numpy(seen.rewards)
+        found = compute_advantages(
+            config,
+            scores=samples.scores,
+            logprobs=old,
+            ref_logprobs=samples.ref_logprobs,
+            mask=samples.mask,
+            groups=samples.groups,
+            finished=samples.finished,
+            kl_coef=kl_coef,
+            values=samples.values,
+        )
+    except ValueError as error:
+        raise BadCommand(str(error)) from error
+    return found.advantages, found.returns, found.rewards
+
+
+def mismatch(logprobs: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Metrics:
+    """Token means (and the maximum) of the gap between trainer and rollout."""
+    sums = {name: float(value) for name, value in mismatch_metrics(logprobs, rollout, mask, cap).items()}
+    tokens = max(1.0, sums.pop("mismatch_tokens"))
+    largest = sums.pop("mismatch_abs_max")
+    return {name: value / tokens for name, value in sums.items()} | {"mismatch_abs_max": largest}

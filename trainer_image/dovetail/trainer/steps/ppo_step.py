@@ -1,0 +1,398 @@
+"""One PPO iteration's training: epochs x mini-batches over the stored samples, actor and critic on one schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dovetail.manifest.critic import value_coef
+from dovetail.manifest.reward import ppo_config
+from dovetail.models import Outputs
+from dovetail.protocol.messages import Action, Step
+from dovetail.protocol.wire import Arrays
+from dovetail.trainer.algorithms.importance import mismatch_metrics
+from dovetail.trainer.algorithms.kl import kl_loss
+from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
+from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, value_loss
+from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.engine.executor import MicroBatch
+from dovetail.trainer.packed_batches import Packed, Sequences, mini_batches, read, split, split_padded, unpacked
+from dovetail.trainer.steps.experience_batch import (
+    PPOSamples,
+    Targets,
+    recomputes_old_logprobs,
+    response_positions,
+    targets,
+)
+from dovetail.trainer.steps.sft_step import predictions
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
+
+Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Ptx:
+    """Demonstrations mixed into the actor's loss; `mask` (N, T) marks predictions to be learnt."""
+
+    sequences: Sequences
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """This rank's list for `mini_batches` of each model; `digest` is of all ranks' lists."""
+
+    actions: list[Action]
+    mini_batches: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's part of one optimizer step; `work` by the models that it holds."""
+
+    work: dict[str, list[list[int]]]
+    response_tokens: int
+    ptx_rows: list[int]
+    first: bool
+
+
+def prepare_step(context: Context, step: Step) -> Run:
+    """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
+    config = ppo_config(context.spec)
+    models = ["actor"] if step.train_actor else []
+    shared = context.require("actor").head == "lm+value"
+    if shared and not step.train_actor:
+        raise BadCommand("train_actor is false, but the critic shares the actor's body and cannot train without it")
+    if "critic" in context.engine.loaded:
+        models.append("critic")
+    if not models:
+        raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
+    arrays = context.fetch(step.batch)
+    samples = PPOSamples.read(arrays, config, own_values=shared)
+    here = [name for name in models if name in context.engine.models]
+    for name in here:
+        context.check_vocabulary(context.model(name), samples.sequences)
+    ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
+    minis = _mini_batches(context, step, samples, here, ptx)
+    if len(minis) % step.mini_batches or (ptx is not None and step.mini_batches > 1):
+        raise BadCommand(
+            f"a schedule of {step.mini_batches} mini-batches cannot be repeated for {len(minis)} optimizer steps"
+            + (" with ptxCoef above 0" if ptx is not None else "")
+        )
+    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in here}, step.mini_batches)
+    schedule = RankSchedule(actions, step.mini_batches, digest(step.actions))
+    recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
+    if "critic" in models and samples.values is None and config.value_clip is not None:
+        raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
+    learns_values = shared or "critic" in models
+    if not recompute and not shared:
+        # Nothing collective is needed before the advantages, so a bad batch is refused while nothing has happened.
+        ready = targets(samples, config, step.kl_coef, None, context.advantages, iteration=step.step)
+        _check_returns(learns_values, ready)
+
+    def run() -> Metrics:
+        if recompute or shared:
+            with context.timeline.phase("old log-probabilities"):
+                old, values, compared = _before_step(context, samples)
+            with_values = replace(samples, values=values) if shared else samples
+            recomputed = old if recompute else None
+            function, number = context.advantages, step.step
+            goals = targets(with_values, config, step.kl_coef, recomputed, function, compared, number)
+            _check_returns(learns_values, goals)
+        else:
+            goals = ready
+        return _train(context, samples, goals, ptx, minis, schedule, models)
+
+    return run
+
+
+def _check_returns(learns_values: bool, goals: Targets) -> None:
+    if learns_values and goals.returns is None:
+        raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
+
+
+def _ptx(context: Context, step: Step, samples: PPOSamples, arrays: Arrays) -> Ptx:
+    sequences = Sequences.read(arrays, "ptx_")
+    mask = read(arrays, "ptx_loss_mask", torch.uint8, tuple(sequences.tokens.shape))
+    if "actor" in context.engine.models:
+        context.check_vocabulary(context.model("actor"), sequences)
+    steps = len(samples) // context.spec.ppo.mini_batch_size
+    if len(sequences) < steps:
+        raise BadCommand(f"{len(sequences)} ptx sequences are fewer than the {steps} mini-batches of an epoch")
+    return Ptx(sequences, predictions(sequences, mask))
+
+
+def _mini_batches(
+    context: Context, step: Step, samples: PPOSamples, models: list[str], ptx: Ptx | None
+) -> list[MiniBatch]:
+    """Every optimizer step of the iteration. Mini-batch k of an epoch mixes in the k-th share of the ptx rows."""
+    config = context.spec.ppo
+    lengths = samples.sequences.lengths
+    steps = len(samples) // config.mini_batch_size
+    minis = []
+    order = mini_batches(len(samples), config.mini_batch_size, config.epochs, context.spec.seed, step.step)
+    for index, (_, rows) in enumerate(order):
+        work = {}
+        for name in models:
+            model = context.model(name)
+            parts = split(lengths[rows].tolist(), model.dp_size, config.micro_batch_size)[model.dp_rank]
+            work[name] = [[rows[i] for i in part] for part in parts]
+        share = []
+        if ptx is not None:
+            total, k = len(ptx.sequences), index % steps
+            share = list(range(total * k // steps, total * (k + 1) // steps))
+        minis.append(MiniBatch(work, int(samples.response_lengths[rows].sum()), share, index == 0))
+    return minis
+
+
+def _train(
+    context: Context,
+    samples: PPOSamples,
+    goals: Targets,
+    ptx: Ptx | None,
+    minis: list[MiniBatch],
+    schedule: RankSchedule,
+    models: list[str],
+) -> Metrics:
+    totals: dict[str, float] = defaultdict(float)
+    applied: dict[str, list[float]] = defaultdict(list)
+
+    def stepped(name: str, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            applied[f"{name}_{key}"].append(value)
+
+    make = {"actor": _actor_micro_batch, "critic": _critic_micro_batch}
+    for start in range(0, len(minis), schedule.mini_batches):
+        span = minis[start : start + schedule.mini_batches]
+        work = {
+            m: [make[m](context, samples, goals, mini, r) for mini in span for r in mini.work[m]] for m in span[0].work
+        }
+        name = f"mini-batch {start}" if len(span) == 1 else f"mini-batches {start}-{start + len(span) - 1}"
+        with context.timeline.phase(name):
+            # Demonstrations add to the gradient before the step.
+            during = stepped if ptx is None else None
+            # The iteration's last step is applied as the weights are published, layer by layer.
+            last = start + len(span) == len(minis)
+            found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest, defer=last)
+            for stats in found.values():
+                _add(totals, stats)
+        if ptx is not None:
+            if span[0].ptx_rows:
+                with context.timeline.phase(f"demonstrations {start}"):
+                    _add(totals, _run_ptx(context, ptx, span[0], schedule.actions))
+            with context.timeline.phase("optimizer"):
+                for model in models:
+                    stepped(model, context.engine.optimizer_step(model))
+                context.engine.after_actor_step()
+    metrics = dict(goals.metrics)
+    if "actor" in models:
+        metrics |= {
+            "policy_loss": mean(totals, "policy_loss", "tokens"),
+            "ratio": mean(totals, "ratio", "tokens"),
+            "approx_kl": mean(totals, "approx_kl", "tokens"),
+            "entropy": mean(totals, "entropy", "tokens"),
+        }
+        metrics |= {name: mean(totals, name, "tokens") for name in totals if context.loss.reports(name)}
+        if "kl_loss" in totals:
+            metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
+        if totals.get("mismatch_tokens"):
+            for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
+                metrics[name] = mean(totals, name, "mismatch_tokens")
+    if ptx is not None:
+        metrics["ptx_loss"] = mean(totals, "ptx_loss", "ptx_tokens")
+    if totals.get("value_tokens"):
+        metrics["value_loss"] = mean(totals, "value_loss", "value_tokens")
+        metrics["value_clipfrac"] = mean(totals, "value_clipped", "value_tokens")
+        metrics["value"] = mean(totals, "value", "value_tokens")
+    for name, values in applied.items():
+        last = name.endswith("learning_rate")
+        metrics[name] = values[-1] if last else sum(values) / len(values)
+    metrics["optimizer_steps"] = float(len(minis))
+    return metrics
+
+
+def _add(totals: dict[str, float], stats: dict[str, float]) -> None:
+    for key, value in stats.items():
+        totals[key] += value
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+def _responses(samples: PPOSamples, rows: list[int]) -> tuple[Packed, Tensor]:
+    """The rows packed, the outputs of their response tokens wanted; and which (rows, R) of a table these are."""
+    time = samples.sequences.tokens.shape[1]
+    wanted = response_positions(samples.prompt_lengths[rows], samples.response_lengths[rows], time)
+    return samples.sequences.pack(rows, wanted), samples.mask[rows]
+
+
+def _actor_micro_batch(
+    context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
+) -> MicroBatch:
+    """The policy's loss (`ppo.loss`) plus KL penalty (if it is in the loss) and entropy bonus over the response tokens
+    of `rows`. Where the actor has a value head, `valueCoef` times the value loss is added: one backward pass for
+    both."""
+    config = context.spec.ppo
+    temperature = context.spec.generation.temperature
+    packed, keep = _responses(samples, rows)
+    normaliser = max(1, mini.response_tokens)
+    share = aggregation_weights(
+        samples.response_lengths[rows],
+        config.loss_aggregation,
+        tokens=normaliser,
+        samples=config.mini_batch_size,
+        longest=context.spec.generation.max_tokens,
+    )
+
+    def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
+        logits = _logits(output)
+        device = logits.device
+        wanted = packed.targets.to(device)
+
+        def cut(table: Tensor) -> Tensor:
+            return table[rows][keep].to(device)
+
+        if config.entropy_coef > 0:
+            logprobs, spread = logprobs_and_entropy(logits, wanted, temperature)
+        else:
+            logprobs = gather_logprobs(logits, wanted, temperature)
+            with torch.no_grad():
+                spread = entropy(logits, temperature)
+        aggregated = None if share is None else share.float().unsqueeze(1).expand(keep.shape)[keep].to(device)
+        weights = aggregated
+        if goals.weights is not None:
+            weights = cut(goals.weights) if weights is None else weights * cut(goals.weights)
+        inputs = LossInputs(
+            tokens=wanted,
+            sequence_ids=keep.nonzero()[:, 0].to(device),
+            mask=torch.ones_like(wanted, dtype=torch.bool),
+            logprobs=logprobs,
+            old_logprobs=cut(goals.old_logprobs),
+            rollout_logprobs=cut(samples.rollout_logprobs),
+            ref_logprobs=cut(samples.ref_logprobs),
+            advantages=cut(goals.advantages),
+            entropy=spread.detach(),
+            config=config,
+            kl_coef=goals.kl_coef,
+        )
+        total, stats = policy_loss(inputs, context.loss, normaliser=normaliser, weights=weights)
+        bonus, more = entropy_bonus(
+            spread, inputs.mask, normaliser=normaliser, coef=config.entropy_coef, weights=aggregated
+        )
+        stats |= more
+        if config.kl_in_loss:
+            penalty, more = kl_loss(
+                logprobs,
+                inputs.ref_logprobs,
+                inputs.mask,
+                normaliser=normaliser,
+                coef=goals.kl_coef,
+                estimator=config.kl_estimator,
+                weights=weights,
+            )
+            total, stats = total + penalty, stats | more
+        if mini.first and goals.weights is None and "mismatch_abs" not in goals.metrics:
+            # Before the first update these are the log-probabilities of the weights that sampled.
+            gap = mismatch_metrics(logprobs, inputs.rollout_logprobs, inputs.mask, config.importance_sampling.cap)
+            stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
+        if config.entropy_coef > 0:
+            total = total + bonus
+        if isinstance(output, Outputs):
+            values_total, more = _value_part(context, goals, mini, rows, keep)(output.values)
+            total, stats = total + values_total, stats | more
+        return total, stats
+
+    return MicroBatch(packed, loss)
+
+
+def _critic_micro_batch(
+    context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
+) -> MicroBatch:
+    packed, keep = _responses(samples, rows)
+    return MicroBatch(packed, _value_part(context, goals, mini, rows, keep))
+
+
+def _value_part(
+    context: Context, goals: Targets, mini: MiniBatch, rows: list[int], keep: Tensor
+) -> Callable[[Tensor], tuple[Tensor, Stats]]:
+    """Clipped value loss, times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
+    returns = goals.returns
+    assert returns is not None
+    old_values = returns if goals.old_values is None else goals.old_values
+
+    def loss(values: Tensor) -> tuple[Tensor, Stats]:
+        device = values.device
+        total, stats = value_loss(
+            values,
+            old_values[rows][keep].to(device),
+            returns[rows][keep].to(device),
+            torch.ones_like(values, dtype=torch.bool),
+            normaliser=max(1, mini.response_tokens),
+            clip=context.spec.ppo.value_clip,
+        )
+        return value_coef(context.spec) * total, stats
+
+    return loss
+
+
+def _logits(output: Tensor | Outputs) -> Tensor:
+    return output.logits if isinstance(output, Outputs) else output
+
+
+def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action]) -> dict[str, float]:
+    """Add the gradient of the language-model loss on the mini-batch's share of demonstrations to the actor's.
+
+    A second pass over the actor's own schedule, before the optimizer step: the sum of both gradients is that of the
+    mixed loss. Shares that do not fill the schedule's micro-batches are made up with rows that count nothing."""
+    model = context.engine.models.get("actor")
+    if model is None:
+        return context.engine.run([], {})["actor"]
+    schedule = [action for action in actions if action.model == "actor"]
+    count = len(mini.work["actor"])
+    micro = -(-len(mini.ptx_rows) // (model.dp_size * count))
+    normaliser = max(1, int(ptx.mask[mini.ptx_rows].sum()))
+    work = []
+    for padded in split_padded(len(mini.ptx_rows), model.dp_size, micro, at_least=count)[model.dp_rank]:
+        rows = [mini.ptx_rows[i] for i in padded.rows]
+        packed = ptx.sequences.pack(rows, ptx.mask[rows] & padded.weights.bool().unsqueeze(1))
+
+        def loss(output: Tensor | Outputs, packed: Packed = packed) -> tuple[Tensor, Stats]:
+            logits = _logits(output)
+            logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+            coef = context.spec.ppo.ptx_coef
+            return ptx_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser, coef=coef)
+
+        work.append(MicroBatch(packed, loss))
+    return context.engine.run(schedule, {"actor": work})["actor"]
+
+
+def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value
+    head, if it has one, before each of them, and where it samples at another temperature, the log-probabilities at
+    temperature 1. One forward pass for all; a collective call."""
+    width = samples.mask.shape[1]
+    temperature = context.spec.generation.temperature
+
+    def of(output: Tensor | Outputs, packed: Packed, rows: list[int]) -> Tensor:
+        logits = _logits(output)
+        found = unpacked(gather_logprobs(logits, packed.targets.to(logits.device), temperature), samples.mask[rows])
+        if isinstance(output, Outputs):
+            found = torch.cat([found, unpacked(output.values, samples.mask[rows])], dim=1)
+        if temperature != 1.0:
+            plain = gather_logprobs(logits, packed.targets.to(logits.device))
+            found = torch.cat([found, unpacked(plain, samples.mask[rows])], dim=1)
+        return found
+
+    micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
+    wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
+    valued, warm = context.require("actor").head != "lm", temperature != 1.0
+    columns = width * (1 + valued + warm)
+    table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of)
+    values = table[:, width : 2 * width] if valued else None
+    return table[:, :width], values, table[:, -width:] if warm else None

@@ -1,0 +1,120 @@
+"""Reward-model training: the pairwise ranking loss on the value at each sequence's last token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.messages import Evaluate, Step
+from dovetail.trainer.algorithms.losses import reward_loss
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.engine.executor import MicroBatch
+from dovetail.trainer.packed_batches import Packed, Sequences, split
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
+
+
+def last_tokens(sequences: Sequences) -> Tensor:
+    """(N, T) bool, true at each sequence's last token, where its reward is."""
+    return torch.arange(sequences.tokens.shape[1]) == sequences.lengths.unsqueeze(1) - 1
+
+
+def load_pairs(context: Context, key: str) -> Sequences:
+    """Chosen sequences, then rejected ones: pair i is rows i and i + pairs. Raises BadCommand."""
+    arrays = context.fetch(key)
+    chosen, rejected = Sequences.read(arrays, "chosen_"), Sequences.read(arrays, "rejected_")
+    if len(chosen) != len(rejected):
+        raise BadCommand(f"batch {key} has {len(chosen)} chosen and {len(rejected)} rejected sequences")
+    width = max(chosen.tokens.shape[1], rejected.tokens.shape[1])
+    both = [torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1])) for part in (chosen, rejected)]
+    pairs = Sequences(torch.cat(both), torch.cat([chosen.lengths, rejected.lengths]))
+    context.check_vocabulary(context.model("reward"), pairs)
+    return pairs
+
+
+def prepare_step(context: Context, step: Step) -> Run:
+    """Check everything about the step that one rank can check alone. Raises BadCommand.
+
+    A micro-batch of n pairs is one forward pass of 2n sequences."""
+    model = context.model("reward")
+    pairs = load_pairs(context, step.batch)
+    n = len(pairs) // 2
+    lengths = (pairs.lengths[:n] + pairs.lengths[n:]).tolist()
+    last = last_tokens(pairs)
+    micro_batches = split(lengths, model.dp_size, context.spec.reward.micro_batch_size)[model.dp_rank]
+    actions = context.actions(step.actions, {"reward": len(micro_batches)})
+
+    def micro_batch(rows: list[int]) -> MicroBatch:
+        both = [*rows, *(row + n for row in rows)]
+
+        def loss(rewards: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return reward_loss(rewards[: len(rows)], rewards[len(rows) :], normaliser=n)
+
+        return MicroBatch(pairs.pack(both, last[both]), loss)
+
+    work = [micro_batch(rows) for rows in micro_batches]
+    schedule = digest(step.actions)
+
+    def run() -> Metrics:
+        with context.timeline.phase("reward step"):
+            stats = context.engine.run(actions, {"reward": work}, schedule=schedule)["reward"]
+            applied = context.engine.optimizer_step("reward")
+        return {
+            "loss": mean(stats, "reward_loss", "pairs"),
+            "accuracy": mean(stats, "correct", "pairs"),
+            "margin": mean(stats, "margin", "pairs"),
+            "pairs": stats["pairs"],
+            **applied,
+        }
+
+    return run
+
+
+def _load_demonstrations(context: Context, key: str) -> Sequences:
+    sequences = Sequences.read(context.fetch(key))
+    if "reward" in context.engine.models:
+        context.check_vocabulary(context.model("reward"), sequences)
+    return sequences
+
+
+def _rewards(values: Tensor, _: Packed, __: list[int]) -> Tensor:
+    return values.unsqueeze(1)
+
+
+def prepare_evaluate(context: Context, command: Evaluate) -> Run:
+    """Accuracy (a tie is wrong) and loss over all pairs of the batches; mean score of the demonstrations, if any."""
+    context.require("reward")
+    batches = [load_pairs(context, key) for key in command.batches]
+    demonstrations = [_load_demonstrations(context, key) for key in command.demonstrations]
+    micro = 2 * context.spec.reward.micro_batch_size
+
+    def scores(sequences: Sequences) -> Tensor:
+        return context.per_sequence("reward", sequences, last_tokens(sequences), micro, 1, _rewards).squeeze(1)
+
+    def run() -> Metrics:
+        totals = {"pairs": 0.0, "correct": 0.0, "loss": 0.0, "chosen": 0.0, "rejected": 0.0}
+        for pairs in batches:
+            n = len(pairs) // 2
+            with context.timeline.phase("reward evaluation"):
+                found = scores(pairs)
+            _, stats = reward_loss(found[:n], found[n:], normaliser=1.0)
+            totals["pairs"] += n
+            totals["correct"] += float(stats["correct"])
+            totals["loss"] += float(stats["reward_loss"])
+            totals["chosen"] += float(stats["chosen"])
+            totals["rejected"] += float(stats["rejected"])
+        written: Metrics = {}
+        if demonstrations:
+            with context.timeline.phase("reward of demonstrations"):
+                found = torch.cat([scores(sequences) for sequences in demonstrations]).double()
+            written = {"demonstrations": float(len(found)), "demonstration_score": float(found.mean())}
+        return {
+            **written,
+            "accuracy": mean(totals, "correct", "pairs"),
+            "pairs": totals["pairs"],
+            "correct": totals["correct"],
+            "loss": mean(totals, "loss", "pairs"),
+            "chosen": mean(totals, "chosen", "pairs"),
+            "rejected": mean(totals, "rejected", "pairs"),
+        }
+
+    return run

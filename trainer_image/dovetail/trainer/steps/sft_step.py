@@ -1,0 +1,83 @@
+"""Supervised fine-tuning: next-token cross entropy on the tokens to be learnt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dovetail.protocol.messages import Evaluate, Step
+from dovetail.trainer.algorithms.logprobs import gather_logprobs
+from dovetail.trainer.algorithms.losses import sft_loss
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.engine.executor import MicroBatch
+from dovetail.trainer.packed_batches import Packed, Sequences, read, shifted, split, unpacked
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
+
+
+def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
+    """(N, T) bool, true where a position's prediction is to be learnt: `loss_mask` marks tokens, position t predicts
+    token t + 1; nothing predicts a sequence's first token, and nothing beyond its length counts."""
+    inside = torch.arange(loss_mask.shape[1]) < sequences.lengths.unsqueeze(1)
+    return shifted((loss_mask.bool() & inside).to(torch.uint8)).bool()
+
+
+def load_batch(context: Context, key: str) -> tuple[Sequences, Tensor]:
+    """Sequences and their `predictions`. Raises BadCommand."""
+    arrays = context.fetch(key)
+    sequences = Sequences.read(arrays)
+    mask = read(arrays, "loss_mask", torch.uint8, tuple(sequences.tokens.shape))
+    context.check_vocabulary(context.model("actor"), sequences)
+    return sequences, predictions(sequences, mask)
+
+
+def prepare_step(context: Context, step: Step) -> Run:
+    """Check everything about the step that one rank can check alone. Raises BadCommand."""
+    model = context.model("actor")
+    sequences, mask = load_batch(context, step.batch)
+    micro_batches = split(sequences.lengths.tolist(), model.dp_size, context.spec.sft.micro_batch_size)[model.dp_rank]
+    actions = context.actions(step.actions, {"actor": len(micro_batches)})
+    normaliser = int(mask.sum())
+    if normaliser == 0:
+        raise BadCommand(f"batch {step.batch} has no token to learn: its loss_mask is 0 everywhere")
+
+    def micro_batch(rows: list[int]) -> MicroBatch:
+        packed = sequences.pack(rows, mask[rows])
+
+        def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+            return sft_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser)
+
+        return MicroBatch(packed, loss)
+
+    work = [micro_batch(rows) for rows in micro_batches]
+    schedule = digest(step.actions)
+
+    def run() -> Metrics:
+        with context.timeline.phase("sft step"):
+            stats = context.engine.run(actions, {"actor": work}, schedule=schedule)["actor"]
+            applied = context.engine.optimizer_step("actor")
+        return {"loss": mean(stats, "loss", "tokens"), "tokens": stats["tokens"], **applied}
+
+    return run
+
+
+def prepare_evaluate(context: Context, command: Evaluate) -> Run:
+    """Mean loss a token over all the batches."""
+    context.require("actor")
+    batches = [load_batch(context, key) for key in command.batches]
+
+    def run() -> Metrics:
+        loss = tokens = 0.0
+        for sequences, mask in batches:
+
+            def sums(logits: Tensor, packed: Packed, rows: list[int], mask: Tensor = mask) -> Tensor:
+                logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+                return -unpacked(logprobs, mask[rows]).sum(dim=1, keepdim=True)
+
+            with context.timeline.phase("sft evaluation"):
+                found = context.per_sequence("actor", sequences, mask, context.spec.sft.micro_batch_size, 1, sums)
+            loss += float(found.double().sum())
+            tokens += float(mask.sum())
+        return {"loss": loss / tokens if tokens else 0.0, "tokens": tokens}
+
+    return run

@@ -1,0 +1,140 @@
+"""What every step needs: the job, the engine and the collection of per-sequence results over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol.messages import Action, ModelRef
+from dovetail.protocol.wire import Arrays
+from dovetail.trainer.algorithms.policy import PolicyLoss
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.engine.engine import Engine, EngineModel
+from dovetail.trainer.engine.executor import MicroBatch, check_actions
+from dovetail.trainer.functions import UserAdvantages
+from dovetail.trainer.groups import Groups, peer_errors
+from dovetail.trainer.packed_batches import Packed, Padded, Sequences, split_padded
+from dovetail.trainer.spans import SpanRecorder
+
+Metrics = dict[str, float]
+# Second half of a command: the collective work. The first half (checks) has no collectives and changes nothing.
+Run = Callable[[], Metrics]
+
+
+@dataclass
+class Context:
+    """`fetch` gives a batch's arrays by key; raises BadCommand when there is none. `loss` is the policy's;
+    `advantages` what `ppo.advantageFunction` names."""
+
+    spec: RLHFJobSpec
+    groups: Groups
+    engine: Engine
+    fetch: Callable[[str], Arrays]
+    timeline: SpanRecorder
+    loss: PolicyLoss
+    advantages: UserAdvantages | None
+
+    def model(self, name: str) -> EngineModel:
+        """Of a model that this rank holds. Raises BadCommand when it is not loaded."""
+        self.require(name)
+        return self.engine.models[name]
+
+    def require(self, name: str) -> ModelRef:
+        """Of a model that some ranks hold. Raises BadCommand when none does."""
+        if name not in self.engine.loaded:
+            held = ", ".join(sorted(self.engine.loaded)) or "no model"
+            raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
+        return self.engine.loaded[name]
+
+    def actions(
+        self, actions: Sequence[Sequence[Action]], micro_batches: dict[str, int], mini_batches: int = 1
+    ) -> list[Action]:
+        """This rank's list, of the models in `micro_batches` (of one mini-batch) alone. Raises BadCommand when the
+        lists do not fit."""
+        if len(actions) != self.groups.world_size:
+            raise BadCommand(
+                f"the command has schedules for {len(actions)} ranks, the trainers are {self.groups.world_size}"
+            )
+        mine = [action for action in actions[self.groups.rank] if action.model in micro_batches]
+        for model, count in micro_batches.items():
+            forwards = sum(action.model == model and action.kind == "F" for action in mine)
+            if forwards != count * mini_batches:
+                raise BadCommand(
+                    f"the schedule of rank {self.groups.rank} runs {forwards} F of {model}, the batch makes "
+                    f"{count * mini_batches} micro-batches; check batch size, microBatchSize and dp"
+                )
+        try:
+            check_actions(mine, {m: n * mini_batches for m, n in micro_batches.items()}, True, mini_batches)
+        except ValueError as error:
+            raise BadCommand(f"rank {self.groups.rank}: {error}") from error
+        return mine
+
+    def check_vocabulary(self, model: EngineModel, sequences: Sequences) -> None:
+        """Raises BadCommand for token ids that the model has no embedding for (an index error deep inside)."""
+        size = int(getattr(model.config, "vocab_size", 0))
+        largest = int(sequences.tokens.max())
+        if size and largest >= size:
+            raise BadCommand(f"the batch holds token id {largest}, model {model.name!r} has a vocabulary of {size}")
+
+    def per_sequence(
+        self,
+        name: str,
+        sequences: Sequences,
+        wanted: Tensor,
+        micro: int,
+        width: int,
+        read: Callable[[Any, Packed, list[int]], Tensor],
+    ) -> Tensor:
+        """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
+
+        `read` maps the last stage's output at the positions that `wanted` (N, T) bool marks, and the micro-batch and
+        its rows, to (rows, width). A collective call."""
+        n = len(sequences)
+        model = self.engine.models.get(name)
+        mine = [] if model is None else split_padded(n, model.dp_size, micro)[model.dp_rank]
+        by_tokens: dict[int, Padded] = {}
+        work = []
+        for part in mine:
+            batch = MicroBatch(sequences.pack(part.rows, wanted[part.rows]))
+            by_tokens[id(batch)] = part
+            work.append(batch)
+        parts = self.engine.forward(
+            name, work, lambda output, batch: read(output, batch.packed, by_tokens[id(batch)].rows).float()
+        )
+        table = torch.zeros(n, width)
+        if model is not None and model.groups.pp_rank == 0 and model.groups.tp_rank == 0:
+            for part, values in zip(mine, parts, strict=True):
+                for i, row in enumerate(part.rows):
+                    if part.weights[i]:
+                        table[row] = values[i].cpu()
+        return self.sum(table)
+
+    def sum(self, table: Tensor) -> Tensor:
+        """Sum of a CPU tensor over all ranks, on every rank. A collective call."""
+        if self.groups.world_size > 1:
+            with peer_errors("summing over the trainer ranks"):
+                dist.all_reduce(table, group=self.groups.control)
+        return table
+
+
+def digest(actions: Sequence[Sequence[Action]]) -> str:
+    """Hash of all ranks' lists: what the ranks compare before they run them."""
+    text = ";".join(",".join(f"{a.model} {a.kind}{a.micro_batch}" for a in mine) for mine in actions)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def mean(stats: dict[str, float], name: str, count: str) -> float:
+    """stats[name] / stats[count], 0 when nothing was counted."""
+    return stats.get(name, 0.0) / stats[count] if stats.get(count) else 0.0
+
+
+def variance(x: Tensor) -> float:
+    """Population variance of a flat tensor in float64; 0 when it is empty."""
+    return float(x.double().var(correction=0)) if x.numel() else 0.0
