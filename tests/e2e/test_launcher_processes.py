@@ -249,15 +249,18 @@ def test_what_is_stopped_for_good_is_replaced(spawner, folder, whose):
     assert len(told) == 1
 
 
+class Dying(ExecSpawner):
+    """Its one process is killed again whenever somebody looks."""
+
+    def start(self) -> None: ...
+    def spawn(self, spec) -> None: ...
+    def poll(self):
+        return [Exited("gen-0", -9)]
+
+
 def test_restarts_are_counted_by_the_hour(folder):
     """A run that loses a process now and then goes on; one that loses them in quick succession fails."""
     now = [0.0]
-
-    class Dying(ExecSpawner):
-        def start(self) -> None: ...
-        def spawn(self, spec) -> None: ...
-        def poll(self):
-            return [Exited("gen-0", -9)]
 
     made = Dying({}, folder / "spawner.log")
     supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], 3, clock=lambda: now[0])
@@ -295,12 +298,6 @@ def test_only_what_may_finish_is_left_alone_for_a_while_after_exit_code_0(folder
 
 def test_the_delay_of_a_restart_has_a_limit_after_any_number_of_them(folder):
     now = [0.0]
-
-    class Dying(ExecSpawner):
-        def start(self) -> None: ...
-        def spawn(self, spec) -> None: ...
-        def poll(self):
-            return [Exited("gen-0", -9)]
 
     made = Dying({}, folder / "spawner.log")
     supervisor = Supervisor([(spec(folder, "gen-0", "dv_family"), made)], 2000, clock=lambda: now[0])

@@ -43,18 +43,10 @@ from dovetail.protocol.profile import (
     TrainingCosts,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers.example_jobs import EXAMPLES, hub_configs
+
 FILE = Path(__file__).parent / "plan-decisions.json"
-EXAMPLES = Path(__file__).parents[2] / "examples"
-# hh-rlhf.yaml's models are downloaded; their sizes.
-HH = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-}
 PRODUCTS = ("NVIDIA-A100-SXM4-80GB", "NVIDIA-H100-80GB-HBM3", "NVIDIA-B200", "Tesla-V100-SXM2-32GB", "NVIDIA-A10")
 # Hidden and intermediate size, layers, heads, key heads.
 SIZES = ((512, 1376, 4, 8, 4), (2048, 5504, 16, 16, 16), (4096, 11008, 32, 32, 8), (5120, 13824, 40, 40, 40))
@@ -83,7 +75,7 @@ def digest(document: Any) -> Record:
 def examples() -> Iterator[tuple[str, Record]]:
     for path in sorted(EXAMPLES.glob("*.yaml")):
         spec = resolve(parse(yaml.safe_load(path.read_text())).spec)
-        configs = dict.fromkeys(("actor", "critic", "reward", "reference"), HH) if path.stem == "hh-rlhf" else {}
+        configs = hub_configs(path.stem)
         yield path.stem, planned(spec, configs)
         for inventory in sorted((EXAMPLES / "inventories").glob("*.yaml")):
             if (path.stem == "rlhf-65b") == (inventory.stem == "a100x128"):

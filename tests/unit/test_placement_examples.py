@@ -15,19 +15,8 @@ from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate.iteration import simulate
 from dovetail.planner.workload import Ints, Lengths
+from helpers.example_jobs import EXAMPLES, hub_configs
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-# hh-rlhf.yaml's models are downloaded; their sizes.
-HH = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
 ITERATIONS = 6
 
 
@@ -52,7 +41,7 @@ def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> 
 )
 def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, inventory: str | None) -> None:
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / job).read_text())).spec
-    configs = dict.fromkeys(("actor", "critic", "reward", "reference"), HH) if job == "hh-rlhf.yaml" else {}
+    configs = hub_configs(Path(job).stem)
     if inventory is None:
         placed = place(spec, configs)
         chosen = placed.chosen if placed is not None else None

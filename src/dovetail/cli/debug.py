@@ -80,15 +80,13 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
 
 def compared(run_dir: Path, replayed: Path, target: str, models: list[str]) -> tuple[int, list[Difference]]:
     """The number of tensors in both folders' `target`, and those that differ."""
-    from dovetail.trainer.compare import Comparison, compare_checkpoints, compare_models
+    from dovetail.trainer.compare import compare_checkpoints, compare_models
 
     if not models:
         found = [compare_checkpoints(run_dir / target, replayed / target)]
     else:
         folders = sorted(path.name for path in (replayed / target).iterdir())
-        found = [
-            Comparison.of(name, compare_models(run_dir / target / name, replayed / target / name)) for name in folders
-        ]
+        found = [compare_models(run_dir / target / name, replayed / target / name).of_model(name) for name in folders]
     return sum(part.tensors for part in found), [each for part in found for each in part.differences]
 
 

@@ -44,11 +44,9 @@ class Comparison:
     tensors: int
     differences: list[Difference]
 
-    @classmethod
-    def of(cls, model: str, compared: Comparison) -> Comparison:
+    def of_model(self, model: str) -> Comparison:
         """The same, with the model's name before those of its tensors."""
-        named = [replace(each, name=f"{model}/{each.name}") for each in compared.differences]
-        return cls(compared.tensors, named)
+        return replace(self, differences=[replace(each, name=f"{model}/{each.name}") for each in self.differences])
 
 
 def compare_checkpoints(one: Path, other: Path) -> Comparison:
