@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -75,8 +75,15 @@ requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyprojec
 	for image in operator trainer rollout-cpu; do \
 		$(COMPILE) --override requirements/overrides.txt --constraint requirements/cpu.txt \
 			--extra $$image pyproject.toml -o requirements/$$image.txt || exit 1; done
-	$(COMPILE) --constraint requirements/trainer.txt --extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
+	$(COMPILE) --override requirements/overrides-gpu.txt --constraint requirements/trainer.txt \
+		--extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
 	$(COMPILE) requirements/build.in -o requirements/build.txt
+	$(MAKE) check-locks
+
+LOCKS = cpu operator trainer rollout-cpu rollout-gpu
+
+check-locks: $(STAMP) ## Look for files that two wheels of a lock both install (asks the registry)
+	$(BIN)/python hack/check_locks.py $(LOCKS:%=requirements/%.txt)
 
 DRILL_SECONDS ?= 600
 
