@@ -30,3 +30,12 @@ def test_a_hang_says_what_it_waits_for(null_gpu: Run) -> None:
     waits = null_gpu("crossed", "nccl.crossed", world=2, patience=1).waits
     assert "a send of 32 bytes to rank 1" in waits["0"]
     assert "a send of 32 bytes to rank 0" in waits["1"]
+
+
+@pytest.mark.parametrize(("conf", "reserved"), [("expandable_segments:False", 6.0), ("expandable_segments:True", 5.0)])
+def test_memory_is_accounted_for(null_gpu: Run, conf: str, reserved: float) -> None:
+    """An expandable segment of 1 GiB grows to 2 GiB; otherwise these get a segment of their own."""
+    (found,) = null_gpu(f"accounts-{conf[-4:]}", "memory.accounts", conf=conf).good()
+    assert found["gib"] == pytest.approx([5.0, reserved, 79.0 - reserved], abs=0.1)
+    assert found["refused"]
+    assert found["host"] == 0

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #define DEVICES 8                            /* GPUs that every process sees */
-#define DEVICE_BYTES (80ULL << 30)           /* memory of one */
+#define DEVICE_BYTES (80ULL << 30)           /* memory of one, unless NULLGPU_MEMORY says otherwise */
 #define TOO_MANY(what) (fprintf(stderr, "nullgpu: too many %s\n", what), abort())
 
 /* counters.c */
@@ -19,12 +19,18 @@ typedef struct {
     const char *name;
     atomic_long value;
 } counter;
-extern counter c_launches, c_mallocs, c_frees, c_pinned, c_h2d, c_h2d_bytes, c_d2h, c_d2h_bytes, c_d2d, c_d2d_bytes,
+extern counter c_launches, c_mallocs, c_frees, c_pinned, c_pinned_bytes, c_h2d, c_h2d_bytes, c_d2h, c_d2h_bytes, c_d2d, c_d2d_bytes,
     c_synchronisations, c_communicators, c_collectives, c_sends, c_receives;
 void count(counter *c, long by);
 
 /* device.c */
 int current_device(void);
+
+/* memory.c */
+size_t device_bytes(void);
+int null_memory_reserve(void **p, size_t n, size_t alignment, void *wanted, unsigned long long flags);
+int null_memory_create(void **handle, size_t n, const int *properties, unsigned long long flags);
+int null_memory_release(void *handle);
 
 /* streams.c: work that a stream waits for. `poll` returns 1 when it is done, 0 before, -1 after `fail`. */
 typedef struct work {
