@@ -1,6 +1,8 @@
 /* Memory: addresses without pages, accounted per device. A host that touches one gets SIGSEGV, as on a real GPU.
- * Copies to the host bring zeros. Page-locked memory gives its pages back when zeros come, so a program may hold more of
- * it than the machine has. */
+ * Copies to the host bring zeros. A process that maps another's memory gets addresses of its own for it. Page-locked
+ * memory gives its pages back when zeros come, so a program may hold more of it than the machine has. */
+#include <dirent.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include "driver_types.h"
 #include "nullgpu.h"
@@ -9,16 +11,25 @@
 #define PAGE (2ULL << 20)
 #define RESERVED (1ULL << 30) /* what a CUDA context and the driver take */
 
+/* Memory that another process may map; it is on one device. */
+typedef struct {
+    int pid, device;
+    void *at;
+    size_t size;
+} exported;
+_Static_assert(sizeof(exported) <= sizeof(cudaIpcMemHandle_t), "a handle holds it");
+
 typedef struct block {
     char *at;
     size_t size;
     struct block *next;
+    exported of; /* where it is mapped: of which process */
 } block;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *base;
 static size_t used[DEVICES], next_[DEVICES];
-static block *blocks, *pinned;
+static block *blocks, *pinned, *mapped;
 
 /* NULLGPU_MEMORY, in GiB, else that of the GPU that this one claims to be. */
 size_t device_bytes(void) {
@@ -43,7 +54,7 @@ static void reserve(void) {
 
 static void keep(block **list, void *at, size_t size) {
     block *b = malloc(sizeof *b);
-    *b = (block){at, size, *list};
+    *b = (block){.at = at, .size = size, .next = *list};
     *list = b;
 }
 
@@ -111,14 +122,82 @@ int null_memory_create(void **handle, size_t n, const int *properties, unsigned 
 }
 int null_memory_release(void *handle) { return cudaFree(handle); }
 
+/* CUDA leaves it undefined to free what another process has mapped; here it is an error. */
+static void refuse_if_mapped(void *p) {
+    char prefix[64], sentence[200];
+    snprintf(prefix, sizeof prefix, "mapped-%d-%p-", getpid(), p);
+    DIR *folder = opendir(meetings());
+    for (struct dirent *e; folder && (e = readdir(folder));) {
+        if (strncmp(e->d_name, prefix, strlen(prefix))) continue;
+        int other = atoi(e->d_name + strlen(prefix));
+        if (kill(other, 0)) continue;
+        snprintf(sentence, sizeof sentence, "rank %d frees memory that process %d has mapped", own_rank(), other);
+        fail(sentence);
+    }
+    if (folder) closedir(folder);
+}
+
 int cudaFree(void *p) {
     if (!p) return 0;
     count(&c_frees, 1);
+    refuse_if_mapped(p);
     pthread_mutex_lock(&lock);
     int d = device_of(p);
     if (d >= 0) used[d] -= drop(&blocks, p);
     pthread_mutex_unlock(&lock);
     return 0;
+}
+
+static void mapping_file(char *path, size_t size, const exported *e) {
+    snprintf(path, size, "%s/mapped-%d-%p-%d", meetings(), e->pid, e->at, getpid());
+}
+
+int cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *p) {
+    int result = cudaErrorInvalidValue;
+    pthread_mutex_lock(&lock);
+    for (block *b = blocks; b && result; b = b->next)
+        if ((char *)p >= b->at && (char *)p < b->at + b->size) {
+            memset(handle, 0, sizeof *handle);
+            *(exported *)handle = (exported){getpid(), device_of(p), b->at, b->size};
+            result = 0;
+        }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+int cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t handle, unsigned flags) {
+    (void)flags;
+    exported e = *(exported *)&handle;
+    char path[4096];
+    if (e.pid == getpid()) return cudaErrorDeviceUninitialized; /* as in CUDA: not in the process that exported it */
+    if (!e.pid || kill(e.pid, 0)) return cudaErrorInvalidResourceHandle;
+    if (e.device != current_device()) return cudaErrorPeerAccessUnsupported; /* stricter than CUDA */
+    pthread_mutex_lock(&lock);
+    reserve();
+    *p = addresses(e.device, e.size);
+    mapping_file(path, sizeof path, &e);
+    FILE *file = fopen(path, "w");
+    if (file) fclose(file);
+    keep(&mapped, *p, 0);
+    mapped->of = e;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int cudaIpcCloseMemHandle(void *p) {
+    int result = cudaErrorInvalidValue;
+    pthread_mutex_lock(&lock);
+    for (block *b = mapped; b && result; b = b->next)
+        if (b->at == p) {
+            char path[4096];
+            mapping_file(path, sizeof path, &b->of);
+            unlink(path);
+            drop(&mapped, p);
+            result = 0;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    return result;
 }
 
 int cudaMemGetInfo(size_t *free_, size_t *total) {
