@@ -56,7 +56,8 @@ def counts() -> dict[str, int]:
     """What this process has asked of the GPU until now."""
     read = ctypes.CDLL(None).nullgpu_count
     read.restype = ctypes.c_long
-    names = ("launches", "h2d", "d2h", "synchronisations", "communicators", "collectives", "sends", "receives")
+    of_communication = ("communicators", "collectives", "sends", "receives")
+    names = ("launches", "h2d", "d2h", "synchronisations", "mallocs", *of_communication)
     return {name: read(name.encode()) for name in names}
 
 
