@@ -1,44 +1,28 @@
-/* The devices: eight A100s with 80 GiB, on paper. A process sees those that CUDA_VISIBLE_DEVICES numbers, from 0 on. */
+/* The devices: eight A100s with 80 GiB, on paper, or what NULLGPU_CAPABILITY says. */
 #include "driver_types.h"
 #include "nullgpu.h"
 
 static _Thread_local int device;
-static int seen[DEVICES], seen_count;
-static pthread_once_t read_once = PTHREAD_ONCE_INIT;
-
-static void read_visible(void) { /* as CUDA does, at the first use */
-    const char *list = getenv("CUDA_VISIBLE_DEVICES");
-    while (list && *list) {
-        char *end;
-        long d = strtol(list, &end, 10);
-        if (end == list || d < 0 || d >= DEVICES || seen_count == DEVICES) return; /* what follows is ignored */
-        seen[seen_count++] = d;
-        list = *end == ',' ? end + 1 : end;
-    }
-    if (getenv("CUDA_VISIBLE_DEVICES")) return;
-    while (seen_count < DEVICES) seen[seen_count] = seen_count, seen_count++;
-}
-static int visible(void) { return pthread_once(&read_once, read_visible), seen_count; }
 
 int current_device(void) { return device; }
-int machine_device(int d) { return d < visible() ? seen[d] : -1; }
 
-int cudaGetDeviceCount(int *n) { return *n = visible(), visible() ? 0 : cudaErrorNoDevice; }
+int cudaGetDeviceCount(int *n) { return *n = DEVICES, 0; }
 int cudaGetDevice(int *d) { return *d = device, 0; }
 int cudaSetDevice(int d) {
-    if (d < 0 || d >= visible()) return cudaErrorInvalidDevice;
+    if (d < 0 || d >= DEVICES) return cudaErrorInvalidDevice;
     device = d;
     return 0;
 }
-int cudaDriverGetVersion(int *v) { return *v = 13000, 0; }
+int cudaDriverGetVersion(int *v) { return *v = claimed_cuda(), 0; }
 int cudaRuntimeGetVersion(int *v) { return *v = 13000, 0; }
 
 int cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
     memset(p, 0, sizeof *p);
     p->uuid.bytes[15] = d + 1;
     p->pciBusID = d + 1;
-    strcpy(p->name, "NVIDIA A100-SXM4-80GB (null)");
-    p->major = 8;
+    claimed_name(p->name, sizeof p->name);
+    p->major = claimed_capability() / 10;
+    p->minor = claimed_capability() % 10;
     p->totalGlobalMem = device_bytes();
     p->multiProcessorCount = 108;
     p->warpSize = 32;
@@ -64,8 +48,8 @@ int cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
 int cudaDeviceGetAttribute(int *v, int attribute, int d) {
     (void)d;
     switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *v = 8; break;
-    case cudaDevAttrComputeCapabilityMinor: *v = 0; break;
+    case cudaDevAttrComputeCapabilityMajor: *v = claimed_capability() / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *v = claimed_capability() % 10; break;
     case cudaDevAttrMultiProcessorCount: *v = 108; break;
     case cudaDevAttrMaxThreadsPerBlock: *v = 1024; break;
     case cudaDevAttrWarpSize: *v = 32; break;
@@ -82,7 +66,7 @@ int cudaDeviceGetAttribute(int *v, int attribute, int d) {
     return 0;
 }
 
-int cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", machine_device(d) + 1), 0; }
+int cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", d + 1), 0; }
 int cudaDeviceCanAccessPeer(int *yes, int a, int b) { return *yes = a != b, 0; }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, 0; }
 

@@ -10,9 +10,23 @@
 #include <string.h>
 #include <unistd.h>
 
-#define DEVICES 8                            /* GPUs of the machine */
+#define DEVICES 8                            /* GPUs that every process sees */
 #define DEVICE_BYTES (80ULL << 30)           /* memory of one, unless NULLGPU_MEMORY says otherwise */
 #define TOO_MANY(what) (fprintf(stderr, "nullgpu: too many %s\n", what), abort())
+
+/* What the devices claim to be; also for the driver, which is a library of its own. */
+static inline int claimed(const char *variable, int unset) { /* "7.0" is 70 */
+    const char *text = getenv(variable);
+    int major, minor;
+    return text && sscanf(text, "%d.%d", &major, &minor) == 2 ? 10 * major + minor : unset;
+}
+static inline int claimed_capability(void) { return claimed("NULLGPU_CAPABILITY", 80); }
+static inline int claimed_cuda(void) { int v = claimed("NULLGPU_CUDA", 130); return v / 10 * 1000 + v % 10 * 10; }
+static inline void claimed_name(char *name, size_t size) {
+    int capability = claimed_capability();
+    if (capability == 80) snprintf(name, size, "NVIDIA A100-SXM4-80GB (null)");
+    else snprintf(name, size, "null GPU of %d.%d", capability / 10, capability % 10);
+}
 
 /* counters.c */
 typedef struct {
@@ -25,7 +39,6 @@ void count(counter *c, long by);
 
 /* device.c */
 int current_device(void);
-int machine_device(int d); /* the machine's number of this process's device d */
 
 /* memory.c */
 size_t device_bytes(void);
