@@ -133,6 +133,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         print(json.dumps(run(folder, **json.loads(line))), file=answers, flush=True)
+    os._exit(0)  # torch takes seconds to unload
 
 
 if __name__ == "__main__":

@@ -1,15 +1,33 @@
-/* The devices: eight A100s with 80 GiB, on paper, or what NULLGPU_CAPABILITY says. */
+/* The devices: eight A100s with 80 GiB, on paper, or what NULLGPU_CAPABILITY says. A process sees those that
+ * CUDA_VISIBLE_DEVICES numbers, from 0 on. */
 #include "driver_types.h"
 #include "nullgpu.h"
 
 static _Thread_local int device;
+static int seen[DEVICES], seen_count;
+static pthread_once_t read_once = PTHREAD_ONCE_INIT;
+
+static void read_visible(void) { /* as CUDA does, at the first use */
+    const char *list = getenv("CUDA_VISIBLE_DEVICES");
+    while (list && *list) {
+        char *end;
+        long d = strtol(list, &end, 10);
+        if (end == list || d < 0 || d >= DEVICES || seen_count == DEVICES) return; /* what follows is ignored */
+        seen[seen_count++] = d;
+        list = *end == ',' ? end + 1 : end;
+    }
+    if (getenv("CUDA_VISIBLE_DEVICES")) return;
+    while (seen_count < DEVICES) seen[seen_count] = seen_count, seen_count++;
+}
+static int visible(void) { return pthread_once(&read_once, read_visible), seen_count; }
 
 int current_device(void) { return device; }
+int machine_device(int d) { return d < visible() ? seen[d] : -1; }
 
-int cudaGetDeviceCount(int *n) { return *n = DEVICES, 0; }
+int cudaGetDeviceCount(int *n) { return *n = visible(), visible() ? 0 : cudaErrorNoDevice; }
 int cudaGetDevice(int *d) { return *d = device, 0; }
 int cudaSetDevice(int d) {
-    if (d < 0 || d >= DEVICES) return cudaErrorInvalidDevice;
+    if (d < 0 || d >= visible()) return cudaErrorInvalidDevice;
     device = d;
     return 0;
 }
@@ -66,7 +84,7 @@ int cudaDeviceGetAttribute(int *v, int attribute, int d) {
     return 0;
 }
 
-int cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", d + 1), 0; }
+int cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", machine_device(d) + 1), 0; }
 int cudaDeviceCanAccessPeer(int *yes, int a, int b) { return *yes = a != b, 0; }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, 0; }
 

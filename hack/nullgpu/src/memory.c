@@ -158,7 +158,7 @@ int cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *p) {
     for (block *b = blocks; b && result; b = b->next)
         if ((char *)p >= b->at && (char *)p < b->at + b->size) {
             memset(handle, 0, sizeof *handle);
-            *(exported *)handle = (exported){getpid(), device_of(p), b->at, b->size};
+            *(exported *)handle = (exported){getpid(), machine_device(device_of(p)), b->at, b->size};
             result = 0;
         }
     pthread_mutex_unlock(&lock);
@@ -171,10 +171,10 @@ int cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t handle, unsigned flags) {
     char path[4096];
     if (e.pid == getpid()) return cudaErrorDeviceUninitialized; /* as in CUDA: not in the process that exported it */
     if (!e.pid || kill(e.pid, 0)) return cudaErrorInvalidResourceHandle;
-    if (e.device != current_device()) return cudaErrorPeerAccessUnsupported; /* stricter than CUDA */
+    if (e.device != machine_device(current_device())) return cudaErrorPeerAccessUnsupported; /* stricter than CUDA */
     pthread_mutex_lock(&lock);
     reserve();
-    *p = addresses(e.device, e.size);
+    *p = addresses(current_device(), e.size);
     mapping_file(path, sizeof path, &e);
     FILE *file = fopen(path, "w");
     if (file) fclose(file);

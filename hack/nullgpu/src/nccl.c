@@ -163,7 +163,7 @@ int ncclCommInitRankConfig(comm **out, int n, ncclUniqueId id, int r, void *conf
     close(file);
     if (c->m == MAP_FAILED) return 2;
     c->m->rank[r] = own_rank();
-    c->m->device[r] = current_device();
+    c->m->device[r] = machine_device(current_device());
     ncclGetVersion(&c->m->version[r]);
     atomic_store(&c->m->here[r], 1);
     *out = c;

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define DEVICES 8                            /* GPUs that every process sees */
+#define DEVICES 8                            /* GPUs of the machine */
 #define DEVICE_BYTES (80ULL << 30)           /* memory of one, unless NULLGPU_MEMORY says otherwise */
 #define TOO_MANY(what) (fprintf(stderr, "nullgpu: too many %s\n", what), abort())
 
@@ -39,6 +39,7 @@ void count(counter *c, long by);
 
 /* device.c */
 int current_device(void);
+int machine_device(int d); /* the machine's number of this process's device d */
 
 /* memory.c */
 size_t device_bytes(void);

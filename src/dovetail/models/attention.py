@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +67,12 @@ def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scaling:
     ).transpose(1, 2)
 
 
+@cache
+def _shares_keys(function: Callable[..., Any]) -> bool:
+    """Whether several query heads may read one key head: since torch 2.12."""
+    return "enable_gqa" in inspect.signature(function).parameters
+
+
 def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """`attend` of all sequences in one call. Keys and values of a prefix are repeated for each that goes on from it."""
     from torch.nn.attention.varlen import varlen_attn
@@ -76,10 +85,13 @@ def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: 
         k, v, longest_keys = k[index], v[index], packing.longest
     # Causal, and aligned at the end where there are more keys than queries (flash attention since 2.1).
     causal = (-1, 0)
-    grouped = key.shape[1] != query.shape[1]
-    found: Any = varlen_attn(
-        q, k, v, starts, key_starts, longest, longest_keys, scale=scaling, window_size=causal, enable_gqa=grouped
-    )
+    options: dict[str, Any] = {"scale": scaling, "window_size": causal}
+    if (repeats := q.shape[1] // k.shape[1]) > 1:
+        if _shares_keys(varlen_attn):
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    found: Any = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, **options)
     return torch.as_tensor(found).unsqueeze(0)
 
 

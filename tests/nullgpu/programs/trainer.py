@@ -14,6 +14,7 @@ from worker import DEADLINE, Place
 
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
+from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.plan import Layout
@@ -27,7 +28,7 @@ LLAMA = {
     "vocab_size": 64,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -55,74 +56,117 @@ def counts() -> dict[str, int]:
     """What this process has asked of the GPU until now."""
     read = ctypes.CDLL(None).nullgpu_count
     read.restype = ctypes.c_long
-    names = ("launches", "h2d", "d2h", "synchronisations", "communicators", "collectives", "sends", "receives")
+    of_communication = ("communicators", "collectives", "sends", "receives")
+    names = ("launches", "h2d", "d2h", "synchronisations", "mallocs", *of_communication)
     return {name: read(name.encode()) for name in names}
+
+
+def split(words: str) -> str:
+    """The order with each backward in two halves: the second half comes after the first half of the next one."""
+    made, owed = "", ""
+    for letter in words:
+        if letter not in "Bb":
+            made += letter
+            continue
+        made += ("I" if letter == "B" else "i") + owed
+        owed = "W" if letter == "B" else "w"
+        if letter.lower() not in words[len(made) :].lower():
+            made, owed = made + owed, ""
+    return made + owed
+
+
+def engine_of(
+    place: Place,
+    layouts: dict[str, Parallelism],
+    offload: bool = False,
+    lora: bool = False,
+    recompute: bool = False,
+    layers: int = 2,
+) -> Engine:
+    """A PPO engine with actor and critic, loaded. `layouts`: those of the load."""
+    planned = {n: x if world_size(x) == place.world else Parallelism(dp=place.world) for n, x in layouts.items()}
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, planned, DEADLINE)
+    optimizer = {"offload": offload}
+    adapters = {"rank": 4, "dropout": 0.1} if lora else None
+    spec = {
+        "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
+        "ppo": {"ema": 0.9, "actor_optimizer": optimizer, "critic_optimizer": optimizer},
+        "plan": {"sharding": "Always"},  # small as these models are
+        "models": {name: {"lora": adapters} for name in layouts},
+    }
+    engine = Engine(RLHFJobSpec.model_validate(spec), groups)
+    scratch = ScratchModel(architecture="llama", config=LLAMA | {"num_hidden_layers": layers})
+    models = {
+        "actor": ModelRef(head="lm", scratch=scratch, seed=1),
+        "critic": ModelRef(head="value", scratch=scratch, seed=2),
+    }
+    engine.load(
+        Load(
+            id="load",
+            stage="ppo",
+            models=models,
+            total_steps=4,
+            checkpoint=None,
+            layouts={name: Layout(**layout.model_dump()) for name, layout in layouts.items()},
+            recompute=list(models) if recompute else [],
+        )
+    )
+    assert groups.device == torch.device("cuda", place.rank)
+    return engine
 
 
 def train(
     place: Place,
     schedules: list[Any],
-    pp: int = 1,
-    dp: int = 1,
-    tp: int = 1,
-    reverse: bool = False,
-    offload: bool = False,
+    layout: dict[str, int],
+    critic: dict[str, Any] | None = None,
+    exports: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
-    """A PPO engine runs one mini-batch by each of the schedules, one string of letters a rank; a number n: 1F1B of n
-    micro-batches, actor, then critic. With `offload` it then saves and restores a checkpoint."""
-    rank, sizes = place.rank, {"pp": pp, "dp": dp, "tp": tp}
-    layouts = {"actor": Parallelism(**sizes), "critic": Layout(**sizes, reverse=reverse)}
-    groups = Groups.form("127.0.0.1", place.port, rank, place.world, layouts, DEADLINE)
-    made = counts()
-    optimizer = {"offload": offload}
-    spec = {
-        "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
-        "ppo": {"ema": 0.9, "actor_optimizer": optimizer, "critic_optimizer": optimizer},
-        "plan": {"sharding": "Always"},  # small as these models are
-    }
-    engine = Engine(RLHFJobSpec.model_validate(spec), groups)
-    scratch = ScratchModel(architecture="llama", config=LLAMA)
-    models = {
-        "actor": ModelRef(head="lm", scratch=scratch, seed=1),
-        "critic": ModelRef(head="value", scratch=scratch, seed=2),
-    }
-    engine.load(Load(id="load", stage="ppo", models=models, total_steps=4, checkpoint=None))
-    assert groups.device == torch.device("cuda", rank)
-    runs = []
-    for words in schedules:
-        if isinstance(words, int):
-            words = encode(serial_1f1b(layouts, dict.fromkeys(models, words), list(models)))
-        actions = StoredSchedule("", 1, words).actions()[rank]
+    """The engine runs one mini-batch by each of the schedules. A schedule is one string of letters a rank, or a number
+    n: 1F1B of n micro-batches, actor, then critic, with "split" backwards in two halves. `critic`: what differs in its
+    layout. With "offload" the engine then saves and restores a checkpoint, with `exports` it exports what it holds."""
+    layouts = {"actor": Parallelism(**layout), "critic": Layout(**{**layout, **(critic or {})})}
+    engine = engine_of(place, layouts, **more)
+    groups, made, runs = engine.groups, counts(), []
+    for wanted in schedules:
+        words = wanted
+        if isinstance(wanted, int | dict):
+            number = wanted if isinstance(wanted, int) else wanted["split"]
+            each = {name: number // sizes.dp for name, sizes in layouts.items()}
+            words = encode(serial_1f1b(layouts, each, list(layouts), place.world))
+            words = words if isinstance(wanted, int) else [split(word) for word in words]
+        mine = words[place.rank]
         before, steps = counts(), []
-        work = {name: micro_batches(words[rank].upper().count("F") // len(models)) for name in engine.models}
+        work = {name: micro_batches(mine.count({"actor": "F", "critic": "f"}[name])) for name in engine.models}
+        actions = StoredSchedule("", 1, words).actions()[place.rank]
         engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
         torch.cuda.synchronize()
         runs.append({"steps": steps, "used": {name: value - before[name] for name, value in counts().items()}})
-    found = {"communicators": made["communicators"], "runs": runs}
-    if offload:
+    found: dict[str, Any] = {"communicators": made["communicators"], "runs": runs}
+    if more.get("offload"):
         found |= restored(engine, place.folder / "checkpoint")
+    if exports:
+        for model in ("actor", "ema", "critic"):
+            engine.export(model, place.folder / model)
     groups.close()
     return found
 
 
 def restored(engine: Engine, path: Path) -> dict[str, Any]:
     """Give the moments in host memory values, save, wipe and restore: which lost theirs."""
-    moments = {
-        f"{model}.{name}.{i}": moment
-        for model, held in engine.models.items()
-        for name, pair in held.optimizer.moments.items()
-        for i, moment in enumerate(pair)
-    }
-    assert all(moment.is_pinned() or not moment.numel() for moment in moments.values())
-    for number, moment in enumerate(moments.values(), 1):
-        moment.fill_(number + engine.groups.rank / 2)
+    moments = {}
+    for model, held in engine.models.items():
+        for number, (name, pair) in enumerate(held.optimizer.moments.items(), 1):
+            # What tp ranks share has one value, shards have unlike ones.
+            value = number + held.dp_rank / 2 + (held.groups.tp_rank / 4 if name in held.split.shared else 0)
+            moments |= {f"{model}.{name}.{i}": (moment, value + i * 1000) for i, moment in enumerate(pair)}
+    assert all(moment.is_pinned() or not moment.numel() for moment, _ in moments.values())
+    for moment, value in moments.values():
+        moment.fill_(value)
     engine.save(path)
-    for moment in moments.values():
+    for moment, _ in moments.values():
         moment.zero_()
     checkpoint.restore(engine, path)
-    lost = [
-        name
-        for number, (name, moment) in enumerate(moments.items(), 1)
-        if not torch.all(moment == number + engine.groups.rank / 2)
-    ]
+    lost = [name for name, (moment, value) in moments.items() if not torch.all(moment == value)]
     return {"moments": len(moments), "lost": lost}
