@@ -42,6 +42,7 @@ class Place:
 
 
 Program = Callable[..., Any]
+sys.path.append(str(Path(__file__).parents[1]))  # helpers
 
 
 def program(name: str) -> Program:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,14 +17,16 @@ from worker import DEADLINE, Place
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.sizes import world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
-from dovetail.protocol.messages import Load, ModelRef
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
+from dovetail.protocol.messages import Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
+from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
+from helpers.trainer_ranks import job, load_command, ppo_batch
 
 LLAMA = {
     "vocab_size": 64,
@@ -36,11 +40,14 @@ LLAMA = {
 }
 
 
-def micro_batches(count: int) -> list[MicroBatch]:
-    """Of unlike shapes, the same on all ranks; the loss computes no sense, as nothing here does."""
+def micro_batches(count: int, stray: bool = False) -> list[MicroBatch]:
+    """Of unlike shapes, the same on all ranks; the loss computes no sense, as nothing here does. With `stray` it reads
+    a number that it does not need."""
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value = output.float().mean()
+        if stray:
+            value.item()
         return value, {"loss": value.detach()}
 
     made = []
@@ -121,6 +128,7 @@ def train(
     layout: dict[str, int],
     critic: dict[str, Any] | None = None,
     exports: bool = False,
+    stray: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """The engine runs one mini-batch by each of the schedules. A schedule is one string of letters a rank, or a number
@@ -138,7 +146,7 @@ def train(
             words = words if isinstance(wanted, int) else [split(word) for word in words]
         mine = words[place.rank]
         before, steps = counts(), []
-        work = {name: micro_batches(mine.count({"actor": "F", "critic": "f"}[name])) for name in engine.models}
+        work = {name: micro_batches(mine.count({"actor": "F", "critic": "f"}[name]), stray) for name in engine.models}
         actions = StoredSchedule("", 1, words).actions()[place.rank]
         engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
         torch.cuda.synchronize()
@@ -149,6 +157,44 @@ def train(
     if exports:
         for model in ("actor", "ema", "critic"):
             engine.export(model, place.folder / model)
+    groups.close()
+    return found
+
+
+def spans(place: Place) -> dict[str, tuple[float, float]]:
+    """Two stages train on two micro-batches. The first stage sends its first message half a second late. Returns when
+    each action began and ended."""
+    layouts = {name: Parallelism(pp=2) for name in ("actor", "critic")}
+    engine = engine_of(place, layouts)
+    found: dict[str, tuple[float, float]] = {}
+    engine.record = lambda name, start, end: found.update({name: (start, end)})
+    if place.rank == 0:
+        late = [0.5, 0.0]
+        engine.models["actor"].module.register_forward_pre_hook(lambda *_: time.sleep(late.pop(0)))
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, 2), list(layouts))[place.rank]
+    engine.run(actions, {name: micro_batches(2) for name in layouts}, 1, lambda *_: None)
+    engine.groups.close()
+    return found
+
+
+def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
+    """What each of three PPO iterations asks of the GPU: old log-probabilities, two epochs of two mini-batches."""
+    layouts = {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic")}
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    spec = job(plan={"sharding": "Always"}).spec
+    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    per_step = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, per_step // dp), list(layouts))
+    found = []
+    assert runner.execute(load_command(Stage.PPO)).ok
+    for number in (1, 2, 3):
+        before = counts()
+        step = Step(id=f"step/{number}", stage=Stage.PPO, step=number, batch="b", actions=actions, mini_batches=1)
+        result = runner.execute(step)
+        assert result.ok, result.error
+        runner.engine.settle()
+        found.append({name: value - before[name] for name, value in counts().items()})
     groups.close()
     return found
 
