@@ -70,6 +70,19 @@ def test_a_server_on_a_v100_serves_float16(
 
 
 @pytest.mark.usefixtures("started")
+def test_a_vllm_that_the_plug_ins_do_not_work_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "models" / "actor-config"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr(vllm_server, "my_capability", lambda: (8, 0))
+    monkeypatch.setattr(vllm_server, "installed", lambda: ("vllm", "0.9.2"))
+    assert vllm_server.main([]) == BAD_CONFIGURATION
+    assert "vLLM 0.9.2 is installed, and Dovetail's plug-ins work with vLLM >=" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("started")
 def test_a_scorer_on_a_v100_computes_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 

@@ -14,7 +14,7 @@ from dovetail.gpus import process
 from dovetail.gpus.driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
 from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, has_kernels, read_capability, serves
-from dovetail.gpus.process import torch_problem
+from dovetail.gpus.process import architectures, torch_problem
 from dovetail.manifest.types import Dtype
 
 V100, T4, A100, A10, H100 = (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)
@@ -85,7 +85,7 @@ def test_what_is_no_capability_is_said(text: str) -> None:
 
 def test_the_images_torch_has_the_kernels_that_validation_counts_on() -> None:
     """The list is that of requirements/, which this environment is installed from."""
-    assert tuple(torch._C._cuda_getArchFlags().split()) == DEFAULT_ARCHITECTURES
+    assert tuple(architectures()) == DEFAULT_ARCHITECTURES
     assert all(has_kernels(DEFAULT_ARCHITECTURES, c) for c in (T4, A100, A10, (8, 9), H100, (10, 0), (12, 0)))
     assert not has_kernels(DEFAULT_ARCHITECTURES, V100)
 

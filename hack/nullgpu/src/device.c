@@ -7,18 +7,7 @@ static _Thread_local int device;
 static int seen[DEVICES], seen_count;
 static pthread_once_t read_once = PTHREAD_ONCE_INIT;
 
-static void read_visible(void) { /* as CUDA does, at the first use */
-    const char *list = getenv("CUDA_VISIBLE_DEVICES");
-    while (list && *list) {
-        char *end;
-        long d = strtol(list, &end, 10);
-        if (end == list || d < 0 || d >= DEVICES || seen_count == DEVICES) return; /* what follows is ignored */
-        seen[seen_count++] = d;
-        list = *end == ',' ? end + 1 : end;
-    }
-    if (getenv("CUDA_VISIBLE_DEVICES")) return;
-    while (seen_count < DEVICES) seen[seen_count] = seen_count, seen_count++;
-}
+static void read_visible(void) { seen_count = visible_devices(seen); }
 static int visible(void) { return pthread_once(&read_once, read_visible), seen_count; }
 
 int current_device(void) { return device; }

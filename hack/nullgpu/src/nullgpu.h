@@ -22,6 +22,19 @@ static inline int claimed(const char *variable, int unset) { /* "7.0" is 70 */
 }
 static inline int claimed_capability(void) { return claimed("NULLGPU_CAPABILITY", 80); }
 static inline int claimed_cuda(void) { int v = claimed("NULLGPU_CUDA", 130); return v / 10 * 1000 + v % 10 * 10; }
+static inline int visible_devices(int seen[DEVICES]) { /* as CUDA reads it; returns how many */
+    const char *list = getenv("CUDA_VISIBLE_DEVICES");
+    int n = 0;
+    while (list && *list) {
+        char *end;
+        long d = strtol(list, &end, 10);
+        if (end == list || d < 0 || d >= DEVICES || n == DEVICES) return n; /* what follows is ignored */
+        seen[n++] = d;
+        list = *end == ',' ? end + 1 : end;
+    }
+    if (!getenv("CUDA_VISIBLE_DEVICES")) while (n < DEVICES) seen[n] = n, n++;
+    return n;
+}
 static inline void claimed_name(char *name, size_t size) {
     int capability = claimed_capability();
     if (capability == 80) snprintf(name, size, "NVIDIA A100-SXM4-80GB (null)");

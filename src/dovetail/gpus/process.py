@@ -7,6 +7,7 @@ fails where the installed torch has none for a GPU of that compute capability. T
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -28,12 +29,22 @@ def my_capability() -> Capability | None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
-    if problem := torch_problem(driver, torch.__version__, torch.version.cuda, torch.cuda.get_arch_list()):
+    if problem := torch_problem(driver, torch.__version__, torch.version.cuda, architectures()):
         raise ValueError(problem)
     return min(device.capability for device in driver.devices)
 
 
-def torch_problem(driver: Driver, torch: str, cuda: str | None, architectures: Sequence[str]) -> str | None:
+def architectures() -> list[str]:
+    """What the installed torch has kernels for, such as sm_80; nothing for a torch without CUDA."""
+    import torch
+
+    # On a machine without GPUs, where images are built, torch gives no list; its build settings name them, too.
+    settings = torch.__config__.show() if torch.version.cuda else ""
+    named = re.findall(r"code=\[?((?:sm|compute)_\d+[af]?)\b", settings)
+    return torch.cuda.get_arch_list() or list(dict.fromkeys(named))
+
+
+def torch_problem(driver: Driver, torch: str, cuda: str | None, built_for: Sequence[str]) -> str | None:
     """Why a torch that was built for `cuda` cannot use one of the GPUs. One sentence, or None.
 
     A torch without CUDA has no problem: it works on CPUs."""
@@ -46,11 +57,11 @@ def torch_problem(driver: Driver, torch: str, cuda: str | None, architectures: S
             f"the node's driver to one that serves CUDA {wanted}, or build an image with a torch for CUDA "
             f"{driver.cuda[0]} (docs/gpus.md)"
         )
-    for device in driver.devices if architectures else ():
-        if not has_kernels(architectures, device.capability):
+    for device in driver.devices if built_for else ():
+        if not has_kernels(built_for, device.capability):
             return (
                 f"GPU {device.index} ({device.name}) has compute capability {show(device.capability)}, and torch "
-                f"{torch} has kernels for {capabilities(architectures)}; {remedy(device.capability)}"
+                f"{torch} has kernels for {capabilities(built_for)}; {remedy(device.capability)}"
             )
     return None
 
@@ -59,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
     """Check the capabilities that are given as arguments."""
     import torch
 
-    # Not get_arch_list: that one is empty on a machine without GPUs, where images are built.
-    built = torch._C._cuda_getArchFlags().split() if torch.version.cuda else []
+    built = architectures()
     for text in argv:
         try:
             capability = read_capability(text)

@@ -41,8 +41,7 @@ def attend(
         block = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value))
         output, _ = sdpa_attention_forward(module, *block, None, scaling=scaling)
         return output.flatten(0, 1).unsqueeze(0), None
-    width = query.shape[-1]
-    if query.is_cuda and query.dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD:
+    if query.is_cuda and in_one_call(query.dtype, query.shape[-1]):
         return flash(query, key, value, packing, scaling), None
     # Each sequence by itself: on a CPU as fast as a block of them, and without what padding costs.
     prefixes = packing.prefixes or (None,) * len(lengths)
@@ -54,6 +53,11 @@ def attend(
         for q, k, v, prefix in zip(queries, keys, values, prefixes, strict=True)
     ]
     return torch.cat(outputs, dim=1), None
+
+
+def in_one_call(dtype: torch.dtype, width: int) -> bool:
+    """Whether a GPU computes the attention of all sequences of a pass in one call, for heads of that width."""
+    return dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scaling: float | None) -> Tensor:

@@ -1,13 +1,15 @@
 /* libcuda.so.1, which torch wants to find, and with which Triton loads and launches what it has compiled. */
 #include "nullgpu.h"
 
-int cuInit(unsigned flags) { return (void)flags, 0; }
+static int seen[DEVICES];
+
+int cuInit(unsigned flags) { return (void)flags, visible_devices(seen) ? 0 : 100; /* CUDA_ERROR_NO_DEVICE */ }
 int cuDriverGetVersion(int *v) { return *v = claimed_cuda(), 0; }
 int cuGetErrorString(int e, const char **text) { return (void)e, *text = "null driver", 0; }
 int cuGetErrorName(int e, const char **text) { return (void)e, *text = "CUDA_ERROR", 0; }
 int cuCtxGetCurrent(void **context) { return *context = (void *)1, 0; }
 int cuDeviceGet(int *d, int ordinal) { return *d = ordinal, 0; }
-int cuDeviceGetCount(int *n) { return *n = DEVICES, 0; }
+int cuDeviceGetCount(int *n) { return *n = visible_devices(seen), 0; }
 int cuDeviceGetName(char *name, int size, int d) { return (void)d, claimed_name(name, size), 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int d) { return (void)d, *bytes = DEVICE_BYTES, 0; }
 int cuDeviceGetAttribute(int *v, int attribute, int d) {

@@ -29,6 +29,7 @@ from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
+from dovetail.rollout.versions import installed, version_problem
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
 ACTOR_CONFIG_SECONDS = 300.0
@@ -70,7 +71,10 @@ class VLLM:
     """The backend that Dovetail brings."""
 
     def problem(self, plan: ServerPlan) -> str | None:
-        """Sizes of attention heads that vLLM does not compute on CPUs."""
+        """A vLLM that the plug-ins do not work with, and sizes of attention heads that it does not compute on CPUs."""
+        found = installed()
+        if found is not None and (problem := version_problem(found[1])):
+            return problem
         return cpu_head_error(plan.config) if plan.on_cpu else None
 
     def serve(self, plan: ServerPlan) -> int:
