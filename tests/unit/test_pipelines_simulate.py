@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.pipelines import one_f_one_b, simulate_1f1b
+from dovetail.pipelines import COMPILED, one_f_one_b, simulate_1f1b
+from dovetail.pipelines.compat import kernel
 from dovetail.pipelines.simulate import run_orders
 
 
@@ -87,3 +88,21 @@ def test_orders_that_wait_for_each_other_deadlock():
     arguments = (duration, before, after, number, number, never, (0.0,), np.zeros((1, 2, 2)), False, finish)
     assert run_orders(orders, *arguments) == -1
     assert run_orders(orders[::-1].copy(), *arguments) > 0
+
+
+@pytest.mark.skipif(not COMPILED, reason="numba is not installed")
+def test_numba_still_asks_kernels_for_what_compat_gives_it():
+    import numba
+
+    @kernel
+    def one():
+        return 1
+
+    @kernel
+    def two():
+        return one() + 1
+
+    try:
+        assert two() == 2
+    except numba.TypingError as error:
+        pytest.fail(f"numba {numba.__version__} does not read `_numba_type_`; mend pipelines.compat: {error}")

@@ -13,6 +13,7 @@ A `Problem` goes in: two models, their stages, times and memory. A `Schedule` co
 search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
 
 from dovetail.pipelines.check import ScheduleError, Step, check_steps, steps
+from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.draw import svg, text_rows
 from dovetail.pipelines.export import document
 from dovetail.pipelines.families import (
@@ -32,7 +33,7 @@ from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, evaluate
 from dovetail.pipelines.search.compare import Choice, cached_find, choose, front, pareto
 from dovetail.pipelines.search.find import find
 from dovetail.pipelines.search.rounds import Effort
-from dovetail.pipelines.simulate import COMPILED, Floats, Ints, one_f_one_b, simulate_1f1b
+from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b, simulate_1f1b
 
 __all__ = [
     "COMPILED",

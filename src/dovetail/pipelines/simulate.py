@@ -20,47 +20,17 @@ occurrence of a code is micro-batch n. Shorter orders end with -1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-COMPILED = find_spec("numba") is not None
-"""Whether numba (the extra `schedules`) is installed. Without it the kernels run several hundred times slower."""
+from dovetail.pipelines.compat import kernel
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 F, B, W = 0, 1, 2
 KINDS = 3
-
-
-class kernel:  # noqa: N801 - a decorator
-    """A function that numba compiles when it is first called. It then releases the GIL.
-
-    Importing numba takes a second, which those that only read or draw schedules need not wait for."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    @cached_property
-    def compiled(self) -> Callable[..., Any]:
-        if not COMPILED:
-            return self._function
-        from numba import njit
-
-        compiled: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy")(self._function)
-        return compiled
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.compiled(*arguments)
-
-    @property
-    def _numba_type_(self) -> Any:
-        """What numba asks of a value in a kernel: kernels may call each other."""
-        return self.compiled._numba_type_  # type: ignore[attr-defined]
 
 
 def one_f_one_b(stages: int, stage: int, micro_batches: int, backward: Sequence[int] = (B,)) -> list[int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.pipelines.simulate import kernel, order_peak, run_orders
+from dovetail.pipelines.compat import kernel
+from dovetail.pipelines.simulate import order_peak, run_orders
 
 
 @kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.pipelines.simulate import kernel
+from dovetail.pipelines.compat import kernel
 
 
 @kernel

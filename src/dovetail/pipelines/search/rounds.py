@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.families import Family
 from dovetail.pipelines.instance import Coupling, Instance, lower_bound, mirror, unmirror
 from dovetail.pipelines.schedule import Schedule, evaluate, timing_arguments
@@ -20,7 +21,7 @@ from dovetail.pipelines.search.annealing import anneal
 from dovetail.pipelines.search.exact import Answer, ExactSearch, available
 from dovetail.pipelines.search.levels import Level
 from dovetail.pipelines.search.listing import justify, search_rules
-from dovetail.pipelines.simulate import COMPILED, Ints
+from dovetail.pipelines.simulate import Ints
 
 TASKS = 4
 UNLIMITED = 1e300

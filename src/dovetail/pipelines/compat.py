@@ -1,0 +1,41 @@
+"""numba, which compiles the kernels where it is installed, and the one private part of it that they need.
+
+tests/unit/test_pipelines_simulate.py fails if numba asks for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+COMPILED = find_spec("numba") is not None
+"""Whether numba (the extra `schedules`) is installed. Without it the kernels run several hundred times slower."""
+
+
+class kernel:  # noqa: N801 - a decorator
+    """A function that numba compiles when it is first called. It then releases the GIL.
+
+    Importing numba takes a second, which those that only read or draw schedules need not wait for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        if not COMPILED:
+            return self._function
+        from numba import njit
+
+        compiled: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy")(self._function)
+        return compiled
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.compiled(*arguments)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """Kernels may call each other: numba asks each value that a kernel uses for this attribute (numba 0.65; see
+        `numba.core.typing.typeof`). Nothing public says which compiled function a Python object stands for."""
+        return self.compiled._numba_type_  # type: ignore[attr-defined]
