@@ -103,11 +103,16 @@ class Kube:
 
 async def ask(way: str) -> dict[str, Any]:
     got: list[str] = []
+    asked: list[str] = []
+    again = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                asked.append(head)
+                if len(asked) == 2:
+                    again.set()
                 async for part in _answer(way, head.split()[1], elsewhere):
                     writer.write(part)
                     await writer.drain()
@@ -132,11 +137,11 @@ async def ask(way: str) -> dict[str, Any]:
         key = ("lab", "demo")
         operator.report(key, Children({("Pod", "c"): pod}), "the-jobs-own")
         task = operator._followed[key].task
-        await asyncio.wait(
-            {task, asyncio.ensure_future(changed.get())},
-            timeout=60 if way == "history" else 1.5,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        # It asks a second time, or reports something, or has ended.
+        ends = {task, asyncio.ensure_future(changed.get())}
+        if way != "history":
+            ends.add(asyncio.ensure_future(again.wait()))
+        await asyncio.wait(ends, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         alive, reported = not task.done(), operator._followed[key].answer
         await operator.close()
         api = CoordinatorReader(Kube(), session, lambda *_: f"http://127.0.0.1:{port}", 0.0, lambda: 0.0, seconds)  # type: ignore[arg-type]

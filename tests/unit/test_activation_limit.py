@@ -17,6 +17,12 @@ from dovetail.planner.plan import PlanError, make_plan
 LLAMA = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search finds in more time is not the subject here."""
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+
+
 def job(trainers: int = 2, pp: int = 2, **plan: Any) -> RLHFJobSpec:
     document = {
         "stages": ["ppo"],

@@ -36,6 +36,12 @@ from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.engine.executor import check_actions
 
 
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search finds in more time is not the subject here."""
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+
+
 @st.composite
 def pairs(draw: st.DrawFn) -> dict[str, Parallelism]:
     """Layouts of actor and critic over the same ranks."""
