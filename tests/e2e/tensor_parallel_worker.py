@@ -32,6 +32,9 @@ FAMILIES = {
     "qwen2": GLU,
     "qwen3": {**GLU, "head_dim": 12},
     "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    # A scaled embedding, bounded scores and a window; norms of heads whose weights are added to 1.
+    "gemma2": {**GLU, "head_dim": 8, "sliding_window": 5},
+    "gemma3_text": {**GLU, "head_dim": 8, "sliding_window": 5},
 }
 TRAINED = ("qwen3", "opt")  # gradients of each rank's heads, biases
 # (pp, dp, tp), and whether stages are sharded over dp.

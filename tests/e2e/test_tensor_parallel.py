@@ -15,7 +15,7 @@ import transformers
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-FAMILIES = ("llama", "qwen2", "qwen3", "opt")
+FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gemma3_text")
 SPLIT = [(2, "1x1x2"), (4, "2x1x2"), (4, "1x2x2"), (4, "1x2x2 whole")]
 
 Results = dict[int, list[dict[str, Any]]]

@@ -232,6 +232,8 @@ def test_sharded_weights_must_be_complete(tmp_path):
         (lambda p: model_folder(p, "pytorch_model.bin"), "holds only pickled weights"),
         (lambda p: model_folder(p, config="{"), "cannot be read: not valid JSON"),
         (lambda p: model_folder(p, config="{}"), "names no model_type"),
+        (lambda p: model_folder(p, config='{"model_type": "gemma3", "text_config": {}}'), "it reads more than text"),
+        (lambda p: model_folder(p, config='{"model_type": "t5", "is_encoder_decoder": true}'), "it has an encoder"),
     ],
 )
 def test_bad_model_folders(tmp_path, make, sentence):
@@ -239,6 +241,17 @@ def test_bad_model_folders(tmp_path, make, sentence):
     found = files(tmp_path, models=actor("m"))
     assert any(sentence in s for s in found), found
     assert all(s.startswith("spec.models.actor.source.path: ") for s in found)
+
+
+@pytest.mark.parametrize("scratch", [True, False])
+def test_layers_that_ranks_cannot_share(tmp_path, scratch):
+    model_folder(tmp_path / "m", config='{"model_type": "qwen3_moe"}')
+    source = {"scratch": {"architecture": "qwen3_moe"}} if scratch else {"path": "m"}
+    pins = {"plan": {"parallelism": {"actor": {"tp": 2}}}}
+    groups = [{"name": "t", "roles": ["trainer"], "replicas": 2}, {"name": "r", "roles": ["rollout"]}]
+    models = {"actor": {"source": source}, "tokenizer": {"train": {}} if scratch else {}}
+    (found,) = files(tmp_path, models=models, groups=groups, **pins)
+    assert found.startswith("spec.plan.parallelism.actor.tp: 2 ranks cannot share layers of qwen3_moe models")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
     "opt": {**SMALL, "model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 64},
     "opt, narrow embedding": {**SMALL, "model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 32},
+    "mistral": {**SMALL, "model_type": "mistral", "sliding_window": 8},
+    "gemma2": {**SMALL, "model_type": "gemma2", "head_dim": 24},
+    "gemma3_text": {**SMALL, "model_type": "gemma3_text", "head_dim": 24, "tie_word_embeddings": False},
+    "qwen3_moe": {
+        **SMALL,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+    },
+    "phi3": {**SMALL, "model_type": "phi3", "pad_token_id": 0},
+    "gpt_neox": {**SMALL, "model_type": "gpt_neox"},
 }
 # Published: the models' cards.
 PUBLISHED = {
@@ -112,7 +125,13 @@ def test_published_sizes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", torch.float32), ("qwen2", torch.bfloat16), ("qwen3", torch.float32), ("opt", torch.bfloat16)],
+    [
+        ("llama", torch.float32),
+        ("qwen2", torch.bfloat16),
+        ("qwen3", torch.float32),
+        ("opt", torch.bfloat16),
+        *((name, torch.float32) for name in ("gemma2", "gemma3_text", "qwen3_moe", "phi3", "gpt_neox")),
+    ],
 )
 def test_saved_activations_are_what_autograd_keeps(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     """Measured on the trainer's own stages; within 5 %, where 10 % is asked."""
@@ -231,7 +250,7 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of llama"),
+        ({"model_type": "gpt2"}, "model type 'gpt2' is not supported; use one of llama"),
         ({"hidden_size": None}, "hidden_size is None; it must be a whole number above 0"),
         ({"num_hidden_layers": "8"}, "num_hidden_layers is '8'"),
     ],

@@ -57,6 +57,11 @@ PRIVATE = (
         "embedding and head of a model, whichever family it is of",
     ),
     Private(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
+        SEEN,
+        "experts on CPUs are computed from packed weights; a reload leaves them unpacked, and their results wrong",
+    ),
+    Private(
         "vllm.entrypoints.rl.online.metrics:weight_operation_metrics",
         SEEN,
         "our routes replace two of vLLM's and keep its metrics of them",
@@ -145,6 +150,22 @@ def pack_vocabulary(module: Any) -> None:
     method = module.quant_method
     if isinstance(method, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading(module)
+
+
+def pack_experts(model: Any) -> None:
+    """CPU only: pack the experts' weights that a reload has brought. vLLM packs them as the model is loaded, and not
+    again."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts) and "w13_weight" in module._parameters:
+            experts.process_weights_after_loading(module)
 
 
 def weight_operation(name: str) -> Any:

@@ -89,6 +89,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
     def finish_weight_update(self) -> None:
         """Raises TransferError where a tied head does not serve what arrived."""
         compat.finish_reload(self.model, self.model_config)
+        compat.pack_experts(self.model)
         renew(self._tied)
         LOADED.version = self._arrived
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +17,21 @@ NAME = "dovetail"
 _LARGEST_HEAD = 192
 
 
+class Scores(NamedTuple):
+    """How queries and keys meet. `scaling` of their products (None: by the width of a head); `window`: a token attends
+    to itself and the `window` - 1 tokens before it (None: to all before it); `softcap`: the bound of scores, by tanh;
+    `sinks` (heads,): scores of a key that has no value."""
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def fused(self, longest: int) -> bool:
+        """Whether torch's plain causal attention computes sequences of at most `longest` tokens."""
+        return self.softcap is None and self.sinks is None and (self.window is None or longest <= self.window)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -28,56 +40,103 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packing: Packing | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """query (1, heads, total, D), key and value (1, key heads, total, D): sequences as `packing` says. Without it: (B,
     heads, T, D), every row a sequence. Returns (1 or B, total or T, heads, D) as transformers wants it. There is no
-    dropout."""
+    dropout. The last three arguments are named by transformers: see `Scores`."""
+    scores = Scores(scaling, sliding_window, softcap, s_aux)
     if packing is None:
-        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
-        return plain
+        return _rows(module, query, key, value, attention_mask, scores), None
     lengths = packing.lengths
     if packing.prefixes is None and len(set(lengths)) == 1:
-        block = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value))
-        output, _ = sdpa_attention_forward(module, *block, None, scaling=scaling)
-        return output.flatten(0, 1).unsqueeze(0), None
-    if query.is_cuda and in_one_call(query.dtype, query.shape[-1]):
-        return flash(query, key, value, packing, scaling), None
+        q, k, v = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value))
+        return _rows(module, q, k, v, None, scores).flatten(0, 1).unsqueeze(0), None
+    width = query.shape[-1]
+    plain = softcap is None and s_aux is None
+    if plain and query.is_cuda and query.dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD:
+        return flash(query, key, value, packing, scaling, sliding_window), None
     # Each sequence by itself: on a CPU as fast as a block of them, and without what padding costs.
     prefixes = packing.prefixes or (None,) * len(lengths)
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
     outputs = [
-        _one(q, k, v, None, scaling)
+        _one(q, k, v, None, scores)
         if prefix is None
-        else _one(q, torch.cat([keys[prefix], k], 2), torch.cat([values[prefix], v], 2), lengths[prefix], scaling)
+        else _one(q, torch.cat([keys[prefix], k], 2), torch.cat([values[prefix], v], 2), lengths[prefix], scores)
         for q, k, v, prefix in zip(queries, keys, values, prefixes, strict=True)
     ]
     return torch.cat(outputs, dim=1), None
 
 
-def in_one_call(dtype: torch.dtype, width: int) -> bool:
-    """Whether a GPU computes the attention of all sequences of a pass in one call, for heads of that width."""
-    return dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD
+def _rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scores: Scores
+) -> Tensor:
+    """Every row is a sequence."""
+    if not scores.fused(query.shape[2]):
+        return _one(query, key, value, None, scores)
+    output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scores.scaling)[0]
+    return output
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scaling: float | None) -> Tensor:
-    """One sequence, with `before` tokens before it that have keys and values only."""
+def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: Scores) -> Tensor:
+    """One sequence, or rows of as many tokens, with `before` tokens before it that have keys and values only."""
     mask = None
-    if before is not None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before)
+    if before is not None or not scores.fused(key.shape[2]):
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before or 0)
+        if scores.window is not None:
+            mask = mask.triu((before or 0) - scores.window + 1)
+    if mask is not None and (scores.softcap is not None or scores.sinks is not None):
+        scaling = scores.scaling or query.shape[-1] ** -0.5
+        return torch.as_tensor(_Unfused.apply(query, key, value, scores.sinks, mask, scaling, scores.softcap))
     grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=grouped
     ).transpose(1, 2)
 
 
-@cache
-def _shares_keys(function: Callable[..., Any]) -> bool:
-    """Whether several query heads may read one key head: since torch 2.12."""
-    return "enable_gqa" in inspect.signature(function).parameters
+class _Unfused(torch.autograd.Function):
+    """Attention whose scores no kernel of torch computes. Scores are computed again for the backward pass, so that what
+    is kept until then does not grow with the square of the length."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, scaling, softcap = arguments
+        ctx.save_for_backward(*tensors)
+        ctx.settings = scaling, softcap
+        return _unfused(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs: list[Any] = [None if x is None else x.detach() for x in ctx.saved_tensors]
+        wanted = [x.requires_grad_() for x, needs in zip(inputs, ctx.needs_input_grad, strict=False) if needs]
+        with torch.enable_grad():
+            output = _unfused(*inputs, *ctx.settings)
+        found = iter(torch.autograd.grad(output, wanted, gradients))
+        return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+def _unfused(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    """(B, T, heads, D). `mask` (T, keys): which keys a query attends to."""
+    repeats = query.shape[1] // key.shape[1]
+    longer, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    found = query @ longer.transpose(2, 3) * scaling
+    if softcap is not None:
+        found = torch.tanh(found / softcap) * softcap
+    found = found.float().masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        found = torch.cat([found, sinks.float().view(1, -1, 1, 1).expand(*found.shape[:3], 1)], -1)
+    weights = found.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ values).transpose(1, 2)
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None = None
+) -> Tensor:
     """`attend` of all sequences in one call. Keys and values of a prefix are repeated for each that goes on from it."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -88,14 +147,11 @@ def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: 
         index, key_starts = packing.keys
         k, v, longest_keys = k[index], v[index], packing.longest
     # Causal, and aligned at the end where there are more keys than queries (flash attention since 2.1).
-    causal = (-1, 0)
-    options: dict[str, Any] = {"scale": scaling, "window_size": causal}
-    if (repeats := q.shape[1] // k.shape[1]) > 1:
-        if _shares_keys(varlen_attn):
-            options["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    found: Any = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, **options)
+    causal = (-1 if window is None else window - 1, 0)
+    grouped = key.shape[1] != query.shape[1]
+    found: Any = varlen_attn(
+        q, k, v, starts, key_starts, longest, longest_keys, scale=scaling, window_size=causal, enable_gqa=grouped
+    )
     return torch.as_tensor(found).unsqueeze(0)
 
 

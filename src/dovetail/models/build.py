@@ -38,7 +38,7 @@ def open_source(ref: ModelRef, stage: PipelineStage) -> Source:
     """The tensors that `ref` names."""
     if ref.path is None:
         return Seed(ref.seed, stage.config, stage)
-    return Folder(Path(ref.path), value_head=ref.head == "lm+value")
+    return Folder(Path(ref.path), stage.family, value_head=ref.head == "lm+value")
 
 
 def fill(stage: PipelineStage, source: Source, names: dict[str, str]) -> None:

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import problem
 from dovetail.protocol.messages import ModelRef
 
-# Their frequencies depend on the longest sequence of the batch, so a token's output would depend on its neighbours'
-# lengths and differ between trainer, scorer and rollout.
-_UNSUPPORTED_ROPE = ("dynamic", "longrope")
-_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
+_DROPOUTS = (
+    "dropout",
+    "attention_dropout",
+    "activation_dropout",
+    "layerdrop",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+)
 
 
 class ModelError(ValueError):
@@ -31,23 +37,9 @@ def load_config(ref: ModelRef) -> Any:
 
 
 def check_config(config: Any, where: str) -> None:
-    """Raise `ModelError` for what stages do not compute: other families, sliding windows, quantised weights."""
-    if config.model_type not in MODEL_FAMILIES:
-        raise ModelError(
-            f"{where}: model type {config.model_type!r} is not supported; use one of {', '.join(MODEL_FAMILIES)}"
-        )
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ModelError(
-            f"{where}: sliding-window attention is not supported; set use_sliding_window to false in config.json"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{where}: quantised weights cannot be trained; use the model's original weights")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _UNSUPPORTED_ROPE:
-        raise ModelError(
-            f"{where}: rope type {rope['rope_type']!r} is not supported; use default, linear, yarn or llama3"
-        )
+    """Raise `ModelError` for what stages do not compute (`dovetail.manifest.model_families.support`)."""
+    if (why := problem(config.to_dict(), MODEL_FAMILIES)) is not None:
+        raise ModelError(f"{where}: {why}")
 
 
 def without_dropout(config: Any) -> Any:
@@ -72,11 +64,11 @@ def _from_folder(path: Path, trust_remote_code: bool) -> Any:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: not a Hugging Face model folder: config.json is missing")
     try:
-        kind = json.loads((path / "config.json").read_text()).get("model_type")
+        why = problem(json.loads((path / "config.json").read_text()), MODEL_FAMILIES)
     except (ValueError, AttributeError) as error:
         raise ModelError(f"{path}/config.json: not valid JSON: {error}") from error
-    if kind not in MODEL_FAMILIES:
-        raise ModelError(f"{path}: model type {kind!r} is not supported; use one of {', '.join(MODEL_FAMILIES)}")
+    if why is not None:
+        raise ModelError(f"{path}: {why}")
     return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code, local_files_only=True)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dovetail.manifest.model_families import ModelFamily
 from dovetail.models.config import ModelError
+from dovetail.models.names import saved_name, stacked
 from dovetail.models.stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
 
 
@@ -29,7 +31,7 @@ class Folder:
 
     Raises `ModelError` for a folder with pickle weights only, a missing shard, and a shape that differs."""
 
-    def __init__(self, path: Path, value_head: bool = False) -> None:
+    def __init__(self, path: Path, family: ModelFamily, value_head: bool = False) -> None:
         """`value_head`: take the folder's separate value head too, if it has one."""
         from safetensors import safe_open
 
@@ -57,11 +59,37 @@ class Folder:
                 raise ModelError(f"{path}/{file}: not a complete safetensors file: {error}") from error
             for key in handle.keys():  # noqa: SIM118 - not a mapping
                 self._files[key] = handle
+        self._family = family
         # Checkpoints of the bare backbone (`OPTModel`, `LlamaModel`) lack the `model.` prefix.
-        self._bare = bool(self._files) and not any(key.startswith("model.") for key in self._files)
+        self._prefix = family.body.partition(".")[0] + "."
+        self._bare = bool(self._files) and not any(key.startswith(self._prefix) for key in self._files)
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
-        key = name.removeprefix("model.") if self._bare else name
+        found = stacked(self._family, name)
+        if found is not None and self._key(name) not in self._files:
+            return self._experts(*found, shape, box)
+        if (other := saved_name(self._family, name)) in self._files:
+            return self._read(other, name, shape, box)
+        return self._read(self._key(name), name, shape, box)
+
+    def _key(self, name: str) -> str:
+        return name.removeprefix(self._prefix) if self._bare else name
+
+    def _experts(self, owner: str, parts: tuple[str, ...], shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
+        """The part `box` of a parameter of all experts, from each expert's matrices; None when one is absent."""
+        rows = torch.Size([shape[1] // len(parts), shape[2]])
+        everything = (slice(None), slice(None))
+        experts = []
+        for number in range(*box[0].indices(shape[0])):
+            names = [f"{owner}.{number}.{part}" for part in parts]
+            found = [self._read(self._key(name), name, rows, everything) for name in names]
+            if any(matrix is None for matrix in found):
+                return None
+            experts.append(torch.cat([matrix for matrix in found if matrix is not None])[box[1:]])
+        return torch.stack(experts) if experts else torch.empty(0, *shape[1:])[:, *box[1:]]
+
+    def _read(self, key: str, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
+        """`name`: what to call it in a message."""
         if key not in self._files:
             return None
         part = self._files[key].get_slice(key)
@@ -73,8 +101,8 @@ class Folder:
 
 
 class Seed:
-    """Random weights as Hugging Face initialises these families: linear and embedding weights normal with the
-    configuration's standard deviation, biases 0, norms 1, the padding row 0.
+    """Random weights as Hugging Face initialises these families: matrices normal with the configuration's standard
+    deviation, biases and sinks 0, norms 1 (0 where a family adds 1), the padding row 0.
 
     Each tensor has a generator of its own, seeded by (seed, name): it is the same whatever the pipeline split, and
     whichever other tensors a rank holds."""
@@ -83,23 +111,22 @@ class Seed:
         self._seed = seed
         self._std = float(getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02)
         self._pad = getattr(config, "pad_token_id", None)
-        self._modules = dict(stage.named_modules())
+        self._norm = torch.zeros if stage.family.norm_offset else torch.ones
         self._embedding = stage.embedding_name
         self._tied_copy = stage.tied_copy
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
         owner, _, kind = name.rpartition(".")
-        module = self._modules.get(owner)
         is_embedding = name in (self._embedding, self._tied_copy)
-        if kind == "bias" or owner == VALUE_HEAD:
+        if kind.endswith("bias") or kind == "sinks" or owner == VALUE_HEAD:
             values = torch.zeros(shape)
-        elif is_embedding or isinstance(module, nn.Linear | nn.Embedding):
+        elif len(shape) > 1:
             values = torch.empty(shape)
             values.normal_(0.0, self._std, generator=generator(self._seed, self._embedding if is_embedding else name))
             if is_embedding and self._pad is not None:
                 values[self._pad] = 0.0
         else:
-            values = torch.ones(shape)
+            values = self._norm(shape)
         return values[box]
 
 

@@ -49,6 +49,7 @@ class PipelineStage(nn.Module):
     Tied embeddings: with one stage the head uses the embedding's weight and there is no `lm_head` parameter; with
     more, the last stage holds a copy, `lm_head.weight`, which stays equal to the first stage's
     `model.embed_tokens.weight` because the trainer sums the two gradients and gives the sum to both (`tied_copy`).
+    A family's own name for the embedding is kept.
 
     Head `value`: `score`, a bias-free linear map from the final hidden state to one number, under the name and shape
     of transformers' `...ForSequenceClassification` with `num_labels=1`, plus the configuration's `score_bias`, if there
@@ -76,8 +77,7 @@ class PipelineStage(nn.Module):
         source: Any = whole.get_submodule(self.family.body)
         body = nn.Module()
         if self.is_first:
-            body.embed_tokens = source.embed_tokens
-            _take(source, body, self.family.entry)
+            _take(source, body, (self.family.embedding, *self.family.entry))
         body.layers = nn.ModuleDict({str(i): source.layers[i] for i in self.layer_ids})
         self.rotary_type = None if self.family.learnt_positions else type(source.rotary_emb)
         self.rotary: Any = None
@@ -93,7 +93,7 @@ class PipelineStage(nn.Module):
         width = self.hidden_size if narrow is None else int(getattr(config, narrow))
         shares = lm and is_tied(config) and self.is_first
         if self.is_last and lm and not shares:
-            self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=self.family.head_bias, device="meta")
         if self.is_last and value:
             setattr(self, VALUE_HEAD, nn.Linear(width, 1, bias=False, device="meta"))
 
@@ -105,7 +105,7 @@ class PipelineStage(nn.Module):
     @property
     def embedding_name(self) -> str:
         """Name of the input embedding's weight in the whole model."""
-        return f"{self.family.body}.embed_tokens.weight"
+        return f"{self.family.body}.{self.family.embedding}.weight"
 
     @property
     def tied_copy(self) -> str | None:
@@ -125,7 +125,11 @@ class PipelineStage(nn.Module):
         return self.embedding_name if name == "lm_head.weight" and self.tied_copy == name else name
 
     def place_buffers(self, device: torch.device | str) -> None:
-        """Make the rotary frequencies (float32, not part of any checkpoint) on `device`."""
+        """Make what is no part of any checkpoint on `device`: the rotary frequencies (float32), and the factor of a
+        scaled embedding."""
+        for module in self.modules():
+            if hasattr(module, "scalar_embed_scale"):
+                module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
         if self.rotary_type is not None:
             with torch.device(device):
                 # Not a submodule: float32 whatever the stage's dtype, and no part of its state dict.
@@ -157,17 +161,29 @@ class PipelineStage(nn.Module):
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
             extra = {"packing": packing}
         hidden = self._embed(inputs, positions, longest) if self.is_first else inputs
-        if self.rotary is not None:
-            extra["position_embeddings"] = self.rotary(hidden, positions)
-        for layer in body.layers.values():
+        rotations = self._rotations(hidden, positions)
+        for number, layer in zip(self.layer_ids, body.layers.values(), strict=True):
+            if rotations:
+                extra["position_embeddings"] = rotations[self._kind(number)]
             hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
         if not self.is_last:
             return hidden
         return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted])
 
+    def _kind(self, layer: int) -> str | None:
+        """The kind of a layer's attention, where each kind has rotary frequencies of its own."""
+        return self.config.layer_types[layer] if hasattr(self.rotary, "layer_types") else None
+
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str | None, Any]:
+        """Cosines and sines of the positions, by the kind of attention; none with learnt positions."""
+        if self.rotary is None:
+            return {}
+        kinds = {self._kind(layer) for layer in self.layer_ids}
+        return {kind: self.rotary(hidden, positions, *(() if kind is None else (kind,))) for kind in kinds}
+
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         body = self.body
-        hidden: Tensor = body.embed_tokens(tokens)
+        hidden: Tensor = getattr(body, self.family.embedding)(tokens)
         if not self.family.learnt_positions:
             return hidden
         if longest > self.config.max_position_embeddings:
@@ -193,7 +209,12 @@ class PipelineStage(nn.Module):
         return values if self.head == "value" else Outputs(self._logits(hidden), values)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return project(hidden, (self.lm_head if hasattr(self, "lm_head") else self.body.embed_tokens).weight)
+        head = self.lm_head if hasattr(self, "lm_head") else getattr(self.body, self.family.embedding)
+        logits = project(hidden, head.weight)
+        if self.family.head_bias:
+            logits = logits + head.bias
+        bound = getattr(self.config, self.family.softcap, None) if self.family.softcap else None
+        return logits if bound is None else torch.tanh(logits / bound) * bound
 
 
 def _take(source: nn.Module, body: nn.Module, names: Sequence[str]) -> None:

@@ -28,7 +28,10 @@ NOTHING = TensorSplit({}, frozenset())
 
 def check_degree(config: Any, tp: int) -> None:
     """Raise `ModelError` unless every rank gets as many heads and as much of the MLP."""
-    inner = MODEL_FAMILIES[config.model_type].inner_field
+    family = MODEL_FAMILIES[config.model_type]
+    if tp > 1 and not family.splits:
+        raise ModelError(f"layers of {family.name} models cannot be shared over tensor-parallel ranks; set tp to 1")
+    inner = family.inner_field
     for field in ("num_attention_heads", "num_key_value_heads", inner):
         size = getattr(config, field, None)
         if size is not None and size % tp:
@@ -70,7 +73,7 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
             elif leaf == "mlp":
                 styles[name] = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,))
         parallelize_module(layer, mesh, styles, src_data_rank=None)
-    for module in (getattr(stage.body, "embed_tokens", None), getattr(stage, "lm_head", None)):
+    for module in (getattr(stage.body, stage.family.embedding, None), getattr(stage, "lm_head", None)):
         if module is not None:
             share_rows(module, mesh)
     named = dict(stage.named_parameters())

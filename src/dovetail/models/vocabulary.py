@@ -27,7 +27,8 @@ class SplitEmbedding(nn.Embedding):
         found = found.masked_fill(outside.unsqueeze(-1), 0.0)
         part: Any = DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
         whole: Tensor = part.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        scale = getattr(self, "embed_scale", None)  # Gemma's
+        return whole if scale is None else whole * scale.to(whole.dtype)
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import problem
 from dovetail.planner.hashing import hashed_once
 
 Head = Literal["lm", "value", "lm+value"]
@@ -21,13 +22,14 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a block. `split`: which side tensor parallel ranks share, "out" (columns) or "in" (rows)."""
+    """A linear layer of a block. `split`: which side tensor parallel ranks share, "out" (columns) or "in" (rows); None:
+    they cannot."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool
-    split: Literal["out", "in"]
+    split: Literal["out", "in"] | None
 
     @property
     def parameters(self) -> int:
@@ -38,7 +40,9 @@ class Linear:
 @dataclass(frozen=True)
 class ModelShape:
     """`queries`, `keys`: width of all query heads, and of all key (or value) heads. `embedding`: width of the token
-    embedding where it is not `hidden` (some OPT models). `positions`: rows of a learnt position table."""
+    embedding where it is not `hidden` (some OPT models). `positions`: rows of a learnt position table. `windowed`: how
+    many layers attend to `window` tokens only. `experts` of a layer (0: an MLP), of which a token gets `chosen`;
+    `intermediate` is then the inner width of one."""
 
     family: str
     layers: int
@@ -54,19 +58,24 @@ class ModelShape:
     embedding: int = 0
     positions: int = 0
     final_norm: bool = True
+    windowed: int = 0
+    window: int = 0
+    experts: int = 0
+    chosen: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
         """From a `config.json`. Raises ShapeError."""
-        family = MODEL_FAMILIES.get(config.get("model_type", ""))
-        if family is None:
-            known = ", ".join(MODEL_FAMILIES)
-            raise ShapeError(f"model_type {config.get('model_type')!r} is not supported; use one of {known}")
+        if (why := problem(config, MODEL_FAMILIES)) is not None:
+            raise ShapeError(why)
+        family = MODEL_FAMILIES[config["model_type"]]
         hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
         ends = config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False)
         narrow = family.embedding_field
         width = hidden if narrow is None else config.get(narrow) or hidden
         attention, mlp = (bool(config.get(name, family.bias_default)) for name in family.bias_fields)
+        experts = family.experts
+        count = None if experts is None else next((n for n in experts.count if n in config), experts.count[0])
         return cls(
             family=family.name,
             layers=_whole(config, "num_hidden_layers"),
@@ -82,6 +91,10 @@ class ModelShape:
             embedding=int(width) if width != hidden else 0,
             positions=_whole(config, "max_position_embeddings") + 2 if family.learnt_positions else 0,
             final_norm=bool(ends) if family.layer_norm else True,
+            windowed=family.windowed(config),
+            window=int(config.get("sliding_window") or family.defaults.get("sliding_window") or 0),
+            experts=0 if count is None else _whole(config, count),
+            chosen=0 if experts is None else _whole(config, experts.chosen),
         )
 
     @property
@@ -93,16 +106,20 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def linears(self) -> tuple[Linear, ...]:
-        """Of one block."""
+        """Of one block, experts not counted."""
         return _linears(self)
 
-    def split_problem(self, tp: int) -> str | None:
-        """Why `tp` tensor parallel ranks cannot train a block together, each with as many heads and as much of the MLP;
-        None if they can."""
+    def split_problem(self, tp: int, model: str = "model") -> str | None:
+        """Why `tp` tensor parallel ranks cannot train a block of `model` together, each with as many heads and as much
+        of the MLP, and what to do; None if they can."""
+        if tp > 1 and not MODEL_FAMILIES[self.family].splits:
+            return f"but layers of {self.family} models, such as the {model}, cannot be shared over ranks; set tp to 1"
         inner = MODEL_FAMILIES[self.family].inner_field
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, inner: self.intermediate}
         odd = next((field for field, size in sizes.items() if size % tp), None)
-        return None if odd is None else f"does not divide its {odd}, {sizes[odd]}"
+        return (
+            None if odd is None else f"which does not divide its {odd}, {sizes[odd]} of the {model}; use a tp that does"
+        )
 
     # ------------------------------------------------------------ parameters
 
@@ -120,6 +137,7 @@ class ModelShape:
         norm = (1 + MODEL_FAMILIES[self.family].layer_norm) * self.hidden * self.final_norm
         width = self.embedding or self.hidden
         vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
+        vocabulary += self.vocabulary * (MODEL_FAMILIES[self.family].head_bias and head != "value")
         return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
 
     def parameters(self, head: Head = "lm") -> int:
@@ -134,24 +152,36 @@ class ModelShape:
 
         Each norm: its input in float32, the normalised input and the scaled one; queries, keys, values and the
         attention's output, with a float32 number a head; the MLP's inner tensors: gate, its activation, up and their
-        product, or one where there is no gate. LayerNorm keeps less than the RMSNorms of transformers."""
+        product, or as many as the family says. LayerNorm keeps less than the RMSNorms of transformers. Of fused
+        projections all is kept as long as the values are. Experts keep each token's states once more for each of its
+        experts, before and after it, with their order and weights, and the scores of all experts."""
         q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
         attention = (2 * q + 2 * k) * b + 4 * self.heads / tp
         family = MODEL_FAMILIES[self.family]
-        norms = 4 * h * b + 4 * b if family.layer_norm else 2 * h * (4 + 2 * b) + 8
+        norms = family.norms * (2 * h * b + 2 * b if family.layer_norm else h * (4 + 2 * b) + 4)
         each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if family.head_norms else 0.0
-        return norms + attention + each_head + (4 if family.gated else 1) * i * b
+        norms -= h * b * family.side_by_side
+        fused = (q + k) * b * any(part.outputs == "attention" for part in family.linears)
+        turned = q * b * family.partial_rotary
+        inner = family.kept * i * b
+        if self.experts:
+            inner = self.chosen * (2 * h * b + inner + 36) + self.experts * b
+        return norms + attention + each_head + fused + turned + inner
 
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
-        """Keys and values of one token in all blocks, on one of `tp` ranks (a key head is not split further)."""
+        """Keys and values of one token in all blocks, on one of `tp` ranks (a key head is not split further). Blocks
+        with a window count as others: what vLLM frees behind it is not known beforehand."""
         return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
 
     # ------------------------------------------------------------ arithmetic
 
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
         """Of a forward pass over `tokens` positions that attend to `context` tokens each on average: two per weight of
-        a matrix and position, and scores and their use (4 x queries x context)."""
+        a matrix and position (of a token's own experts only), and scores and their use (4 x queries x context, of
+        which a window lets no more than itself through)."""
         matrices = _matrices(self)
+        if self.windowed:
+            context = context + self.windowed / self.layers * (min(context, self.window) - context)
         output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden
         return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
 
@@ -160,7 +190,8 @@ class ModelShape:
 @lru_cache(maxsize=256)
 def _linears(shape: ModelShape) -> tuple[Linear, ...]:
     widths = {"hidden": shape.hidden, "queries": shape.queries, "keys": shape.keys, "inner": shape.intermediate}
-    biases = {"attention": shape.attention_bias, "mlp": shape.mlp_bias, "always": True}
+    widths |= {"attention": shape.queries + 2 * shape.keys, "gates": 2 * shape.intermediate}
+    biases = {"attention": shape.attention_bias, "mlp": shape.mlp_bias, "always": True, "never": False}
     return tuple(
         Linear(part.name, widths[part.inputs], widths[part.outputs], biases[part.bias], part.split)
         for part in MODEL_FAMILIES[shape.family].linears
@@ -169,7 +200,9 @@ def _linears(shape: ModelShape) -> tuple[Linear, ...]:
 
 @lru_cache(maxsize=256)
 def _matrices(shape: ModelShape) -> int:
-    return sum(each.inputs * each.outputs for each in _linears(shape))
+    """Of one block, weights that one token meets."""
+    routing = shape.experts * shape.hidden + shape.chosen * 3 * shape.hidden * shape.intermediate
+    return sum(each.inputs * each.outputs for each in _linears(shape)) + routing
 
 
 @lru_cache(maxsize=4096)
@@ -179,8 +212,18 @@ def _layer_parameters(shape: ModelShape, tp: int) -> int:
         bias = each.bias * each.outputs
         linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
     family = MODEL_FAMILIES[shape.family]
-    norms = 2 * (1 + family.layer_norm) * shape.hidden
-    return linear + norms + len(family.head_norms) * shape.head_dim
+    norms = family.norms * (1 + family.layer_norm) * shape.hidden
+    sinks = shape.heads * family.sinks
+    return linear + norms + len(family.head_norms) * shape.head_dim + sinks + _expert_parameters(shape)
+
+
+def _expert_parameters(shape: ModelShape) -> int:
+    """Of one block: all experts and what chooses among them."""
+    experts = MODEL_FAMILIES[shape.family].experts
+    if experts is None:
+        return 0
+    one = 3 * shape.hidden * shape.intermediate + experts.bias * (2 * shape.intermediate + shape.hidden)
+    return shape.experts * (one + shape.hidden + experts.bias)
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:

@@ -3,11 +3,13 @@ scratch."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import problem
 from dovetail.manifest.types import ModelSource, ScratchModel
 
 # Weights in safetensors and what describes them; never pickles, and no code unless asked for.
@@ -34,7 +36,18 @@ def resolve(source: ModelSource, field: str, base_dir: Path, trust_remote_code: 
             f"{field}.source: {source.path or source.hugging_face} has {found}; Dovetail loads safetensors, so save "
             "the model with save_pretrained(..., safe_serialization=True)"
         )
+    config = _read(folder / "config.json")
+    if isinstance(config, dict) and "model_type" in config and (why := problem(config, MODEL_FAMILIES)) is not None:
+        raise DataError(f"{field}.source: {source.path or source.hugging_face}: {why}")
     return folder
+
+
+def _read(path: Path) -> Any:
+    """A JSON file's value; None for what is no JSON, which is told where the model is loaded."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _download(repository: str, revision: str | None, field: str, trust_remote_code: bool) -> Path:

@@ -8,16 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dovetail.manifest.checks.batching import pinned_layouts
+from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import problem
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
 
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+# Whose source a trained model comes from: the first that has one.
+_OWNERS = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
     """One sentence for each local file or folder that is missing, empty or unusable. Relative paths start at
     `base_dir`. Reads names, sizes and model configurations, but no data."""
-    return list(_data(spec, base_dir)) + list(_models(spec, base_dir)) + list(_tokenizer(spec, base_dir))
+    checks = (_data, _models, _shared_layers, _tokenizer)
+    return list(dict.fromkeys(sentence for check in checks for sentence in check(spec, base_dir)))
 
 
 def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
@@ -26,9 +32,8 @@ def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
     A critic without a source is made from the reward model, or from the actor. A reward model without a source is made
     from the actor."""
     own = {name: _layers(getattr(spec.models, name).source, base_dir) for name in ("actor", "critic", "reward")}
-    sources = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
     found = {}
-    for name, candidates in sources.items():
+    for name, candidates in _OWNERS.items():
         first = next((c for c in candidates if getattr(spec.models, c).source is not None), None)
         if first is not None and (count := own[first]) is not None:
             found[name] = count
@@ -107,6 +112,24 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
             yield f"{field}: {base / code} is no folder; name the one that holds the module."
 
 
+def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    """Pinned tensor parallel degrees of models whose layers ranks cannot share."""
+    pinned = pinned_layouts(spec) or {}
+    for name in ("actor", "critic"):
+        source = next((s for m in _OWNERS[name] if (s := getattr(spec.models, m).source) is not None), None)
+        kind: Any = None
+        if source is not None and source.scratch is not None:
+            kind = source.scratch.architecture
+        elif source is not None and source.path is not None:
+            config = _json(base / source.path / "config.json")
+            kind = config.get("model_type") if isinstance(config, dict) else None
+        if name not in pinned or kind not in MODEL_FAMILIES or MODEL_FAMILIES[kind].splits:
+            continue
+        field, layout = pinned[name]
+        if layout.tp > 1:
+            yield f"{field}.tp: {layout.tp} ranks cannot share layers of {kind} models; set it to 1."
+
+
 def _model_folder(field: str, path: Path) -> Iterator[str]:
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
@@ -119,6 +142,8 @@ def _model_folder(field: str, path: Path) -> Iterator[str]:
         yield f"{field}: {config} cannot be read: {read}."
     elif not isinstance(read, dict) or "model_type" not in read:
         yield f"{field}: {config} names no model_type; it is not a model's configuration."
+    elif (why := problem(read, MODEL_FAMILIES)) is not None:
+        yield f"{field}: {path}: {why}."
     yield from _weights(field, path)
 
 

@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# A width of a layer: the hidden states, all query heads, all key (or value) heads, the MLP's inner states.
-Width = Literal["hidden", "queries", "keys", "inner"]
+# A width of a layer: the hidden states, all query heads, all key (or value) heads, the MLP's inner states; of fused
+# layers: queries, keys and values together, and gate and up together.
+Width = Literal["hidden", "queries", "keys", "inner", "attention", "gates"]
 
 
 @dataclass(frozen=True)
 class LinearPart:
     """A linear layer of a decoder layer, by transformers' name. `split`: which side tensor-parallel ranks share, "out"
-    (columns) or "in" (rows). `bias`: whose field of the configuration says whether it has one
-    (`ModelFamily.bias_fields`), or "always"."""
+    (columns) or "in" (rows); None: they cannot share it. `bias`: whose field of the configuration says whether it has
+    one (`ModelFamily.bias_fields`), "always" or "never"."""
 
     name: str
     inputs: Width
     outputs: Width
-    split: Literal["out", "in"]
-    bias: Literal["attention", "mlp", "always"]
+    split: Literal["out", "in"] | None
+    bias: Literal["attention", "mlp", "always", "never"]
 
 
 def attention_parts(
@@ -42,22 +43,51 @@ GATED_MLP = (
 )
 
 
+# What three matrices of each expert are called in files, by the parameter that holds them for all experts.
+EXPERTS_APART = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each layer's MLP. Names in config.json: `count`, the first that is there;
+    `chosen`, how many a token gets; `inner`, the inner width of one. `router`: transformers' name of the module that
+    chooses. `bias`: experts and router have biases. `apart`: how files hold the parameters that transformers keeps for
+    all experts (none: alike)."""
+
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    chosen: str = "num_experts_per_tok"
+    inner: str = "moe_intermediate_size"
+    router: str = "gate"
+    bias: bool = False
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS_APART)
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """One family. The defaults of the fields below are those of Llama.
 
-    `name`: `model_type` of config.json. `classes`: what transformers' classes begin with. `defaults`: what transformers
-    fills in where a configuration leaves a size out. `linears`: of a decoder layer, in order.
+    `name`: `model_type` of config.json. `classes`: what transformers' classes begin with; `classifier_classes`: that
+    with a value head, where it differs. `defaults`: what transformers fills in where a configuration leaves a size out.
+    `linears`: of a decoder layer, in order.
 
     Names in config.json: `inner_field`, the MLP's inner width; `embedding_field`, the width of the token embedding,
     where it may differ from the hidden one; `bias_fields`, attention's and the MLP's, and `bias_default` where they are
-    absent. Where the configuration does not say: `tied`, whether head and embedding are one weight; `head_dim`, of a
-    head (None: hidden / heads). `grouped`: whether key heads may be fewer than query heads.
+    absent; `softcap`, the bound of logits. Where the configuration does not say: `tied`, whether head and embedding are
+    one weight; `head_dim`, of a head (None: hidden / heads). `grouped`: key heads may be fewer than query heads.
 
     Parts of the model: `body`, the module that holds embedding and layers; `entry`, what it has beside the embedding
-    before the first layer; `exits`, what it has after the last, in the order of use. `layer_norm`: norms have a bias.
-    `head_norms`: norms of each query and key head, by name. `learnt_positions`: a table of them in place of rotary
-    ones."""
+    before the first layer; `exits`, what it has after the last, in the order of use; `embedding`, the token embedding.
+    `layer_norm`: norms have a bias. `norms`: of a layer, beside those of heads. `norm_offset`: a norm's weight is added
+    to 1. `head_norms`: norms of each query and key head, by name. `learnt_positions`: a table of them in place of
+    rotary ones. `saved_head`: the name of the vocabulary projection in files; `head_bias`: it has a bias. `sinks`: each
+    head has a learnt score that takes a part of its attention. `experts`: in place of the MLP.
+
+    `windows`: which layers attend to `sliding_window` tokens only, where config.json has no `layer_types`: all of them;
+    all but every n-th (n: `sliding_window_pattern`, or this number); "never": models with windows are refused.
+
+    What autograd keeps, for the planner: `kept`, tensors of the MLP's inner width (a gate, its activation, up and their
+    product); `partial_rotary`: rotary positions may turn a part of each head, which costs a copy of the queries;
+    `side_by_side`: attention and MLP have the same input."""
 
     name: str
     classes: str
@@ -70,12 +100,25 @@ class ModelFamily:
     tied: bool = False
     grouped: bool = True
     head_dim: int | None = None
+    classifier_classes: str | None = None
     body: str = "model"
     entry: tuple[str, ...] = ()
     exits: tuple[str, ...] = ("norm",)
     layer_norm: bool = False
     head_norms: tuple[str, ...] = ()
     learnt_positions: bool = False
+    embedding: str = "embed_tokens"
+    norms: int = 2
+    norm_offset: bool = False
+    saved_head: str = "lm_head"
+    head_bias: bool = False
+    windows: Literal["never", "all"] | int = "never"
+    softcap: str | None = None
+    sinks: bool = False
+    experts: Experts | None = None
+    kept: int = 4
+    partial_rotary: bool = False
+    side_by_side: bool = False
 
     @property
     def causal_lm(self) -> str:
@@ -85,12 +128,23 @@ class ModelFamily:
     @property
     def classifier(self) -> str:
         """transformers' class of the model with a value head."""
-        return f"{self.classes}ForSequenceClassification"
+        return f"{self.classifier_classes or self.classes}ForSequenceClassification"
 
     @property
-    def gated(self) -> bool:
-        """Whether the MLP multiplies two projections."""
-        return sum(part.outputs == "inner" for part in self.linears) == 2
+    def splits(self) -> bool:
+        """Whether tensor-parallel ranks can share its layers: not fused ones, nor experts."""
+        return self.experts is None and all(part.split is not None for part in self.linears)
+
+    def windowed(self, config: Mapping[str, Any]) -> int:
+        """How many layers of a `config.json` attend to `sliding_window` tokens only."""
+        layers, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+        if self.windows == "never" or not config.get("sliding_window", self.defaults.get("sliding_window")):
+            return 0
+        if kinds:
+            return sum(kind == "sliding_attention" for kind in kinds)
+        if isinstance(self.windows, int):
+            return layers - layers // int(config.get("sliding_window_pattern") or self.windows)
+        return layers if self.windows == "all" else 0
 
     def names(self, split: Literal["out", "in"]) -> tuple[str, ...]:
         """Linear layers of which tensor-parallel ranks share that side."""

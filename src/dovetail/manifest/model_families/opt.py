@@ -31,4 +31,5 @@ OPT = ModelFamily(
     exits=("final_layer_norm", "project_out"),
     layer_norm=True,
     learnt_positions=True,
+    kept=1,
 )

@@ -26,8 +26,8 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layers: M
             continue
         field, layout = pinned[model]
         _check_pinned(field, layout, model, world, mine, layers.get(model))
-        if known is not None and (problem := known[model].split_problem(layout.tp)):
-            raise Infeasible(f"{field}.tp is {layout.tp}, which {problem} of the {model}; use a tp that does")
+        if known is not None and (problem := known[model].split_problem(layout.tp, model)):
+            raise Infeasible(f"{field}.tp is {layout.tp}, {problem}")
         layouts[model] = layout
     return Placed(layouts, warnings=() if pinned else tuple(_warnings(layouts)))
 

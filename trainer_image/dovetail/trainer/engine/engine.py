@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,6 @@ class Engine:
             executor.run(actions)
         except FloatingPointError as problem:
             error = str(problem)  # of a model that others may hold nothing of
-        executor.report()
         self._meet()
         for name in pipes:
             self.models[name].module.eval()
@@ -193,10 +193,8 @@ class Engine:
         agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
         # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
         gather_by_layer(held.module, len(batches) <= 1)
-        executor = self._executor({model: pipe})
         try:
-            executor.run(actions, training=False)
-            executor.report()
+            self._executor({model: pipe}).run(actions, training=False)
         finally:
             gather_by_layer(held.module, False)
         self._meet()
@@ -282,7 +280,7 @@ class Engine:
             self.groups.meet()
 
     def _executor(self, pipes: dict[str, Pipe]) -> Executor:
-        return Executor(pipes, self.groups.timeout, self.record)
+        return Executor(pipes, self.groups.timeout, self.record, clock=time.time)
 
     def _training_pipe(
         self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool
@@ -349,16 +347,13 @@ class Engine:
 
 
 def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Add up scalars by key, in micro-batch order, in float64. The host waits for a GPU once, for all of them."""
-    total: dict[str, Tensor] = {}
+    """Add up scalars by key, in micro-batch order, in float64."""
+    total: dict[str, Any] = {}
     for values in stats:
         for key, value in values.items():
             number = torch.as_tensor(value).detach().double()
             total[key] = total[key] + number if key in total else number
-    if not total:
-        return {}
-    device = next((value.device for value in total.values() if value.is_cuda), torch.device("cpu"))
-    return dict(zip(total, torch.stack([value.to(device) for value in total.values()]).tolist(), strict=True))
+    return {key: float(value) for key, value in total.items()}
 
 
 def sentence(problem: Exception) -> str:

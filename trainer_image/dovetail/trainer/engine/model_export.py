@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.models import HuggingFaceWriter, load_config
 from dovetail.models.export import write_text
+from dovetail.models.names import in_files
 from dovetail.trainer.engine.engine_model import tokenizer_folder
 from dovetail.trainer.engine.parallel import compute_dtype
 from dovetail.trainer.files.storage import write_together
@@ -34,7 +35,7 @@ def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, 
             if held.groups.dp_rank == 0 and held.groups.tp_rank == 0:
                 writer = HuggingFaceWriter(folder, held.groups.pp_rank)
                 writer.write_value_head(beside)
-                return writer.write(tensors, compute)
+                return writer.write(in_files(held.module.family, tensors), compute)
             return {"files": [], "bytes": 0}
         finally:
             deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here

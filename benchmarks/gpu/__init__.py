@@ -1,1 +1,0 @@
-"""What `bench_gpu.py` measures, one file a group of figures."""

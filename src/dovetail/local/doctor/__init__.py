@@ -1,1 +1,0 @@
-"""`dovetail doctor`: whether a machine can run jobs, and how to mend what is wrong."""

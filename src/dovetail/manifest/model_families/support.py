@@ -1,0 +1,64 @@
+"""Which configurations of models Dovetail trains, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dovetail.manifest.model_families.family import ModelFamily
+
+# Their frequencies depend on the longest sequence of the batch, so a token's output would depend on its neighbours'
+# lengths and differ between trainer, scorer and rollout.
+_ROPES = ("dynamic", "longrope", "su")
+_KINDS = {"full_attention", "sliding_attention"}
+
+
+def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
+    """Why a `config.json` cannot be used, and what to do: a clause without subject's name and full stop; None if it
+    can."""
+    kind = config.get("model_type")
+    family = families.get(str(kind))
+    if family is None:
+        why = _foreign(config)
+        return f"model type {kind!r} is not supported{why}; use one of {', '.join(families)}"
+    if config.get("quantization_config") is not None:
+        return "quantised weights cannot be trained; use the model's original weights"
+    if (rope := next((r for r in _rope_types(config) if r in _ROPES), None)) is not None:
+        return f"rope type {rope!r} is not supported; use default, linear, yarn or llama3"
+    if family.windows == "never" and _has_windows(config):
+        return (
+            "sliding-window attention is not supported in this family; set use_sliding_window to false in config.json"
+        )
+    if other := sorted(set(config.get("layer_types") or ()) - _KINDS):
+        return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(_KINDS))} only"
+    if config.get("use_bidirectional_attention"):
+        return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
+    if config.get("qk_layernorm"):
+        return "norms of heads are not supported in this family; use a model whose qk_layernorm is false"
+    if family.head_bias and config.get("tie_word_embeddings"):
+        return "a tied head with a bias is not supported; set tie_word_embeddings to false in config.json"
+    if family.experts is not None and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        return "layers without experts between layers with experts are not supported; use a model with experts in all"
+    return None
+
+
+def _has_windows(config: Mapping[str, Any]) -> bool:
+    asked = config.get("use_sliding_window") and config.get("sliding_window")
+    return bool(asked) or "sliding_attention" in (config.get("layer_types") or ())
+
+
+def _foreign(config: Mapping[str, Any]) -> str:
+    if config.get("is_encoder_decoder"):
+        return " (it has an encoder, and Dovetail trains decoders)"
+    if any(config.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):
+        return " (it reads more than text, and Dovetail trains models of text)"
+    return ""
+
+
+def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Of all kinds of layers."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name)
+        if isinstance(found, Mapping):
+            for each in (found, *(part for part in found.values() if isinstance(part, Mapping))):
+                yield str(each.get("rope_type", each.get("type", "default")))
