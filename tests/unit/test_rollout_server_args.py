@@ -23,7 +23,15 @@ from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout.serving import token_check as auth
 from dovetail.rollout.serving import vllm_server as server
 from dovetail.rollout.serving.register import Registrar
-from dovetail.rollout.serving.routes import STATE, InfoRoutes, ServerState, dtype_of
+from dovetail.rollout.serving.routes import (
+    COUNTER_SAMPLER,
+    STATE,
+    InfoRoutes,
+    ServerState,
+    UnsuitableRunner,
+    dtype_of,
+    sampler_of,
+)
 
 CONFIG = {
     "hidden_size": 128,
@@ -108,7 +116,10 @@ def test_a_planned_server_has_pipeline_stages_and_leaves_memory(tmp_path: Path) 
 def test_a_server_tells_how_many_of_its_workers_receive_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next server's would have ranks that its own have already."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=7, dtype="torch.bfloat16", quantization=None),
+        model_config=SimpleNamespace(
+            max_model_len=7, dtype="torch.bfloat16", quantization=None, logits_processors=None
+        ),
+        use_v2_model_runner=True,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=None,
         parallel_config=SimpleNamespace(world_size=4, data_parallel_size=1),
@@ -119,6 +130,20 @@ def test_a_server_tells_how_many_of_its_workers_receive_weights(monkeypatch: pyt
     assert (STATE.abilities()["world"], STATE.abilities()["dtype"]) == (4, "bfloat16")
     config.cache_config.cache_dtype = "fp8"
     assert dtype_of(config) is None
+    assert STATE.abilities()["sampler"] == "native"
+
+
+def test_a_server_says_how_the_runner_that_vllm_chose_draws_samples() -> None:
+    def config(v2: bool, *processors: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            use_v2_model_runner=v2, model_config=SimpleNamespace(logits_processors=list(processors) or None)
+        )
+
+    assert sampler_of(config(True)) == "native"
+    assert sampler_of(config(True, COUNTER_SAMPLER)) == "native"
+    assert sampler_of(config(False, COUNTER_SAMPLER)) == "counter"
+    with pytest.raises(UnsuitableRunner, match=r"V1 model runner.*Unset VLLM_USE_V2_MODEL_RUNNER"):
+        sampler_of(config(False))
 
 
 def test_a_server_sleeps_where_it_shares_gpus_with_trainers(tmp_path: Path) -> None:

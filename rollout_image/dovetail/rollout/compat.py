@@ -81,6 +81,11 @@ PRIVATE = (
         "vLLM sets spawn for CPU workers here; a fork shares the imports of the server, which take 15 s",
     ),
     Private(
+        "vllm.config:VllmConfig.use_v2_model_runner",
+        SEEN,
+        "which of its two model runners vLLM has chosen, and so how it draws samples",
+    ),
+    Private(
         "vllm.v1.request:RequestStatus.FINISHED_ABORTED",
         SEEN,
         "a request that is aborted leaves its KV cache blocks; one that ends otherwise does not",
@@ -199,6 +204,11 @@ def was_aborted(request: Any) -> bool:
     from vllm.v1.request import RequestStatus
 
     return request.status is RequestStatus.FINISHED_ABORTED
+
+
+def uses_v2_runner(config: Any) -> bool:
+    """Whether vLLM runs its V2 model runner for this VllmConfig."""
+    return bool(config.use_v2_model_runner)
 
 
 def is_first_stage() -> bool:

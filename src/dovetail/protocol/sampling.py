@@ -3,8 +3,10 @@
 Two samplers draw the same sample for the same (seed, position) on every server, so that a response begun on one
 server can be continued on another from prompt + tokens so far:
 
-- `counter`: `dovetail.rollout.serving.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPU);
-- `native`: the seeded sampler of vLLM's V2 runner (GPU), keyed by absolute position of its own.
+- `counter`: `dovetail.rollout.serving.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPUs);
+- `native`: the seeded sampler of vLLM's V2 runner (GPUs), which goes by the absolute position itself.
+
+A server says which one it has.
 """
 
 from __future__ import annotations

@@ -10,7 +10,12 @@ from typing import Any
 
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.pulse import BEAT_SECONDS, Pulse
+from dovetail.protocol.sampling import Sampler
+from dovetail.rollout.compat import uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS
+
+# A logits processor: --logits-processors.
+COUNTER_SAMPLER = "dovetail.rollout.serving.sampler:CounterSampler"
 
 
 @dataclass
@@ -23,7 +28,7 @@ class ServerState:
     name: str = ""
     incarnation: str = ""
     vllm_version: str = ""
-    sampler: str = "counter"
+    sampler: Sampler = "counter"
     weight_engine: str = "dovetail"
     weight_version: int | None = None
     arrived: int | None = None
@@ -55,6 +60,23 @@ def dtype_of(config: Any) -> str | None:
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     whole = config.model_config.quantization is None and config.cache_config.cache_dtype in ("auto", dtype)
     return dtype if whole else None
+
+
+class UnsuitableRunner(ValueError):
+    """vLLM runs a model runner that draws samples in a way that cannot go on elsewhere."""
+
+
+def sampler_of(config: Any) -> Sampler:
+    """How the server of a VllmConfig draws samples. Raises UnsuitableRunner, one sentence."""
+    if uses_v2_runner(config):
+        return "native"
+    if COUNTER_SAMPLER in (config.model_config.logits_processors or ()):
+        return "counter"
+    raise UnsuitableRunner(
+        "vLLM has chosen its V1 model runner, whose samples change when they move to another server. Unset "
+        "VLLM_USE_V2_MODEL_RUNNER and remove the vllmArgs that vLLM's V2 runner does not support, or add "
+        f"`--logits-processors {COUNTER_SAMPLER}` to the group's vllmArgs."
+    )
 
 
 async def beat(engine_client: Any, pulse: Pulse) -> None:
@@ -129,6 +151,7 @@ class InfoRoutes:
             config = engine_client.vllm_config
             STATE.max_model_len = int(config.model_config.max_model_len)
             STATE.dtype = dtype_of(config)
+            STATE.sampler = sampler_of(config)
             parallel = config.parallel_config
             STATE.engines = int(parallel.data_parallel_size)
             STATE.world = int(parallel.world_size) * STATE.engines

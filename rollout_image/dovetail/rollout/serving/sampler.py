@@ -73,18 +73,19 @@ class GumbelNoise:
 def mask_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     """Set logits outside the top-k and then the nucleus (Holtzman et al. 2020) to -inf, in place.
 
-    logits (N, V) float32, already divided by the temperature; top_k (N,) int64, V: off; top_p (N,) float32, 1: off.
-    The nucleus is the smallest set of most likely tokens, of those left by top-k, that holds probability >= top_p;
-    ties at a boundary stay in. At least one token always stays."""
-    threshold = torch.full((logits.shape[0],), -torch.inf, dtype=logits.dtype)
+    logits (N, V) float32, already divided by the temperature, on any device; top_k (N,) int64, V: off; top_p (N,)
+    float32, 1: off; both in host memory. The nucleus is the smallest set of most likely tokens, of those left by
+    top-k, that holds probability >= top_p; ties at a boundary stay in. At least one token always stays."""
+    threshold = torch.full((logits.shape[0],), -torch.inf, dtype=logits.dtype, device=logits.device)
     nucleus = top_p < 1.0
     counted = ~nucleus & (top_k < logits.shape[1])
     if rows := counted.nonzero()[:, 0].tolist():
         k = top_k[rows]
         values = _rows(logits, rows).topk(int(k.max()), dim=-1).values
-        threshold[rows] = values.gather(1, k[:, None] - 1)[:, 0]
+        threshold[rows] = values.gather(1, k[:, None].to(logits.device) - 1)[:, 0]
     if rows := nucleus.nonzero()[:, 0].tolist():
-        threshold[rows] = _nucleus_threshold(_rows(logits, rows), top_k[rows], top_p[rows])
+        k, p = top_k[rows].to(logits.device), top_p[rows].to(logits.device)
+        threshold[rows] = _nucleus_threshold(_rows(logits, rows), k, p)
     logits.masked_fill_(logits < threshold[:, None], -torch.inf)
 
 
@@ -95,9 +96,9 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def _nucleus_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The least likely logit that stays, (N,); looks at more and more of the largest logits until they suffice."""
     count, vocab = logits.shape
-    threshold = torch.empty(count, dtype=logits.dtype)
+    threshold = logits.new_empty(count)
     everything = logits.logsumexp(-1)
-    todo = torch.arange(count)
+    todo = torch.arange(count, device=logits.device)
     width = min(vocab, _TOP)
     while len(todo):
         # Sorting beats selecting once a good part of the row is wanted.
@@ -108,7 +109,7 @@ def _nucleus_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.T
         else:
             values = chosen.topk(width, dim=-1).values
         k, p = top_k[todo], top_p[todo]
-        inside = torch.arange(width) < k[:, None]
+        inside = torch.arange(width, device=logits.device) < k[:, None]
         total = torch.where(k < vocab, values.masked_fill(~inside, -torch.inf).logsumexp(-1), everything[todo])
         mass = (values - total[:, None]).exp_()
         before = mass.cumsum(-1).sub_(mass)

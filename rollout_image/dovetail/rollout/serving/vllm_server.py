@@ -27,6 +27,7 @@ from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
+from dovetail.rollout.serving.routes import COUNTER_SAMPLER
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
 ACTOR_CONFIG_SECONDS = 300.0
@@ -197,7 +198,7 @@ def vllm_arguments(
     if on_cpu:
         arguments += [
             "--enforce-eager",
-            *("--logits-processors", "dovetail.rollout.serving.sampler:CounterSampler"),
+            *("--logits-processors", COUNTER_SAMPLER),
             *("--kv-cache-memory-bytes", str(kv_cache_bytes(config, length, spec.generation.max_concurrent, stages))),
         ]
         if stages > 1:
@@ -277,14 +278,13 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     from dovetail.rollout.compat import fork_engine_core, parse_serve_arguments, run_server
     from dovetail.rollout.serving.plugin import die_with_parent
     from dovetail.rollout.serving.register import Registrar
-    from dovetail.rollout.serving.routes import STATE
+    from dovetail.rollout.serving.routes import STATE, UnsuitableRunner
 
     # What vLLM takes by default, with a deadline for headers.
     http = type("Http", (HeaderDeadline, AutoHTTPProtocol), {})
     STATE.name = env.name
     STATE.incarnation = uuid.uuid4().hex
     STATE.vllm_version = vllm.__version__
-    STATE.sampler = "counter" if on_cpu else "native"
     if kv is not None:
         STATE.kv = kv.ability
     if on_cpu:
@@ -299,6 +299,9 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     registrar.start()
     try:
         uvloop.run(run_server(args, http, CLOSE_SECONDS))
+    except UnsuitableRunner as error:
+        print(f"dovetail rollout server: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         pass  # SIGTERM before the server was up
     except psutil.NoSuchProcess:
