@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -75,8 +75,15 @@ requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyprojec
 	for image in operator trainer rollout-cpu; do \
 		$(COMPILE) --override requirements/overrides.txt --constraint requirements/cpu.txt \
 			--extra $$image pyproject.toml -o requirements/$$image.txt || exit 1; done
-	$(COMPILE) --constraint requirements/trainer.txt --extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
+	$(COMPILE) --override requirements/overrides-gpu.txt --constraint requirements/trainer.txt \
+		--extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
 	$(COMPILE) requirements/build.in -o requirements/build.txt
+	$(MAKE) check-locks
+
+LOCKS = cpu operator trainer rollout-cpu rollout-gpu
+
+check-locks: $(STAMP) ## Look for files that two wheels of a lock both install (asks the registry)
+	$(BIN)/python hack/check_locks.py $(LOCKS:%=requirements/%.txt)
 
 DRILL_SECONDS ?= 600
 
@@ -150,6 +157,22 @@ bench-placements: install ## The quickstart under every placement: the same resu
 
 bench-predict: install ## Iterations on this machine, predicted and measured
 	$(BIN)/python benchmarks/bench_predict.py
+
+BENCH_GPU_ARGS ?=
+
+bench-gpu: install ## Everything on one GPU, each figure beside an anchor; under 20 minutes
+	$(BIN)/python benchmarks/bench_gpu.py --json bench-gpu.json $(BENCH_GPU_ARGS)
+
+# What bench-gpu needs beside torch, transformers, triton, numpy and safetensors; see docs/gpus.md.
+CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions
+CARRIED_PYTHON ?= 3.12
+
+bench-gpu-wheels: $(STAMP) ## Wheels in .wheels/ for a machine without a package registry that runs bench-gpu
+	rm -rf .wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest .wheels \
+		--python-version $(CARRIED_PYTHON) --implementation cp --platform manylinux_2_17_x86_64 \
+		$(foreach name,$(CARRIED),$$(grep -oE '^$(name)==[^ ;]+' requirements/trainer.txt))
+	@du -sh .wheels
 
 bench-migration: install ## Moving one sample: its tokens or its keys and values
 	$(BIN)/python benchmarks/bench_migration.py

@@ -46,13 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out files in the order of the tests; those that share a cluster as if they were one file."""
+    """Hands out files in the order of the tests; those that share a cluster, or the null GPU, as if they were one
+    file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             part = part_of(Path(nodeid.partition("::")[0]))
-            return part if part in ("cluster", "api server") else str(super()._split_scope(nodeid))
+            return part if part in ("cluster", "api server", "nullgpu") else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -22,6 +22,7 @@ SOURCES = Path(__file__).parent / "src"
 RUNTIME = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so", "libtorch_cpu.so")
 FUNCTION = re.compile(r"^(__cuda|cuda|nccl|cublas)")
 DRIVER_FUNCTION = re.compile(r"^cu[A-Z]")
+MANAGEMENT_FUNCTION = re.compile(r"^nvml[A-Z]")
 
 
 def site() -> Path:
@@ -69,7 +70,7 @@ def symbols(option: str, files: list[Path]) -> set[str]:
 
 
 def build() -> Path:
-    """Compile both libraries unless they are there; returns the one to preload."""
+    """Compile the libraries unless they are there; returns the one to preload."""
     target = library().parent
     if library().exists():
         return library()
@@ -79,6 +80,7 @@ def build() -> Path:
         built.mkdir(mode=0o755)
         compile_library(SOURCES, RUNTIME, FUNCTION, built / "libnullgpu.so")
         compile_library(SOURCES / "driver", ("libcaffe2_nvrtc.so",), DRIVER_FUNCTION, built / "libcuda.so.1")
+        compile_library(SOURCES / "management", RUNTIME, MANAGEMENT_FUNCTION, built / "libnvidia-ml.so.1")
         (built / "libcuda.so").symlink_to("libcuda.so.1")
         with contextlib.suppress(OSError):  # another build was faster
             built.rename(target)

@@ -19,6 +19,13 @@ from dovetail.coordinator.serving.routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.kube import names
 from dovetail.manifest.types import Stage
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import read_job
+from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.role import role
+from dovetail.operator.render.role_binding import role_binding
+from dovetail.planner.plan import make_plan
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.fake_kube import ServerThread
@@ -101,6 +108,11 @@ def job(server: KubeCluster) -> dict[str, Any]:
         },
         namespace=LAB,
     )
+    read = read_job(found)
+    assert not isinstance(read, PlanRefused)
+    settings = OperatorSettings(namespace=SYSTEM, api_account="dovetail-api")
+    context = RenderContext(read, found["metadata"]["uid"], make_plan(read.spec), settings)
+    server.apply(role(context), role_binding(context), namespace=LAB)
     return found
 
 
@@ -241,7 +253,10 @@ def test_the_accounts_own_rights_suffice_and_are_all_it_has(api, job, server):
     """Secrets of other namespaces stay closed to the API, and the namespace is not shown even to an administrator."""
     user = f"system:serviceaccount:{SYSTEM}:dovetail-api"
     assert server.try_kubectl("auth", "can-i", "get", "secrets", "-n", "default", "--as", user).returncode == 1
-    assert server.try_kubectl("auth", "can-i", "get", "secrets", "-n", LAB, "--as", user).returncode == 0
+    token = f"secret/{names.token_secret(job['metadata']['name'])}"
+    assert server.try_kubectl("auth", "can-i", "get", token, "-n", LAB, "--as", user).returncode == 0
+    for kind in ("secrets", "secret/hf-token", "configmaps"):
+        assert server.try_kubectl("auth", "can-i", "get", kind, "-n", LAB, "--as", user).returncode == 1, kind
     words = ("clusterrolebinding", "api-admin")
     account = f"--serviceaccount={LAB}:default"
     server.kubectl("create", *words, "--clusterrole=cluster-admin", account)

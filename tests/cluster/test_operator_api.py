@@ -156,37 +156,41 @@ def answers(process: OperatorProcess) -> bool:
 
 @contextmanager
 def a_running_pod(server: KubeCluster, uid: str) -> Iterator[None]:
-    """Of job demo, as the operator sees it; nothing runs here."""
+    """Of job demo, as the operator sees it; nothing runs here. The Job is one of its JobSet's, and makes the pod."""
     where = ("-n", NAMESPACES[0])
-    container = {"name": "dovetail", "image": "none"}
-    metadata = {"name": "demo-train-0", "labels": names.labels("demo", uid, "train")}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]}}
-    server.apply(pod, namespace=NAMESPACES[0])
+    jobset = server.get("jobset", "demo", *where)
+    owner = {key: jobset[key] for key in ("apiVersion", "kind")} | {"name": "demo", "controller": True}
+    labels = names.labels("demo", uid, "train")
+    metadata = {"name": "demo-train-0", "labels": labels}
+    metadata |= {"ownerReferences": [owner | {"uid": jobset["metadata"]["uid"]}]}
+    pod = {"containers": [{"name": "dovetail", "image": "none"}], "restartPolicy": "Never"}
+    spec = {"template": {"metadata": {"labels": labels}, "spec": pod}}
+    server.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}, namespace=NAMESPACES[0])
+    words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=demo-train-0")
+    found = wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"]
     patch = json.dumps({"status": {"phase": "Running"}})
-    server.kubectl("patch", "pod", "demo-train-0", *where, "--subresource=status", "--type=merge", "-p", patch)
+    server.kubectl("patch", "pod", found, *where, "--subresource=status", "--type=merge", "-p", patch)
     yield
-    server.kubectl("delete", "pod", "demo-train-0", *where, "--force", "--grace-period=0")
+    server.kubectl("delete", "job", "demo-train-0", *where)
+    server.kubectl("delete", "pod", found, *where, "--force", "--grace-period=0", "--ignore-not-found")
 
 
 def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: OperatorProcess) -> None:
     submit(server, manifest())
     uid = server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["uid"]
     wait_for("the JobSet", lambda: owned(server, "jobset", uid))
-    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0, "service": 0}
+    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0}
     assert {kind: len(owned(server, kind, uid)) for kind in KINDS} == made
     with a_running_pod(server, uid):
         wait_for("a budget once there is a pod to protect", lambda: owned(server, "poddisruptionbudget", uid))
-        (service,) = wait_for("a name once there is a pod to find", lambda: owned(server, "service", uid))
-        server.kubectl("delete", "service", service, "-n", NAMESPACES[0])
-        wait_for("the service again", lambda: owned(server, "service", uid))
     wait_for("the status", lambda: condition(server, "Planned").get("status") == "True")
     assert server.get("secret", "demo-token", "-n", NAMESPACES[0])["immutable"] is True
 
-    for kind in ("networkpolicy", "jobset", "secret"):
+    for kind in ("networkpolicy", "service", "jobset", "secret"):
         (name,) = owned(server, kind, uid)
         server.kubectl("delete", kind, name, "-n", NAMESPACES[0], "--wait=false")
     # The Secret is not watched: it comes back when a pod says that it is missing, or at the next resync.
-    for kind in ("networkpolicy", "jobset"):
+    for kind in ("networkpolicy", "service", "jobset"):
         wait_for(f"the {kind} again", lambda kind=kind: owned(server, kind, uid))
     patch = json.dumps({"spec": {"ingress": []}})
     server.kubectl("patch", "networkpolicy", "demo", "-n", NAMESPACES[0], "--type=merge", "-p", patch)

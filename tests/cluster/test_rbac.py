@@ -9,6 +9,7 @@ import yaml
 
 from dovetail.kube.resources import CHILDREN
 from dovetail.operator.cluster.leader import LEASE
+from dovetail.operator.cluster.tokens import KEY_SECRET
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.rlhfjobs import install_crd
@@ -125,7 +126,7 @@ OPERATOR = (
     | of("", "services", "list watch create patch")
     | of("", "persistentvolumeclaims", "list watch create patch")
     | of("", "serviceaccounts", "list watch create patch")
-    | of("", "secrets", "get create delete")
+    | of("", "secrets", "get create")
     | of(RBAC, "roles", "list watch create patch")
     | of(RBAC, "rolebindings", "list watch create patch")
     | of("networking.k8s.io", "networkpolicies", "list watch create patch")
@@ -135,10 +136,9 @@ OPERATOR = (
 # Nodes belong to no namespace.
 EVERYWHERE = {"operator": of("", "nodes", "list"), "api": set[Right]()}
 LEADER = of("coordination.k8s.io", "leases", "create") | of("coordination.k8s.io", "leases", "get update", LEASE)
+LEADER |= of("", "secrets", "create") | of("", "secrets", "get", KEY_SECRET)
 API = (
     of("dovetail.dev", "rlhfjobs", "get list")
-    | of("", "configmaps", "get")
-    | of("", "secrets", "get")
     | of("", "pods", "get list")
     | of("", "pods/log", "get")
     | of("", "events", "list")
@@ -148,7 +148,7 @@ ASKING = of("authentication.k8s.io", "tokenreviews", "create") | of(
 )
 # What nobody of ours may do, wherever.
 NEVER: list[Right] = [
-    *of("", "secrets", "list watch update patch"),
+    *of("", "secrets", "list watch update patch delete deletecollection"),
     *of("", "pods", "create update patch delete deletecollection"),
     *of("", "pods/exec", "create get"),
     *of("", "pods/eviction", "create"),

@@ -318,7 +318,7 @@ def test_half_a_header_is_closed(world: World, trainer: Trainer) -> None:
         connection.close()
 
 
-def test_a_server_holds_no_more_after_300_samples_and_15_versions(world: World, trainer: Trainer) -> None:
+def test_a_server_holds_no_more_after_400_samples_and_40_versions(world: World, trainer: Trainer) -> None:
     def held() -> int:
         """Bytes that belong to the first server and its engine core alone."""
         server = psutil.Process(world.servers[0].process.pid)
@@ -327,14 +327,15 @@ def test_a_server_holds_no_more_after_300_samples_and_15_versions(world: World, 
     model = actor_of(world.config, 17)
     sizes = []
     with ThreadPoolExecutor(10) as pool:
-        for iteration in range(15):
+        for iteration in range(40):
             assert not any(trainer.publish(model, 11 + iteration).values())
-            prompts = [[iteration + 3, k + 3] for k in range(20)]
+            prompts = [[iteration + 3, k + 3] for k in range(10)]
             done = pool.map(lambda prompt: world.servers[0].generate(prompt, **GREEDY | {"max_tokens": 4}), prompts)
             assert all(len(tokens) == 4 for tokens, _, _ in done)
             sizes.append(held())
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert sizes[-1] - sizes[4] < 5 * weights, "ten versions later it holds less than five more"
+    # The allocators' pools grow for the first versions. A version that stayed would add its size each time.
+    assert sizes[-1] - sizes[19] < 10 * weights, "twenty versions later it holds less than ten more"
 
 
 def children(pid: int) -> list[int]:

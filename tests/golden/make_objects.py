@@ -54,6 +54,7 @@ def jobs() -> dict[str, tuple[RLHFJob, OperatorSettings]]:
         {"name": "spare", "roles": ["rollout"], "minReplicas": 1, "maxReplicas": 3},
     ]
     admin = OperatorSettings(
+        api_account="dovetail-api",
         pull_secrets=("registry",),
         surplus_priority_class="dovetail-surplus",
         metrics_from=[{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],

@@ -14,6 +14,7 @@ import yaml
 from golden import make_objects
 
 from dovetail.kube import names
+from dovetail.kube.owners import controller
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
@@ -53,6 +54,11 @@ def manifest(**spec: Any) -> dict[str, Any]:
     return document
 
 
+def controlled(kind: str, uid: str) -> dict[str, Any]:
+    """An owner reference."""
+    return {"apiVersion": "x/v1", "kind": kind, "uid": uid, "controller": True}
+
+
 class FakeCluster:
     """One RLHFJob and its children."""
 
@@ -74,7 +80,7 @@ class FakeCluster:
     def seen(self) -> Seen:
         job = read_job(self.document)
         planned: tuple[RLHFJob, Any] | PlanRefused = job if isinstance(job, PlanRefused) else (job, plan_of(job.spec))
-        children = Children(copy.deepcopy(self.objects))
+        children = Children(copy.deepcopy(self.objects)).of_job(self.document["metadata"]["uid"])
         outlook = Outlook()
         if not isinstance(planned, PlanRefused):
             outlook = self._outlook(*planned)
@@ -162,7 +168,7 @@ class FakeCluster:
                 del self.objects[kind, name]
         for place in ("Job", "Pod"):  # whose owner somebody removed
             for (kind, name), thing in list(self.objects.items()):
-                if kind == place and thing.get("owner") and thing["owner"] not in self.objects:
+                if kind == place and thing.get("owner") and not self._owner_lives(thing):
                     del self.objects[kind, name]
         jobset = self.objects.get(("JobSet", "demo"))
         if jobset is not None:
@@ -170,6 +176,10 @@ class FakeCluster:
         for (kind, name), job in list(self.objects.items()):
             if kind == "Job" and not is_true(job, "Failed") and not is_true(job, "Complete"):
                 self._step_job(name, job)
+
+    def _owner_lives(self, thing: dict[str, Any]) -> bool:
+        owner = self.objects.get(thing["owner"])
+        return owner is not None and owner["metadata"]["uid"] == controller(thing)["uid"]
 
     def _remove_owned(self, name: str, kind: str) -> None:
         for place, thing in list(self.objects.items()):
@@ -191,7 +201,8 @@ class FakeCluster:
                 template = copy.deepcopy(group["template"])
                 self.objects["Job", name] = {
                     "kind": "Job",
-                    "metadata": {"name": name, "namespace": "default", "uid": name, **template["metadata"]},
+                    "metadata": {"name": name, "namespace": "default", "uid": name, **template["metadata"]}
+                    | {"ownerReferences": [controlled("JobSet", jobset["metadata"]["uid"])]},
                     "spec": template["spec"],
                     "status": {},
                     "owner": ("JobSet", "demo"),
@@ -234,6 +245,7 @@ class FakeCluster:
                 "uid": pod,
                 "creationTimestamp": self.stamp(),
                 "labels": dict(template["metadata"]["labels"]) | {JOB_NAME: name},
+                "ownerReferences": [controlled("Job", job["metadata"]["uid"])],
             },
             "status": {"phase": "Pending", "conditions": []},
             "owner": ("Job", name),

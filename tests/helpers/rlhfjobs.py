@@ -90,6 +90,21 @@ def sentences(stderr: str) -> list[str]:
     return found
 
 
+def quickstart(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
+    """The quick start's job, with these fields of the spec."""
+    document: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples/quickstart-cluster.yaml").read_text())
+    document["metadata"] = {"name": name, "namespace": namespace}
+    document["spec"] |= spec
+    return document
+
+
+def condition(cluster: KubeCluster, kind: str, name: str, namespace: str) -> dict[str, Any]:
+    """A condition of that job; {} if there is none."""
+    job = cluster.get("rlhfjob", name, "-n", namespace) or {}
+    found = (job.get("status") or {}).get("conditions") or []
+    return next((c for c in found if c["type"] == kind), {})
+
+
 def mark_planned(cluster: KubeCluster, namespace: str, name: str, status: str = "True") -> None:
     """As the operator does once a plan holds."""
     condition = {

@@ -61,7 +61,19 @@ def test_help_lists_every_command():
     result = call("--help")
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.split("Commands:")[1].splitlines() if line.strip()]
-    assert listed == ["run", "chat", "report", "validate", "plan", "schedule", "profile", "explain", "debug", "version"]
+    assert listed == [
+        "run",
+        "chat",
+        "report",
+        "validate",
+        "plan",
+        "schedule",
+        "profile",
+        "doctor",
+        "explain",
+        "debug",
+        "version",
+    ]
     for name in listed:
         assert call(name, "--help").exit_code == 0
 

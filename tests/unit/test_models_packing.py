@@ -52,9 +52,22 @@ def test_sequences_with_a_prefix_equal_whole_ones(family: str, head: str) -> Non
     torch.testing.assert_close(hidden[0], torch.cat(found), atol=1e-6, rtol=1e-5)
 
 
-def varlen(q: Any, k: Any, v: Any, starts: Any, key_starts: Any, most: int, most_keys: int, **settings: Any) -> Any:
+def varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    key_starts: Any,
+    most: int,
+    most_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Any:
     """torch's varlen_attn as it is documented: of each sequence, the last query sees all keys."""
-    assert settings["window_size"] == (-1, 0)
+    assert window_size == (-1, 0)
+    assert enable_gqa or q.shape[1] == k.shape[1]
     outputs = []
     spans = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
     for (a, b), (c, d) in spans:
@@ -62,17 +75,25 @@ def varlen(q: Any, k: Any, v: Any, starts: Any, key_starts: Any, most: int, most
         assert d - c <= most_keys
         groups = q.shape[1] // k.shape[1]
         keys, values = (x[c:d].repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * settings["scale"]
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
         behind = torch.ones(b - a, d - c, dtype=torch.bool).triu(d - c - (b - a) + 1)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(behind, -torch.inf).softmax(-1), values))
     return torch.cat(outputs)
 
 
+def varlen_2_11(
+    q: Any, k: Any, v: Any, starts: Any, key_starts: Any, most: int, most_keys: int, *, scale: Any, window_size: Any
+) -> Any:
+    """torch 2.11 has as many key heads as query heads."""
+    return varlen(q, k, v, starts, key_starts, most, most_keys, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("function", [varlen, varlen_2_11])
 @pytest.mark.parametrize("prefixes", [PREFIXES, None], ids=["prefixes", "none"])
 def test_one_call_of_flash_attention_is_asked_for_the_same(
-    prefixes: tuple[int | None, ...] | None, monkeypatch: pytest.MonkeyPatch
+    function: Any, prefixes: tuple[int | None, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, h, sum(LENGTHS), 8, generator=generator) for h in (4, 2, 2))
     packing = Packing(LENGTHS, prefixes, torch.device("cpu"))

@@ -18,7 +18,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.process_names import COORDINATOR
-from helpers.fake_cluster import START, manifest
+from helpers.fake_cluster import START, controlled, manifest
 
 KEY = ("default", "demo")
 
@@ -50,22 +50,23 @@ class Coordinators:
 
 
 class Client:
-    """Keeps what it is given; `refuse` maps kinds to the error of their next apply."""
+    """Keeps what it is given; `refuse` maps kinds to the error of their next write, `others` to what others made."""
 
     def __init__(self, job):
         self.requests = 0
         self.job = job
         self.calls = []
         self.refuse = {}
-        self.secret = None
+        self.others = {}
+        self.made = {}
         self.nodes = 0
 
     async def get(self, resource, namespace, name):
-        if resource.kind == "RLHFJob":
-            return copy.deepcopy(self.job)
-        if self.secret is None:
-            raise KubeError(404, "not found")
-        return self.secret
+        assert resource.kind == "RLHFJob"
+        return copy.deepcopy(self.job)
+
+    async def find(self, kind, namespace, name):
+        return self.others.get(kind) or self.made.get(name)
 
     async def pages(self, resource, namespace, selector="", fields="", size=0):
         gpus = {"nvidia.com/gpu": "1"}
@@ -74,20 +75,25 @@ class Client:
         yield [{"metadata": metadata, "status": {"allocatable": gpus, "conditions": ready}}] * self.nodes
 
     async def create(self, thing):
-        self.calls.append(("create", thing["kind"]))
-        if thing["kind"] == "Secret":
-            data = {key: base64.b64encode(value.encode()).decode() for key, value in thing["stringData"].items()}
-            self.secret = thing | {"data": data}
-            return self.secret
-        return thing
+        return self._write("create", thing)
 
-    async def apply(self, thing):
+    async def apply(self, thing, uid):
+        assert uid == f"{thing['kind']}-uid"
+        return self._write("apply", thing)
+
+    def _write(self, call, thing):
         error = self.refuse.get(thing["kind"])
+        if error is None and call == "create" and thing["kind"] in self.others:
+            error = KubeError(409, "already exists")
         if error is not None:
             raise error
-        self.calls.append(("apply", thing["kind"]))
+        self.calls.append((call, thing["kind"]))
         made = copy.deepcopy(dict(thing))
         made["metadata"] |= {"uid": f"{thing['kind']}-uid", "resourceVersion": "5"}
+        if "stringData" in thing:
+            data = {key: base64.b64encode(value.encode()).decode() for key, value in thing["stringData"].items()}
+            made["data"] = data
+        self.made[thing["metadata"]["name"]] = made
         return made
 
     async def delete(self, kind, namespace, name, uid=""):
@@ -115,6 +121,48 @@ def condition(client, kind):
     return next(c for c in client.job["status"]["conditions"] if c["type"] == kind)
 
 
+def a_job(controller):
+    """A Job of the JobSet; returns the owner reference of its pods."""
+    owner = controlled("JobSet", "JobSet-uid")
+    metadata = {"name": "j", "namespace": "default", "uid": "job-uid", "resourceVersion": "9"}
+    metadata |= {"labels": {names.JOB_LABEL: "demo"}, "ownerReferences": [owner]}
+    controller.store.put({"kind": "Job", "metadata": metadata})
+    return controlled("Job", "job-uid")
+
+
+def test_a_running_job_goes_on_without_the_object_whose_name_is_taken():
+    controller, client = a_controller()
+    asyncio.run(controller.process(KEY))
+    pod = {"name": "p", "namespace": "default", "uid": "p", "resourceVersion": "9", "labels": {names.JOB_LABEL: "demo"}}
+    pod["ownerReferences"] = [a_job(controller)]
+    controller.store.put({"kind": "Pod", "metadata": pod, "spec": {}, "status": {"phase": "Running"}})
+    client.others["PodDisruptionBudget"] = {"metadata": {"name": "demo"}}
+    asyncio.run(controller.process(KEY))
+    assert asyncio.run(controller.process(KEY)) == OperatorSettings().conflict_seconds
+    assert condition(client, "Degraded")["reason"] == "NameConflict"
+    assert condition(client, "Degraded")["message"].startswith("PodDisruptionBudget demo exists and does not belong")
+    assert condition(client, "Running")["reason"] == "PodsStarting"
+    client.job["spec"]["suspend"] = True
+    client.job["metadata"] |= {"generation": 2}
+    controller.store.put(copy.deepcopy(client.job))
+    client.calls.clear()
+    asyncio.run(controller.process(KEY))
+    assert ("delete", "JobSet") in client.calls, "it can be suspended all the same"
+
+
+def test_an_earlier_jobs_objects_are_waited_for():
+    controller, client = a_controller()
+    owner = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "name": "demo", "uid": "old", "controller": True}
+    client.others["JobSet"] = {"metadata": {"name": "demo", "ownerReferences": [owner]}}
+    controller._status_rate._wrote[KEY] = float("-inf")
+    asyncio.run(controller.process(KEY))
+    assert condition(client, "Scheduled")["reason"] == "CreatingPods"
+    assert "JobSet demo of an earlier job" in condition(client, "Scheduled")["message"]
+    del client.others["JobSet"]
+    asyncio.run(controller.process(KEY))
+    assert ("create", "JobSet") in client.calls
+
+
 def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     controller, client = a_controller()
     clock = [100.0]
@@ -123,8 +171,8 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     assert "status" not in client.job, "it starts well: its pods may be there in a moment"
     clock[0] += STATUS_SECONDS
     asyncio.run(controller.process(KEY))
-    kinds = [kind for call, kind in client.calls if call != "create" or kind == "Secret"]
-    assert kinds.index("Secret") < kinds.index("JobSet")
+    kinds = [kind for _, kind in client.calls if kind != "Event"]
+    assert kinds.index("Service") < kinds.index("Secret") < kinds.index("JobSet")
     assert kinds.index("ConfigMap") < kinds.index("JobSet") < kinds.index("")
     assert kinds.index("Role") < kinds.index("RoleBinding") < kinds.index("JobSet")
     assert ("create", "Event") in client.calls
@@ -182,6 +230,7 @@ def test_a_history_that_cannot_be_kept_holds_up_nothing():
     ended = {"exitCode": 0, "message": json.dumps(word), "finishedAt": "2026-11-21T12:30:00Z"}
     labels = jobset["metadata"]["labels"] | {names.ROLE_LABEL: COORDINATOR}
     metadata = {"name": "c", "namespace": "default", "uid": "p", "resourceVersion": "9", "labels": labels}
+    metadata["ownerReferences"] = [a_job(controller)]
     status = {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": ended}}]}
     controller.store.put({"kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
     asyncio.run(controller.process(KEY))
@@ -195,6 +244,7 @@ def test_the_end_is_written_before_anything_is_deleted():
     labels = jobset["metadata"]["labels"] | {names.ROLE_LABEL: "trainer"}
     at = START.isoformat(timespec="seconds").replace("+00:00", "Z")
     metadata = {"name": "p", "namespace": "default", "uid": "j", "resourceVersion": "9", "labels": labels}
+    metadata["ownerReferences"] = [a_job(controller)]
     status = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "finishedAt": at}}}]}
     controller.store.put({"kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
     client.calls.clear()
@@ -202,8 +252,8 @@ def test_the_end_is_written_before_anything_is_deleted():
     controller._coordinators.told.take([{"stage": "ppo", "step": 1, "time": 1.0, "metrics": metrics}])
     asyncio.run(controller.process(KEY))
     assert condition(client, "Failed")["reason"] == "TrainerFailed"
-    calls = [call for call in client.calls if call[0] != "create"]
-    assert calls == [("apply", "ConfigMap"), ("status", ""), ("delete", "JobSet")], "its history before that"
+    calls = [call for call in client.calls if call[1] != "Event"]
+    assert calls == [("create", "ConfigMap"), ("status", ""), ("delete", "JobSet")], "its history before that"
     kept = controller.store.children(KEY).get("ConfigMap", "demo-history")
     assert json.loads(kept["data"]["iterations.json"])[0]["metrics"] == metrics
     assert kept["metadata"]["ownerReferences"][0]["uid"] == client.job["metadata"]["uid"]
@@ -279,6 +329,6 @@ def test_what_a_list_lacks_is_gone():
         }
         client.calls.clear()
         await controller.process(KEY)
-        assert [kind for call, kind in client.calls if call == "apply"] == ["NetworkPolicy"]
+        assert [kind for call, kind in client.calls if call == "create"] == ["NetworkPolicy"]
 
     asyncio.run(check())

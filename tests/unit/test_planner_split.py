@@ -98,7 +98,7 @@ def test_scorers_and_servers_take_what_the_plan_says(example: tuple[RLHFJob, Pla
     assert scorer.devices_for(settings, None, 8) == [f"cuda:{k}" for k in range(4)]
     planned = server.planned_server(env.plan_file, "rollouts")
     assert planned is not None
-    arguments = server.vllm_arguments(env, job, job.spec.groups[1], {}, False, planned.pp, planned.memory)
+    arguments = server.vllm_arguments(env, job, job.spec.groups[1], {}, False, "bfloat16", planned.pp, planned.memory)
     assert arguments[arguments.index("--gpu-memory-utilization") + 1] == str(planned.memory)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"plan\.json is not a plan"):

@@ -75,7 +75,7 @@ def started(
     for key, text in own.write().items():
         monkeypatch.setenv(key, text)
     monkeypatch.setattr(server, "environment", lambda on_cpu, given: {})  # it would stay after the test
-    monkeypatch.setattr(server, "has_gpu", lambda: False)
+    monkeypatch.setattr(server, "my_capability", lambda: None)
     seen: list[Any] = []
     monkeypatch.setattr(server, "serve", lambda arguments, env, on_cpu, kv: seen.append((arguments, kv)) or 0)
     assert server.main(list(argv)) == 0
@@ -120,7 +120,7 @@ def test_a_stage_has_the_cache_of_its_own_layers(tmp_path: Path) -> None:
     env, made = ProcessEnv("t", "r", tmp_path, "http://127.0.0.1:9", "x", "127.0.0.1", 1, 0, "g", 0, 1), job(**EIGHT)
     caches = []
     for stages in (1, 2, 3):
-        arguments = server.vllm_arguments(env, made, made.spec.groups[0], CONFIG, True, stages)
+        arguments = server.vllm_arguments(env, made, made.spec.groups[0], CONFIG, True, "float32", stages)
         caches.append(int(value(arguments, "--kv-cache-memory-bytes")))
     # Of 3 layers in two stages the larger one's: every stage has as many blocks.
     assert 3 * caches[1] == 2 * caches[0] == 6 * caches[2]

@@ -1,27 +1,36 @@
-/* The devices: eight A100s with 80 GiB, on paper. */
+/* The devices: eight A100s with 80 GiB, on paper, or what NULLGPU_CAPABILITY says. A process sees those that
+ * CUDA_VISIBLE_DEVICES numbers, from 0 on. */
 #include "driver_types.h"
 #include "nullgpu.h"
 
 static _Thread_local int device;
+static int seen[DEVICES], seen_count;
+static pthread_once_t read_once = PTHREAD_ONCE_INIT;
+
+static void read_visible(void) { seen_count = visible_devices(seen); }
+static int visible(void) { return pthread_once(&read_once, read_visible), seen_count; }
 
 int current_device(void) { return device; }
+int machine_device(int d) { return d < visible() ? seen[d] : -1; }
 
-int cudaGetDeviceCount(int *n) { return *n = DEVICES, 0; }
+int cudaGetDeviceCount(int *n) { return *n = visible(), visible() ? 0 : cudaErrorNoDevice; }
 int cudaGetDevice(int *d) { return *d = device, 0; }
 int cudaSetDevice(int d) {
-    if (d < 0 || d >= DEVICES) return cudaErrorInvalidDevice;
+    if (d < 0 || d >= visible()) return cudaErrorInvalidDevice;
     device = d;
     return 0;
 }
-int cudaDriverGetVersion(int *v) { return *v = 13000, 0; }
+int cudaDriverGetVersion(int *v) { return *v = claimed_cuda(), 0; }
 int cudaRuntimeGetVersion(int *v) { return *v = 13000, 0; }
 
 int cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
-    (void)d;
     memset(p, 0, sizeof *p);
-    strcpy(p->name, "NVIDIA A100-SXM4-80GB (null)");
-    p->major = 8;
-    p->totalGlobalMem = DEVICE_BYTES;
+    p->uuid.bytes[15] = d + 1;
+    p->pciBusID = d + 1;
+    claimed_name(p->name, sizeof p->name);
+    p->major = claimed_capability() / 10;
+    p->minor = claimed_capability() % 10;
+    p->totalGlobalMem = device_bytes();
     p->multiProcessorCount = 108;
     p->warpSize = 32;
     p->maxThreadsPerBlock = 1024;
@@ -46,8 +55,8 @@ int cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
 int cudaDeviceGetAttribute(int *v, int attribute, int d) {
     (void)d;
     switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *v = 8; break;
-    case cudaDevAttrComputeCapabilityMinor: *v = 0; break;
+    case cudaDevAttrComputeCapabilityMajor: *v = claimed_capability() / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *v = claimed_capability() % 10; break;
     case cudaDevAttrMultiProcessorCount: *v = 108; break;
     case cudaDevAttrMaxThreadsPerBlock: *v = 1024; break;
     case cudaDevAttrWarpSize: *v = 32; break;
@@ -64,7 +73,7 @@ int cudaDeviceGetAttribute(int *v, int attribute, int d) {
     return 0;
 }
 
-int cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", d + 1), 0; }
+int cudaDeviceGetPCIBusId(char *s, int n, int d) { return snprintf(s, n, "0000:%02x:00.0", machine_device(d) + 1), 0; }
 int cudaDeviceCanAccessPeer(int *yes, int a, int b) { return *yes = a != b, 0; }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, 0; }
 
@@ -76,7 +85,7 @@ const char *cudaGetErrorString(int e) {
 int cudaGetLastError(void) { return failure() ? cudaErrorLaunchFailure : 0; }
 int cudaPeekAtLastError(void) { return cudaGetLastError(); }
 
-/* The driver's functions, which torch asks the runtime for. Nothing of what they would do is rehearsed. */
+/* The driver's functions, which torch asks the runtime for. Of those that are not listed nothing is rehearsed. */
 static int driver_function(void) { return 0; }
 static int primary_context(int d, unsigned *flags, int *active) {
     (void)d;
@@ -86,7 +95,16 @@ static int primary_context(int d, unsigned *flags, int *active) {
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned version, unsigned long long flags, int *status) {
     (void)version, (void)flags;
-    *f = !strcmp(name, "cuDevicePrimaryCtxGetState") ? (void *)primary_context : (void *)driver_function;
+    static const struct {
+        const char *name;
+        void *function;
+    } known[] = {{"cuDevicePrimaryCtxGetState", primary_context},
+                 {"cuMemAddressReserve", null_memory_reserve},
+                 {"cuMemCreate", null_memory_create},
+                 {"cuMemRelease", null_memory_release}};
+    *f = (void *)driver_function;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (!strcmp(known[i].name, name)) *f = known[i].function;
     if (status) *status = 0;
     return 0;
 }

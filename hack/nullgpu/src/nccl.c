@@ -5,7 +5,10 @@
  *   receives from this rank for the first time, a collective until all ranks have come to their first.
  * - Later operations hold up their stream alone. A collective ends when all ranks have started it, a send when its
  *   receive has started. Real NCCL may end small sends earlier; nothing may rely on that.
- * - Sends match receives in order; unlike sizes, kinds or roots are an error that names both ranks. */
+ * - Sends match receives in order; unlike sizes, kinds or roots are an error that names both ranks.
+ * - A communicator that is made with `blocking` 0 never blocks the host: its calls return ncclInProgress, and each
+ *   ncclCommGetAsyncError moves set-up and first uses on.
+ * - Nobody learns that a peer has died, frozen or aborted. NCCL may tell; nothing may rely on that. */
 #include <fcntl.h>
 #include <limits.h>
 #include <sys/mman.h>
@@ -15,7 +18,12 @@
 #define RING 64 /* operations in flight: a rank is at most one group ahead of its peer */
 #define MISSING INT_MIN
 
-enum { ncclSuccess = 0, ncclInvalidUsage = 5, ncclRemoteError = 6 };
+enum { ncclSuccess = 0, ncclInvalidUsage = 5, ncclRemoteError = 6, ncclInProgress = 7 };
+typedef struct {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+} ncclConfig; /* the beginning of NCCL's, which is longer in later versions */
 typedef struct {
     char internal[128];
 } ncclUniqueId;
@@ -32,18 +40,13 @@ static const char *names[] = {"an all-reduce", "a broadcast", "a reduce",  "an a
 
 typedef struct {
     atomic_int here[RANKS];
-    int rank[RANKS], device[RANKS]; /* how messages name it, and its GPU */
+    int rank[RANKS], device[RANKS], version[RANKS]; /* how messages name it, its GPU, its NCCL */
     atomic_int uses[RANKS], sends[RANKS][RANKS], receives[RANKS][RANKS];
     operation collective[RANKS][RING], send[RANKS][RANKS][RING], receive[RANKS][RANKS][RING];
 } meeting;
 
-typedef struct {
-    int n, r;
-    meeting *m;
-    atomic_int aborted;
-    uint64_t collectives, sends[RANKS], receives[RANKS];
-} comm;
-
+#define PARTS 64
+typedef struct comm comm;
 typedef struct {
     comm *c;
     void *stream;
@@ -51,7 +54,17 @@ typedef struct {
     uint64_t bytes, number;
 } part;
 
-#define PARTS 64
+struct comm {
+    int n, r;
+    meeting *m;
+    atomic_int aborted;
+    uint64_t collectives, sends[RANKS], receives[RANKS];
+    /* Of one that does not block: */
+    int polled, set_up, result, waiting_count;
+    part waiting[PARTS]; /* operations that are not connected yet */
+    double since, told;
+};
+
 typedef struct {
     work work;
     comm *c;
@@ -71,8 +84,11 @@ static const char *members(comm *c, char *text, size_t size) {
     return text;
 }
 
+typedef int ready_check(comm *, part *);
+typedef void description(comm *, part *, char *, size_t);
+
 /* Block the host until `ready`; the sentence is reported after a second. */
-static int wait_for(comm *c, int (*ready)(comm *, part *), part *p, void (*describe)(comm *, part *, char *, size_t)) {
+static int wait_for(comm *c, ready_check *ready, part *p, description *describe) {
     double start = now(), told = 0;
     while (!ready(c, p)) {
         if (atomic_load(&c->aborted)) return ncclRemoteError;
@@ -112,8 +128,30 @@ static void who_is_missing(comm *c, part *p, char *text, size_t size) {
              missing);
 }
 
+int ncclGetVersion(int *v) {
+    const char *said = getenv("NULLGPU_NCCL_VERSION");
+    return *v = said ? atoi(said) : 22907, 0;
+}
+
+/* All have come: two of them on one device are an error, and so are unlike versions. */
+static int set_up(comm *c) {
+    for (int i = 0; i < c->n; i++) {
+        if (c->m->version[i] != c->m->version[c->r]) {
+            fprintf(stderr, "nullgpu: ranks %d and %d have NCCL %d and %d\n", c->m->rank[i], c->m->rank[c->r],
+                    c->m->version[i], c->m->version[c->r]);
+            return ncclInvalidUsage;
+        }
+        if (i != c->r && c->m->device[i] == c->m->device[c->r]) {
+            fprintf(stderr, "nullgpu: Duplicate GPU detected: ranks %d and %d are both on device %d\n", c->m->rank[i],
+                    c->m->rank[c->r], c->m->device[c->r]);
+            return ncclInvalidUsage;
+        }
+    }
+    count(&c_communicators, 1);
+    return 0;
+}
+
 int ncclCommInitRankConfig(comm **out, int n, ncclUniqueId id, int r, void *config) {
-    (void)config;
     char path[4096];
     int at = snprintf(path, sizeof path, "%s/", meetings());
     if (n > RANKS) TOO_MANY("ranks in a communicator");
@@ -125,18 +163,17 @@ int ncclCommInitRankConfig(comm **out, int n, ncclUniqueId id, int r, void *conf
     close(file);
     if (c->m == MAP_FAILED) return 2;
     c->m->rank[r] = own_rank();
-    c->m->device[r] = current_device();
+    c->m->device[r] = machine_device(current_device());
+    ncclGetVersion(&c->m->version[r]);
     atomic_store(&c->m->here[r], 1);
-    wait_for(c, all_here, NULL, who_is_missing);
-    for (int i = 0; i < n; i++)
-        if (i != r && c->m->device[i] == c->m->device[r]) {
-            fprintf(stderr, "nullgpu: Duplicate GPU detected: ranks %d and %d are both on device %d\n", c->m->rank[i],
-                    c->m->rank[r], c->m->device[r]);
-            return ncclInvalidUsage;
-        }
-    count(&c_communicators, 1);
     *out = c;
-    return 0;
+    if (config && ((ncclConfig *)config)->blocking == 0) {
+        c->polled = 1;
+        c->since = now();
+        return ncclInProgress;
+    }
+    wait_for(c, all_here, NULL, who_is_missing);
+    return set_up(c);
 }
 int ncclCommInitRank(comm **out, int n, ncclUniqueId id, int r) { return ncclCommInitRankConfig(out, n, id, r, NULL); }
 
@@ -144,8 +181,6 @@ int ncclCommAbort(comm *c) { return atomic_store(&c->aborted, 1), 0; } /* its me
 int ncclCommDestroy(comm *c) { return (void)c, 0; }
 int ncclCommCount(comm *c, int *n) { return *n = c->n, 0; }
 int ncclCommUserRank(comm *c, int *r) { return *r = c->r, 0; }
-int ncclCommGetAsyncError(comm *c, int *error) { return *error = atomic_load(&c->aborted) ? ncclRemoteError : 0, 0; }
-int ncclGetVersion(int *v) { return *v = 22907, 0; }
 const char *ncclGetErrorString(int e) { return e == ncclInvalidUsage ? "invalid usage" : e ? "null error" : "no error"; }
 const char *ncclGetLastError(comm *c) { return (void)c, failure() ? failure() : ""; }
 
@@ -249,29 +284,74 @@ static void offer(part *p) {
 
 int ncclGroupStart(void) { return depth++, 0; }
 
-int ncclGroupEnd(void) {
-    if (--depth) return 0;
-    int n = held_count, result = 0;
-    held_count = 0;
-    for (int i = 0; i < n; i++) offer(&held[i]);
-    for (int i = 0; i < n && !result; i++) result = wait_for(held[i].c, connected, &held[i], describe_connecting);
-    if (result) return result;
-    for (int i = 0; i < n; i++) { /* what is on one communicator and stream runs together */
-        if (!held[i].c) continue;
+/* Hand the operations to their streams; what is on one communicator and stream runs together. */
+static void launch(part *parts, int n) {
+    for (int i = 0; i < n; i++) {
+        if (!parts[i].c) continue;
         group *g = calloc(1, sizeof *g);
         g->work = (work){poll_group, describe_group};
-        g->c = held[i].c;
-        void *stream = held[i].stream;
+        g->c = parts[i].c;
+        void *stream = parts[i].stream;
         for (int j = i; j < n; j++)
-            if (held[j].c == g->c && held[j].stream == stream) {
+            if (parts[j].c == g->c && parts[j].stream == stream) {
                 if (g->count == PARTS) TOO_MANY("operations in a group");
-                g->parts[g->count++] = held[j];
-                held[j].c = NULL;
+                g->parts[g->count++] = parts[j];
+                parts[j].c = NULL;
             }
         enqueue(stream, &g->work);
     }
-    return 0;
 }
+
+int ncclGroupEnd(void) {
+    if (--depth) return 0;
+    int n = held_count, result = 0, later = 0;
+    held_count = 0;
+    for (int i = 0; i < n; i++) offer(&held[i]);
+    for (int i = 0; i < n && !result; i++) {
+        comm *c = held[i].c;
+        if (!c->polled) {
+            result = wait_for(c, connected, &held[i], describe_connecting);
+            continue;
+        }
+        if (!c->set_up) return ncclInvalidUsage;
+        if (c->waiting_count == PARTS) TOO_MANY("operations in a group");
+        if (!c->waiting_count) c->since = now();
+        c->waiting[c->waiting_count++] = held[i];
+        held[i].c = NULL;
+        later = 1;
+    }
+    if (result) return result;
+    launch(held, n);
+    return later ? ncclInProgress : 0;
+}
+
+/* Report after a second what a communicator that does not block waits for. */
+static int in_progress(comm *c, part *p, description *describe) {
+    if (now() - c->since > 1 && now() - c->told > 1) {
+        char sentence[600];
+        describe(c, p, sentence, sizeof sentence);
+        report_wait(sentence);
+        c->told = now();
+    }
+    return ncclInProgress;
+}
+
+static int advance(comm *c) {
+    if (atomic_load(&c->aborted)) return ncclRemoteError;
+    if (!c->polled || c->result) return c->result;
+    if (!c->set_up) {
+        if (!all_here(c, NULL)) return in_progress(c, NULL, who_is_missing);
+        c->set_up = 1;
+        c->result = set_up(c);
+    }
+    for (int i = 0; i < c->waiting_count; i++)
+        if (!connected(c, &c->waiting[i])) return in_progress(c, &c->waiting[i], describe_connecting);
+    launch(c->waiting, c->waiting_count);
+    c->waiting_count = 0;
+    if (c->told) c->told = 0, report_wait(NULL);
+    return c->result;
+}
+int ncclCommGetAsyncError(comm *c, int *error) { return *error = advance(c), 0; }
 
 static int add(comm *c, void *stream, int kind, int peer, size_t bytes) {
     if (held_count == sizeof held / sizeof *held) TOO_MANY("operations in a group");

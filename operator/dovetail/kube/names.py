@@ -50,7 +50,7 @@ def volume_claim(job: str) -> str:
 
 
 def account(job: str) -> str:
-    """ServiceAccount, Role and RoleBinding of the job's pods."""
+    """ServiceAccount of the job's pods; Role and RoleBinding of these and of the status API."""
     return f"{job}-pods"
 
 

@@ -15,22 +15,33 @@ from dovetail.kube.connection import KubeError
 from dovetail.kube.resources import CHILDREN, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, Resource
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
+from dovetail.operator.cluster import own_objects
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.gpu_nodes import Nodes
 from dovetail.operator.cluster.mounts import Mounts
 from dovetail.operator.cluster.object_cache import Key, ObjectCache
+from dovetail.operator.cluster.own_objects import NameTaken
 from dovetail.operator.cluster.tokens import Tokens
 from dovetail.operator.log import log
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
-from dovetail.operator.reconcile.children import Children, Object, label, parse_time, sizes
-from dovetail.operator.reconcile.conditions import Conditions, JobEvent
+from dovetail.operator.reconcile.children import Children, Object, parse_time, sizes
+from dovetail.operator.reconcile.conditions import JobEvent
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
-from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, is_over, old_status, reconcile
+from dovetail.operator.reconcile.reconcile import (
+    AGAIN_SECONDS,
+    PlanRefused,
+    Reconciled,
+    Seen,
+    is_over,
+    old_status,
+    reconcile,
+)
+from dovetail.operator.reconcile.refusals import held_up
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.status_rate import StatusRate
@@ -67,7 +78,7 @@ class Controller:
         self._settings = settings
         self._metrics = metrics
         self._now = now
-        self._tokens = Tokens(client)
+        self._tokens = Tokens(client, settings.namespace)
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
         self._status_rate = StatusRate(time.monotonic)
@@ -135,7 +146,8 @@ class Controller:
             self._mounts.forget(key)
             self._status_rate.forget(key)
             return None
-        uid, children = str(document["metadata"]["uid"]), self.store.children(key)
+        uid = str(document["metadata"]["uid"])
+        children = self.store.children(key).of_job(uid)
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | PlanRefused = PlanRefused(reasons.NOT_PLANNED, "the job is over")
         reported, mounts, outlook = None, dict[str, str](), Outlook()
@@ -157,15 +169,16 @@ class Controller:
             await self._delete(document, result)
             return _sooner(later, result.requeue)
         try:
-            if result.token and not isinstance(planned, PlanRefused):
-                context = RenderContext(planned[0], uid, planned[1], self._settings)
-                await self._tokens.ensure(context, new=children.get(JOBSET.kind, key[1]) is None)
-            for turn in (0, 1, 2):
-                await self._apply([thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn])
+            await self._make(document, result, planned, children)
+        except NameTaken as error:
+            reason = reasons.CREATING if error.leaving else reasons.NAME_CONFLICT
+            await self._delete(document, result)
+            later = await self._hold_up(document, result, children, reason, str(error))
+            return _sooner(later, result.requeue, AGAIN_SECONDS if error.leaving else self._settings.conflict_seconds)
         except KubeError as error:
             if error.status not in (0, 409):
-                status, events = _rejected(document, result, str(error), self._now())
-                await self._report(document, status, events)
+                await self._delete(document, result)
+                await self._hold_up(document, result, children, reasons.APPLY_FAILED, str(error))
             raise
         await self._delete(document, result)
         later = await self._report(document, result.status, result.events)
@@ -181,8 +194,7 @@ class Controller:
         if isinstance(planned, PlanRefused) or not (pools is not None or refused):
             return Outlook()
         (job, plan), jobset = planned, children.get(JOBSET.kind, key[1])
-        mine = jobset if jobset is not None and label(jobset, names.UID_LABEL) == uid else None
-        wanted = needs(RenderContext(job, uid, plan, self._settings, sizes(mine)))
+        wanted = needs(RenderContext(job, uid, plan, self._settings, sizes(jobset)))
         if not wanted or pools is None:
             return Outlook(refused=refused and bool(wanted))
         there = room(wanted, pools)
@@ -196,12 +208,36 @@ class Controller:
 
     # ------------------------------------------------------------ effects
 
-    async def _apply(self, things: list[Object]) -> None:
-        """All at once. Raises the first KubeError when all have been answered."""
-        replies = await asyncio.gather(*(self._client.apply(thing) for thing in things), return_exceptions=True)
+    async def _make(
+        self, document: Object, result: Reconciled, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children
+    ) -> None:
+        """Create and change what `result` asks for. The token comes after the Service: whoever has a Service of that
+        name would be sent it. Raises NameTaken and KubeError."""
+        if isinstance(planned, PlanRefused):
+            return
+        context = RenderContext(planned[0], str(document["metadata"]["uid"]), planned[1], self._settings)
+        for turn in (0, 1, 2):
+            if turn == 2 and result.token:
+                started = children.get(JOBSET.kind, context.name) is not None
+                await self._tokens.ensure(context, started=started)
+            things = [thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn]
+            await self._apply(things, context, children)
+
+    async def _apply(self, things: list[Object], context: RenderContext, children: Children) -> None:
+        """All at once. Raises NameTaken or the first KubeError when all have been answered."""
+
+        async def put(thing: Object) -> Object:
+            there = children.get(thing["kind"], thing["metadata"]["name"])
+            if there is None:
+                return await own_objects.create(self._client, dict(thing), context)
+            return await self._client.apply(thing, str(there["metadata"]["uid"]))
+
+        replies = await asyncio.gather(*(put(thing) for thing in things), return_exceptions=True)
         for reply in replies:
             if not isinstance(reply, BaseException):
                 self.store.put(reply)
+        if taken := [reply for reply in replies if isinstance(reply, NameTaken)]:
+            raise NameTaken.all_of(taken)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
@@ -213,13 +249,14 @@ class Controller:
         found.take([last_row(status, (parse_time(at) or self._now()).timestamp())], missing=True)
         if text := found.text():
             try:
-                self.store.put(await self._client.apply(history_config_map(context, text)))
-            except KubeError as error:
+                await self._apply([history_config_map(context, text)], context, children)
+            except (KubeError, NameTaken) as error:
                 log("history.lost", job="/".join(key), error=str(error))
 
     async def _delete(self, document: Object, result: Reconciled) -> None:
         namespace = document["metadata"]["namespace"]
-        children = self.store.children((namespace, document["metadata"]["name"])) if result.delete else Children()
+        key, uid = (namespace, document["metadata"]["name"]), str(document["metadata"]["uid"])
+        children = self.store.children(key).of_job(uid) if result.delete else Children()
         for kind, name in result.delete:
             there = children.get(kind, name)
             if there is not None:
@@ -227,6 +264,22 @@ class Controller:
         if result.expired:
             log("job.expired", job=f"{namespace}/{document['metadata']['name']}")
             await self._client.delete(KIND, namespace, document["metadata"]["name"], str(document["metadata"]["uid"]))
+
+    async def _hold_up(
+        self, document: Object, result: Reconciled, children: Children, reason: str, problem: str
+    ) -> float | None:
+        """Report what keeps the job's objects from being made."""
+        status, events = held_up(
+            old_status(document),
+            result.status,
+            result.events,
+            reason,
+            problem,
+            started=children.get(JOBSET.kind, document["metadata"]["name"]) is not None,
+            generation=int(document["metadata"].get("generation", 0)),
+            now=self._now(),
+        )
+        return await self._report(document, status, events)
 
     async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> float | None:
         """Write the status if it says something new, and then the events of what is new. Seconds until the job wants
@@ -325,19 +378,3 @@ def _shell(kind: str, key: Key, name: str, uid: str) -> Object:
 
 def _sooner(*seconds: float | None) -> float | None:
     return min((value for value in seconds if value is not None), default=None)
-
-
-def _rejected(
-    document: Object, result: Reconciled, problem: str, now: datetime
-) -> tuple[RLHFJobStatus, list[JobEvent]]:
-    """The status of a job one of whose objects the API server does not accept."""
-    generation = int(document["metadata"].get("generation", 0))
-    conditions = Conditions(old_status(document).conditions, generation, now)
-    for kind in ("Planned", "Suspended", "Degraded", "Healthy", "Completed"):
-        found = next((c for c in result.status.conditions if c.type == kind), None)
-        if found is not None:
-            conditions.set(kind, found.status == "True", found.reason, found.message)  # type: ignore[arg-type]
-    conditions.set("Scheduled", False, reasons.APPLY_FAILED, problem)
-    conditions.set("Running", False, reasons.APPLY_FAILED, problem)
-    told = [event for event in result.events if event.reason == reasons.REPLANNED]
-    return result.status.model_copy(update={"conditions": conditions.result()}), [*told, *conditions.events()]

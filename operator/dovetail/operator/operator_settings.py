@@ -15,15 +15,17 @@ _IMAGE = "dovetail/{}:0.1.0"
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """Images are those of groups that name none. `pod_template` is a strategic merge patch of every pod, applied
-    before the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose
-    manifest names none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them;
-    `nodes_seconds` 0: nodes are not looked at. `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody
-    may."""
+    """`api_account`: the status API's ServiceAccount in `namespace`; empty: there is no API. Images are those of groups
+    that name none. `pod_template` is a strategic merge patch of every pod, applied before the group's own.
+    `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose manifest names none; an empty
+    class means the cluster's default. Seconds and bytes as Kubernetes writes them; `nodes_seconds` 0: nodes are not
+    looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free. `metrics_from`:
+    NetworkPolicyPeers that may scrape jobs; empty: nobody may."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
     identity: str = "operator"
+    api_account: str = ""
     coordinator_image: str = _IMAGE.format("operator")
     trainer_image: str = _IMAGE.format("trainer")
     rollout_image: str = _IMAGE.format("rollout")
@@ -37,6 +39,7 @@ class OperatorSettings:
     planner_seconds: float = 60.0
     progress_seconds: float = 5.0
     nodes_seconds: float = 60.0
+    conflict_seconds: float = 15.0
     health_port: int = 8080
     metrics_from: list[dict[str, Any]] = field(default_factory=list)
 

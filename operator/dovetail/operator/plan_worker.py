@@ -17,7 +17,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile import reasons
-from dovetail.operator.reconcile.children import Children, Object, label
+from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import spec_hash
 from dovetail.operator.render.context import digest
@@ -116,17 +116,17 @@ class Planner:
         self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
 
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
-        """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan."""
+        """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan. `children`:
+        what the job controls."""
         read = self._job(document)
         if isinstance(read, PlanRefused):
             return read
-        uid, job, wanted = str(document["metadata"]["uid"]), read.job, read.hash
+        job, wanted = read.job, read.hash
         made = children.get(CONFIG_MAP.kind, names.plan_config_map(job.metadata.name))
         jobset = children.get(JOBSET.kind, job.metadata.name)
-        if made is not None and label(made, names.UID_LABEL) == uid:
+        if made is not None:
             same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
-            started = jobset is not None and label(jobset, names.UID_LABEL) == uid
-            if (same or started) and (plan := read.stored(made, self._stored)) is not None:
+            if (same or jobset is not None) and (plan := read.stored(made, self._stored)) is not None:
                 return job, plan
         found = self._known.get(wanted)
         if found is None:

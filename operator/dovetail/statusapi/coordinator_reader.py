@@ -145,7 +145,7 @@ class CoordinatorReader:
         try:
             secret = await get(self._kube, core_path(job["metadata"]["namespace"], "secrets", name))
         except KubeError as error:
-            if error.status == 404:
+            if error.status in (403, 404):  # 403: the job's Role, which lets the API read it, is not there yet
                 raise Unreachable("the job has not started yet") from error
             raise
         if not view.owned_by(job, secret):

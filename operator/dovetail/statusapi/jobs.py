@@ -81,7 +81,7 @@ class Service:
         try:
             found = await get(self._kube, core_path(namespace, "configmaps", names.plan_config_map(name)))
         except KubeError as error:
-            if error.status != 404:
+            if error.status not in (403, 404):  # 403: the job's Role, which lets the API read it, is not there yet
                 raise
             found = {"metadata": {}}
         text = (found.get("data") or {}).get("plan.json")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dovetail.manifest.describe.crd import GROUP
+from dovetail.kube.owners import controlled_by
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.statusapi.answers import Job, KubeEvent
 
@@ -75,8 +75,5 @@ def kube_events(events: Object) -> list[KubeEvent]:
 
 
 def owned_by(job: Object, child: Object) -> bool:
-    """Whether an RLHFJob owns an object. The name alone proves nothing."""
-    return any(
-        owner.get("uid") == job["metadata"]["uid"] and owner.get("apiVersion", "").startswith(f"{GROUP}/")
-        for owner in child["metadata"].get("ownerReferences") or ()
-    )
+    """Whether the RLHFJob controls the object. The name alone proves nothing."""
+    return controlled_by(child, str(job["metadata"]["uid"]))

@@ -22,15 +22,16 @@ VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
 class ServerPlan:
     """What a server process is to serve, and with what.
 
-    `config`: the actor's config.json. `on_cpu`: without GPUs. `stages` x `ranks`: pipeline stages and tensor-parallel
-    ranks. `memory`: the share of each GPU's memory that it may take, None for the backend's own. `arguments`: given on
-    this process's command line."""
+    `config`: the actor's config.json. `on_cpu`: without GPUs. `dtype`: of weights and KV cache, as `float16`.
+    `stages` x `ranks`: pipeline stages and tensor-parallel ranks. `memory`: the share of each GPU's memory that it may
+    take, None for the backend's own. `arguments`: given on this process's command line."""
 
     env: ProcessEnv
     job: RLHFJob
     group: Group
     config: Mapping[str, Any]
     on_cpu: bool
+    dtype: str
     stages: int = 1
     ranks: int = 1
     memory: float | None = None

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from dovetail.cli.debug import debug
+from dovetail.cli.doctor_command import doctor
 from dovetail.cli.extras import version as installed_version
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
@@ -90,7 +91,7 @@ def version() -> None:
     click.echo(f"dovetail {installed_version()}")
 
 
-COMMANDS = (run, chat, report, validate, plan, schedule, profile, explain, debug, version)
+COMMANDS = (run, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
 for command in COMMANDS:
     cli.add_command(command)
 

@@ -133,12 +133,14 @@ def _measure(
 ) -> Profile:
     import torch
 
+    from dovetail.manifest.types import Dtype
     from dovetail.models import ModelError
+    from dovetail.trainer.engine.parallel import compute_dtype
     from dovetail.trainer.profile import measure_link, measure_model
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-    dtype = torch.bfloat16 if gpu else torch.float32
+    dtype = compute_dtype(Dtype.AUTO, device)
     models: dict[str, ModelTimes] = {}
     for name in ("actor", "critic"):
         if name == "critic" and not has_critic(spec):

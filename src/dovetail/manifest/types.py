@@ -141,7 +141,9 @@ class TrainedModel(Model):
 
     source: ModelSource | None = Field(default=None, description="Starting weights; see each model for its default.")
     dtype: Dtype = Field(
-        default=Dtype.AUTO, description="Auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs."
+        default=Dtype.AUTO,
+        description="Auto: bfloat16 with float32 master weights on GPUs, float32 on CPUs and on GPUs that have no "
+        "bfloat16 (V100, T4).",
     )
     lora: LoRA | None = Field(default=None, description="Train low-rank adapters in place of all weights.")
     trust_remote_code: bool = Field(default=False, description="Run the Python code that comes with the model.")
@@ -329,9 +331,15 @@ class Group(Model):
         default=None, description="Largest number of rollout pods. Those beyond minReplicas start when nodes have room."
     )
     dtype: Dtype = Field(
-        default=Dtype.AUTO, description="Data type of the rollouts' weights. Auto: bfloat16 on GPUs, float32 on CPUs."
+        default=Dtype.AUTO,
+        description="Data type of the rollouts' weights. Auto: bfloat16 on GPUs, float16 on GPUs that have no bfloat16 "
+        "(V100, T4), float32 on CPUs.",
     )
-    image: Text | None = Field(default=None, description="Container image of the group's pods.")
+    image: Text | None = Field(
+        default=None,
+        description="Container image of the group's pods. Without it: the operator's, whose torch has kernels for "
+        "compute capability 7.5 (T4) and later. A V100 needs an image of its own.",
+    )
     vllm_args: list[Text] = Field(
         default_factory=list,
         max_length=64,

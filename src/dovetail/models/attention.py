@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +58,7 @@ def attend(
     if packing.prefixes is None and len(set(lengths)) == 1:
         q, k, v = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value))
         return _rows(module, q, k, v, None, scores).flatten(0, 1).unsqueeze(0), None
-    width = query.shape[-1]
-    plain = softcap is None and s_aux is None
-    if plain and query.is_cuda and query.dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD:
+    if query.is_cuda and in_one_call(query.dtype, query.shape[-1]) and softcap is None and s_aux is None:
         return flash(query, key, value, packing, scaling, sliding_window), None
     # Each sequence by itself: on a CPU as fast as a block of them, and without what padding costs.
     prefixes = packing.prefixes or (None,) * len(lengths)
@@ -69,6 +70,11 @@ def attend(
         for q, k, v, prefix in zip(queries, keys, values, prefixes, strict=True)
     ]
     return torch.cat(outputs, dim=1), None
+
+
+def in_one_call(dtype: torch.dtype, width: int) -> bool:
+    """Whether a GPU computes the attention of all sequences of a pass in one call, for heads of that width."""
+    return dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD
 
 
 def _rows(
@@ -95,6 +101,12 @@ def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: 
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=grouped
     ).transpose(1, 2)
+
+
+@cache
+def _shares_keys(function: Callable[..., Any]) -> bool:
+    """Whether several query heads may read one key head: since torch 2.12."""
+    return "enable_gqa" in inspect.signature(function).parameters
 
 
 class _Unfused(torch.autograd.Function):
@@ -148,10 +160,13 @@ def flash(
         k, v, longest_keys = k[index], v[index], packing.longest
     # Causal, and aligned at the end where there are more keys than queries (flash attention since 2.1).
     causal = (-1 if window is None else window - 1, 0)
-    grouped = key.shape[1] != query.shape[1]
-    found: Any = varlen_attn(
-        q, k, v, starts, key_starts, longest, longest_keys, scale=scaling, window_size=causal, enable_gqa=grouped
-    )
+    options: dict[str, Any] = {"scale": scaling, "window_size": causal}
+    if (repeats := q.shape[1] // k.shape[1]) > 1:
+        if _shares_keys(varlen_attn):
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    found: Any = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, **options)
     return torch.as_tensor(found).unsqueeze(0)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dovetail.gpus.process import my_capability
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.debugger import wait_for_debugger
@@ -54,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
-    """Run the rank until it is told to stop; 0. Raises ValueError for a function of the user's that does not work."""
+    """Run the rank until it is told to stop; 0. Raises ValueError for a function of the user's that does not work, and
+    for a GPU that torch has no kernels for."""
+    my_capability()
     client = CoordinatorClient(env.coordinator, env.token, patience)
     # Slow imports and settings of torch come after everything that can be wrong with the environment.
     import torch

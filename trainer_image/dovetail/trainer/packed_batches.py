@@ -84,9 +84,14 @@ class Packed:
     targets: Tensor
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. The host does not wait: CUDA takes a copy of what is not page-locked."""
+    return tensor.to(device, non_blocking=True)
+
+
 def unpacked(values: Tensor, where: Tensor) -> Tensor:
     """`values` (n,) at the n places that `where` (B, T) bool marks, row by row, and 0 elsewhere: (B, T)."""
-    where = where.to(values.device)
+    where = moved(where, values.device)
     return values.new_zeros(where.shape).masked_scatter(where, values)
 
 

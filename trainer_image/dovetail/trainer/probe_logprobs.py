@@ -13,7 +13,7 @@ from dovetail.models.stage import Outputs
 from dovetail.protocol.messages import Probe
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.engine.parallel import compute_dtype
-from dovetail.trainer.packed_batches import Packed, Sequences
+from dovetail.trainer.packed_batches import Packed, Sequences, moved
 from dovetail.trainer.steps.step_context import Context
 
 TOKENS = 32
@@ -48,7 +48,7 @@ def take_probe(context: Context, version: int) -> Probe | None:
 
     def read(output: Any, packed: Packed, rows: list[int]) -> torch.Tensor:
         logits = output.logits if isinstance(output, Outputs) else output
-        return gather_logprobs(logits, packed.targets.to(logits.device)).view(len(rows), -1)
+        return gather_logprobs(logits, moved(packed.targets, logits.device)).view(len(rows), -1)
 
     found = context.per_sequence(_MODEL, sequences, wanted, 1, len(tokens) - 1, read)[0]
     if not bool(found.isfinite().all()):

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request
-from dovetail.kube.resources import BY_KIND, Resource
+from dovetail.kube.resources import BY_KIND, SECRET, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
@@ -28,6 +28,18 @@ class Client:
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Object:
         return await self._call("GET", resource.path(namespace, name))
+
+    async def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """The object of that name; None if there is none. The operator may not get most kinds, but list them."""
+        if kind != SECRET.kind:
+            found = await self.list(BY_KIND[kind], namespace, fields=f"metadata.name={name}")
+            return found[0] if found else None
+        try:
+            return await self.get(SECRET, namespace, name)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            return None
 
     async def list(
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = ""
@@ -50,15 +62,17 @@ class Client:
             query["continue"] = token
 
     async def create(self, thing: Object) -> Object:
+        """Create the object. The API server refuses (409) if there is one of that name."""
         resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
         return await self._call("POST", resource.path(metadata["namespace"]), {"fieldManager": _MANAGER}, thing)
 
-    async def apply(self, thing: Mapping[str, Any]) -> Object:
-        """Server-side apply. It takes back fields that others have taken."""
+    async def apply(self, thing: Mapping[str, Any], uid: str) -> Object:
+        """Server-side apply to the object with this uid. It takes back fields that others have taken. The API server
+        refuses (409) if there is no such object, or another one of that name."""
         resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
         query = {"fieldManager": _MANAGER, "force": "true"}
         path = resource.path(metadata["namespace"], metadata["name"])
-        return await self._call("PATCH", path, query, dict(thing), APPLY)
+        return await self._call("PATCH", path, query, {**thing, "metadata": {**metadata, "uid": uid}}, APPLY)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
         """Delete in the foreground: the object is gone when all that it owned is gone. Nothing happens if the object

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.kube import names
+from dovetail.kube.owners import controller
 from dovetail.kube.resources import JOB, JOBSET, POD
 from dovetail.manifest.types import KIND
 from dovetail.operator.reconcile.children import Children, Object, Ref, label
@@ -20,6 +21,7 @@ _STATUS = {
     JOB.kind: ("failed", "conditions"),
     JOBSET.kind: ("conditions",),
 }
+_OWNER = ("apiVersion", "kind", "uid", "controller")
 _CONTAINER_STATUS = ("name", "image", "state")
 
 
@@ -92,6 +94,7 @@ class ObjectCache:
         return sorted(self._jobs)
 
     def children(self, key: Key) -> Children:
+        """All objects that have the job's name as a label, whoever made them."""
         return Children({place: json.loads(kept.text) for place, kept in self._children.get(key, {}).items()})
 
     def uids(self, kind: str, namespace: str | None) -> dict[tuple[Key, str], str]:
@@ -125,6 +128,8 @@ def trim(thing: Object) -> Object:
         return {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
     labels = (metadata.get("labels") or {}).items()
     kept = _only(metadata, _METADATA) | {"labels": {key: v for key, v in labels if key.startswith(_LABELS)}}
+    if owner := controller(thing):
+        kept["ownerReferences"] = [_only(owner, _OWNER)]
     status = _only(thing.get("status") or {}, _STATUS[kind])
     if "containerStatuses" in status:
         status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]

@@ -8,10 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from dovetail.kube import names
-from dovetail.kube.resources import JOB, POD
+from dovetail.kube.owners import controlled_by, controller
+from dovetail.kube.resources import JOB, JOBSET, POD
 
 Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name
+# How far from its RLHFJob an object may be.
+_DEPTH = {JOB.kind: 1, POD.kind: 2}
 
 
 def parse_time(text: str | None) -> datetime | None:
@@ -47,6 +50,19 @@ class Children:
     """Objects by kind and name."""
 
     objects: Mapping[Ref, Object] = field(default_factory=dict)
+
+    def of_job(self, uid: str) -> Children:
+        """Those that this RLHFJob controls: by itself, or by a JobSet or Job of its own."""
+        mine: dict[Ref, Object] = {}
+        owners = set[str]()
+        places = sorted(self.objects, key=lambda place: _DEPTH.get(place[0], 0))
+        for place in places:
+            thing = self.objects[place]
+            if controlled_by(thing, uid) or controller(thing).get("uid") in owners:
+                mine[place] = thing
+                if place[0] in (JOBSET.kind, JOB.kind):
+                    owners.add(str(thing["metadata"].get("uid")))
+        return Children(mine)
 
     def get(self, kind: str, name: str) -> Object | None:
         return self.objects.get((kind, name))

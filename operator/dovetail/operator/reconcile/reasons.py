@@ -30,6 +30,7 @@ STOPPED = "Suspended"
 FINISHED = "JobFinished"
 AS_EXPECTED = "AsExpected"
 APPLY_FAILED = "ObjectRejected"
+NAME_CONFLICT = "NameConflict"
 
 # What becomes of pods
 IMAGE_PULL = "ImagePullFailed"

@@ -53,9 +53,10 @@ class PlanRefused:
 
 @dataclass(frozen=True)
 class Seen:
-    """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `reported`:
-    the coordinator's own status, if it answered. `mounts`: what is said of volumes that pods wait for, by uid.
-    `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have room for."""
+    """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `children`:
+    what the job controls. `reported`: the coordinator's own status, if it answered. `mounts`: what is said of volumes
+    that pods wait for, by uid. `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have
+    room for."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -69,9 +70,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What to apply, then what to delete, then what to report (of a job that is over: report first, so that nobody can
-    take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself. `token`: the
-    token's Secret must be there before the pods."""
+    """What to create or change, then what to delete, then what to report (of a job that is over: report first, so that
+    nobody can take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself.
+    `token`: the token's Secret must be there before the pods."""
 
     status: RLHFJobStatus
     apply: list[Object] = field(default_factory=list)
@@ -104,7 +105,7 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
     planned = seen.planned
     uid = str(seen.document["metadata"]["uid"])
     if not isinstance(planned, PlanRefused):
-        mine, room = _jobset(seen, uid), seen.outlook.room or {}
+        mine, room = _jobset(seen), seen.outlook.room or {}
         context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
         if problem := name_problem(context):
             planned = PlanRefused(reasons.INVALID_SPEC, problem)
@@ -128,8 +129,8 @@ class _Reconciler:
         self._status = status
         self._now = now
         self._children = seen.children
-        self._jobset = _jobset(seen, context.uid)
-        self._pods = [p for p in seen.children.pods(surplus=False) if label(p, names.UID_LABEL) == context.uid]
+        self._jobset = _jobset(seen)
+        self._pods = seen.children.pods(surplus=False)
         self._requeue: list[float] = []
 
     def run(self) -> Reconciled:
@@ -138,18 +139,13 @@ class _Reconciler:
         self._progress()
         if self._jobset is not None and (problem := self._failure(self._jobset)) is not None:
             return self._failed(problem)
-        # An earlier job's JobSet of this name may still be on its way out.
-        gone = self._children.get(JOBSET.kind, self._context.name) is None
         if self._context.job.spec.suspend:
             return self._suspended()
         apply = self._supporting_objects()
         if self._jobset is None:
             self._say_stopped(reasons.CREATING, "")
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
-            if gone:
-                apply.append(jobset(self._context))
-            else:
-                self._requeue.append(AGAIN_SECONDS)
+            apply.append(jobset(self._context))
             return self._result(apply=apply, delete=self._surplus_gone(), token=True)
         if self._jobset["spec"].get("suspend") or deleting(self._jobset):
             return self._queued(apply)
@@ -319,15 +315,12 @@ class _Reconciler:
             fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
                 found += [thing] if running or kind not in WITH_PODS else []
-            elif not (fixed and self._is_mine(there)) and not matches(thing, there):
+            elif not fixed and not matches(thing, there):
                 found.append(thing)
             else:
                 fine.add(kind)
         self._seen.drift.found(look, fine, all_fine=not found)
         return found
-
-    def _is_mine(self, thing: Object) -> bool:
-        return label(thing, names.UID_LABEL) == self._context.uid
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""
@@ -361,7 +354,7 @@ class _Reconciler:
         self._status = RLHFJobStatus.model_validate(merged)
 
     def _groups(self) -> list[GroupStatus]:
-        mine = [p for p in self._children.of(POD.kind) if self._is_mine(p)]
+        mine = self._children.of(POD.kind)
         return [
             GroupStatus(
                 name=group.name,
@@ -381,9 +374,8 @@ class _Reconciler:
 
 def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
     """Nothing is created. A finished JobSet stays, for its logs, until the job goes; an unfinished one holds GPUs."""
-    uid = str(seen.document["metadata"]["uid"])
     delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
-    delete += _unfinished(_jobset(seen, uid))
+    delete += _unfinished(_jobset(seen))
     ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
     if ttl is None or status.completion_time is None:
         return Reconciled(status, delete=delete)
@@ -400,10 +392,8 @@ def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus
     return Reconciled(status, events=conditions.events())
 
 
-def _jobset(seen: Seen, uid: str) -> Object | None:
-    """The JobSet of this very job."""
-    there = seen.children.get(JOBSET.kind, str(seen.document["metadata"]["name"]))
-    return there if there is not None and label(there, names.UID_LABEL) == uid else None
+def _jobset(seen: Seen) -> Object | None:
+    return seen.children.get(JOBSET.kind, str(seen.document["metadata"]["name"]))
 
 
 def _unfinished(jobset: Object | None) -> list[Ref]:

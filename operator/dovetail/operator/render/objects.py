@@ -30,8 +30,8 @@ from dovetail.protocol.process_names import COORDINATOR
 
 __all__ = ["SUPPORTING", "WITH_PODS", "jobset", "name_problem", "supporting_objects", "surplus_jobs"]
 
-# Nobody can ask for the coordinator's address before it runs, nor be evicted.
-WITH_PODS = {SERVICE.kind, DISRUPTION_BUDGET.kind}
+# Without pods there is nothing to evict.
+WITH_PODS = {DISRUPTION_BUDGET.kind}
 
 
 # What pods need around them, one object of a kind, in the order in which they are applied.

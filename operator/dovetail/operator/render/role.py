@@ -1,4 +1,4 @@
-"""The Role of the job's pods."""
+"""The Role of a job: what its pods, the status API and nobody else may read of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def role(context: RenderContext) -> Object:
-    """Pods may read the job and its plan. Users' programs can use this; Dovetail itself does not."""
-    plan = names.plan_config_map(context.name)
+    """The job, its plan and its history, and the token with which the status API asks the coordinator. Pods have the
+    token anyway. Users' programs in pods can read the rest; Dovetail's own do not."""
+    texts = [names.plan_config_map(context.name), names.history_config_map(context.name)]
+    token = [names.token_secret(context.name)]
     return {
         **ROLE.type_meta,
         "metadata": context.metadata(names.account(context.name), "pods"),
         "rules": [
             {"apiGroups": [GROUP], "resources": [PLURAL], "resourceNames": [context.name], "verbs": ["get"]},
-            {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [plan], "verbs": ["get"]},
+            {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": texts, "verbs": ["get"]},
+            {"apiGroups": [""], "resources": ["secrets"], "resourceNames": token, "verbs": ["get"]},
         ],
     }

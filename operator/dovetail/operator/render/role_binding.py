@@ -1,4 +1,4 @@
-"""The RoleBinding of the job's pods."""
+"""The RoleBinding of the job's pods and of the status API."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def role_binding(context: RenderContext) -> Object:
-    account = names.account(context.name)
+    account, settings = names.account(context.name), context.settings
+    subjects = [{"kind": "ServiceAccount", "name": account, "namespace": context.namespace}]
+    if settings.api_account:
+        subjects.append({"kind": "ServiceAccount", "name": settings.api_account, "namespace": settings.namespace})
     return {
         **ROLE_BINDING.type_meta,
         "metadata": context.metadata(account, "pods"),
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
-        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": context.namespace}],
+        "subjects": subjects,
     }

@@ -197,21 +197,20 @@ class ModelScorer:
             outputs = max(1, SCORER_LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
         multiple, enough = (ROWS, SCORER_CPU_TOKENS) if self.device.type == "cpu" else (1, None)
 
-        def forward(pack: Pack) -> StagePass[tuple[Pack, NDArray[np.float32]]]:
+        def forward(pack: Pack) -> StagePass[tuple[Pack, Tensor]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
             if len(tokens) > len(pack.tokens):
                 # Token 0 is in every vocabulary.
                 lengths, prefixes = (*lengths, len(tokens) - len(pack.tokens)), (*prefixes, None)
             positions, which = np.unique(wanted(pack), return_inverse=True)
 
-            def result(found: Tensor) -> tuple[Pack, NDArray[np.float32]]:
-                values: NDArray[np.float32] = read(pack, found, torch.from_numpy(which).to(found.device)).cpu().numpy()
-                return pack, values
+            def result(found: Tensor) -> tuple[Pack, Tensor]:
+                return pack, read(pack, found, torch.from_numpy(which).to(found.device, non_blocking=True))
 
             return StagePass(tokens, lengths, prefixes, filled(positions, multiple), result)
 
         for pack, values in model.run(map(forward, packs(samples, most, outputs, enough))):
-            yield pack, values
+            yield pack, values.cpu().numpy()
             self._progress(name, len(pack.tokens))
 
     def _reference(
@@ -219,7 +218,8 @@ class ModelScorer:
     ) -> NDArray[np.float32]:
         def read(pack: Pack, logits: Tensor, rows: Tensor) -> Tensor:
             tokens = samples.tokens[pack.of, samples.prompts[pack.of] + pack.at]
-            return token_logprobs(logits, rows, torch.from_numpy(tokens).to(logits.device), temperature)
+            on_device = torch.from_numpy(tokens).to(logits.device, non_blocking=True)
+            return token_logprobs(logits, rows, on_device, temperature)
 
         result = np.zeros(shape, np.float32)
         for pack, logprobs in self._passes("reference", model, samples, lambda pack: pack.before, read):

@@ -22,6 +22,8 @@ import torch
 from aiohttp import web
 from pydantic import ValidationError
 
+from dovetail.gpus.dtypes import serving_dtype
+from dovetail.gpus.process import my_capability
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol import serving
 from dovetail.protocol.budgets import SCORER_TOKENS
@@ -191,7 +193,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", help="one, or several, as `cuda:0,cuda:1`, to split all models over; default: as the plan says"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the group's; Auto: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="default: the group's; Auto: bfloat16 on GPUs (float16 on older ones), float32 on CPUs",
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=SCORER_TOKENS, help="tokens per forward pass (default: %(default)s)"
     )
@@ -202,10 +208,11 @@ def main(argv: list[str] | None = None) -> int:
         env = ProcessEnv.read()
         wait_for_debugger(env.name, event_log(env.name))
         settings = read_settings(env)
+        # Before anything else of CUDA: it ends with a sentence where torch has no kernels for this GPU.
+        capability = my_capability() if settings.on_gpu or args.device else None
         devices = devices_for(settings, args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
         on_cpu = devices[0] == "cpu"
-        automatic = "float32" if on_cpu else "bfloat16"
-        dtype = DTYPES[args.dtype or (automatic if settings.dtype is Dtype.AUTO else settings.dtype.value)]
+        dtype = DTYPES[args.dtype or serving_dtype(settings.dtype, Dtype.AUTO, None if on_cpu else capability).value]
         log, metrics = event_log(env.name), Metrics()
         copies = [CudaCopies(torch.device(d)) for d in devices] if settings.shared and not on_cpu else None
         split = None if args.device else settings.split

@@ -56,11 +56,16 @@ class SplitModel:
         }
 
     def run(self, passes: Iterable[StagePass[R]]) -> Iterator[R]:
-        """The result of each pass, in their order. With several stages, stage k works on a pass while stage k + 1 works
-        on the one before; each has a thread, so that what waits for one device does not hold up another."""
+        """The result of each pass, in their order. A result comes when the next pass has begun, so that a GPU does not
+        idle while the host reads it. With several stages, stage k works on a pass while stage k + 1 works on the one
+        before. Each stage has a thread, so that what waits for one device does not hold up another."""
         if len(self.stages) == 1:
+            begun: deque[R] = deque()
             for each in passes:
-                yield self._read(each, self._stage(0, each, torch.from_numpy(each.tokens)[None]))
+                begun.append(self._read(each, self._stage(0, each, torch.from_numpy(each.tokens)[None])))
+                if len(begun) > 1:
+                    yield begun.popleft()
+            yield from begun
             return
         workers = [ThreadPoolExecutor(1, thread_name_prefix=f"stage-{k}") for k in range(len(self.stages))]
         under_way: deque[Future[R]] = deque()
@@ -96,8 +101,9 @@ class SplitModel:
     def _stage(self, k: int, each: StagePass[R], inputs: Tensor) -> Tensor:
         stage, device = self.stages[k], self.devices[k]
         with torch.inference_mode():
-            wanted = torch.from_numpy(each.wanted).to(device) if stage.is_last else None
-            inputs = inputs.to(device)
+            # The host does not wait: CUDA takes a copy of what is not page-locked.
+            wanted = torch.from_numpy(each.wanted).to(device, non_blocking=True) if stage.is_last else None
+            inputs = inputs.to(device, non_blocking=True)
             # Kernels that know of no tensor's device run on the thread's.
             with torch.cuda.device_of(inputs):
                 found = stage(inputs, each.lengths, wanted, each.prefixes)

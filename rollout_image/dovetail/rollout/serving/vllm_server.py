@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.gpus.dtypes import serving_dtype
+from dovetail.gpus.process import my_capability
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
-from dovetail.manifest.types import Dtype, Group, RLHFJob, Role
+from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.header_deadline import HeaderDeadline
@@ -28,6 +30,7 @@ from dovetail.protocol.plan import Plan, Rollout
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
 from dovetail.rollout.serving.routes import COUNTER_SAMPLER
+from dovetail.rollout.versions import installed, version_problem
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
 ACTOR_CONFIG_SECONDS = 300.0
@@ -45,14 +48,17 @@ def main(argv: list[str] | None = None) -> int:
         env = ProcessEnv.read()
         job = RLHFJob.model_validate_json(env.job_file.read_text())
         group = _group(job, env.group)
+        # Without a GPU groups that ask for one run on CPUs, as trainers and scorers do.
+        capability = None if group.on_cpu else my_capability()
         config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
-        on_cpu = group.on_cpu or not has_gpu()
+        on_cpu = capability is None
         planned = None if group.on_cpu else planned_server(env.plan_file, group.name)
         # One device has no stages. On CPUs each of a GPU group's is a process.
         pp = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
         stages, ranks = degrees([*group.vllm_args, *(argv or [])], group, on_cpu, pp)
         memory = None if on_cpu or planned is None else planned.memory
-        plan = ServerPlan(env, job, group, config, on_cpu, stages, ranks, memory, tuple(argv or ()))
+        dtype = serving_dtype(group.dtype, job.spec.models.actor.dtype, capability).value
+        plan = ServerPlan(env, job, group, config, on_cpu, dtype, stages, ranks, memory, tuple(argv or ()))
         backend = load_backend(os.environ, VLLM)
         if problem := backend.problem(plan):
             raise ValueError(problem)
@@ -66,32 +72,24 @@ class VLLM:
     """The backend that Dovetail brings."""
 
     def problem(self, plan: ServerPlan) -> str | None:
-        """Sizes of attention heads that vLLM does not compute on CPUs."""
+        """A vLLM that the plug-ins do not work with, and sizes of attention heads that it does not compute on CPUs."""
+        found = installed()
+        if found is not None and (problem := version_problem(found[1])):
+            return problem
         return cpu_head_error(plan.config) if plan.on_cpu else None
 
     def serve(self, plan: ServerPlan) -> int:
         """vLLM's API server in this process."""
         env, job, group, config, on_cpu = plan.env, plan.job, plan.group, plan.config, plan.on_cpu
         os.environ.update(environment(on_cpu, os.environ))
-        arguments = vllm_arguments(env, job, group, config, on_cpu, plan.stages, plan.memory)
+        arguments = vllm_arguments(env, job, group, config, on_cpu, plan.dtype, plan.stages, plan.memory)
         arguments += plan.arguments
         # A stage has the KV cache of its own layers only, which the connectors do not tell apart.
-        kv = kv_setup(env, job, group, config, on_cpu, plan.ranks) if plan.stages == 1 else None
+        kv = kv_setup(env, config, on_cpu, plan.dtype, plan.ranks) if plan.stages == 1 else None
         if kv is not None:
             os.environ.update(kv.environment)
             arguments = [*kv.arguments, *arguments]
         return serve(arguments, env, on_cpu, kv)
-
-
-def has_gpu() -> bool:
-    """Whether a CUDA device is at hand; without one, GPU groups run on CPUs, as trainers and scorers do.
-
-    Asks the driver's management library, as vLLM does: the CUDA runtime would make a context in this process, and no
-    process that vLLM forks from it could use the GPU."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def _group(job: RLHFJob, name: str) -> Group:
@@ -165,6 +163,7 @@ def vllm_arguments(
     group: Group,
     config: Mapping[str, Any],
     on_cpu: bool,
+    dtype: str,
     stages: int = 1,
     memory: float | None = None,
 ) -> list[str]:
@@ -179,7 +178,7 @@ def vllm_arguments(
         *("--load-format", "dummy"),
         *("--host", env.host),
         *("--port", str(env.port)),
-        *("--dtype", dtype_of(group, spec.models.actor.dtype, on_cpu)),
+        *("--dtype", dtype),
         *("--max-model-len", str(length)),
         *("--max-num-seqs", str(spec.generation.max_concurrent)),
         *("--weight-transfer-config", json.dumps({"backend": "dovetail"})),
@@ -219,14 +218,6 @@ def vllm_arguments(
     return [*arguments, *group.vllm_args]
 
 
-def dtype_of(group: Group, actor: Dtype, on_cpu: bool) -> str:
-    """The group's dtype, else the actor's, else float32 on CPUs and bfloat16 on GPUs."""
-    for chosen in (group.dtype, actor):
-        if chosen is not Dtype.AUTO:
-            return chosen.value
-    return "float32" if on_cpu else "bfloat16"
-
-
 def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
     """Longest prompt plus longest response, no more than the model's positions."""
     wanted = job.spec.data.max_prompt_tokens + job.spec.generation.max_tokens
@@ -256,14 +247,11 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
     return layers * kv_heads * (head_size(config) or 64) * 2 * item_bytes
 
 
-def kv_setup(
-    env: ProcessEnv, job: RLHFJob, group: Group, config: Mapping[str, Any], on_cpu: bool, ranks: int
-) -> KVSetup | None:
+def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: str, ranks: int) -> KVSetup | None:
     """How this server of `ranks` tensor parallel ranks hands its KV cache to others; None for models with several
     kinds of layers, whose caches vLLM lays out by kind only without such a connector."""
     if len(set(config.get("layer_types") or ())) > 1:
         return None
-    dtype = dtype_of(group, job.spec.models.actor.dtype, on_cpu)
     item_bytes = 4 if dtype == "float32" else 2
     return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +149,7 @@ class Engine:
             executor.run(actions)
         except FloatingPointError as problem:
             error = str(problem)  # of a model that others may hold nothing of
+        executor.report()
         self._meet()
         for name in pipes:
             self.models[name].module.eval()
@@ -193,8 +193,10 @@ class Engine:
         agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
         # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
         gather_by_layer(held.module, len(batches) <= 1)
+        executor = self._executor({model: pipe})
         try:
-            self._executor({model: pipe}).run(actions, training=False)
+            executor.run(actions, training=False)
+            executor.report()
         finally:
             gather_by_layer(held.module, False)
         self._meet()
@@ -280,7 +282,7 @@ class Engine:
             self.groups.meet()
 
     def _executor(self, pipes: dict[str, Pipe]) -> Executor:
-        return Executor(pipes, self.groups.timeout, self.record, clock=time.time)
+        return Executor(pipes, self.groups.timeout, self.record)
 
     def _training_pipe(
         self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool
@@ -347,13 +349,16 @@ class Engine:
 
 
 def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Add up scalars by key, in micro-batch order, in float64."""
-    total: dict[str, Any] = {}
+    """Add up scalars by key, in micro-batch order, in float64. The host waits for a GPU once, for all of them."""
+    total: dict[str, Tensor] = {}
     for values in stats:
         for key, value in values.items():
             number = torch.as_tensor(value).detach().double()
             total[key] = total[key] + number if key in total else number
-    return {key: float(value) for key, value in total.items()}
+    if not total:
+        return {}
+    device = next((value.device for value in total.values() if value.is_cuda), torch.device("cpu"))
+    return dict(zip(total, torch.stack([value.to(device) for value in total.values()]).tolist(), strict=True))
 
 
 def sentence(problem: Exception) -> str:

@@ -161,8 +161,8 @@ def _number(text: str) -> int:
 class Executor:
     """Runs one action list. `window` is how many actions ahead receives are posted; `deadline` bounds every wait.
 
-    After `run`: `seconds` of compute by (model, kind, micro-batch), `saved_bytes` of activations by (model,
-    micro-batch), `peak_bytes` the most of these held at once by both models together."""
+    After `run`: `watch` has the times of compute by (model, kind, micro-batch), `saved_bytes` the bytes of activations
+    by (model, micro-batch), `peak_bytes` the most of these held at once by both models together."""
 
     def __init__(
         self,
@@ -172,10 +172,10 @@ class Executor:
         window: int = 3,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.pipes, self.deadline, self.record, self.window, self.clock = pipes, deadline, record, window, clock
+        self.pipes, self.deadline, self.record, self.window = pipes, deadline, record, window
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
         self.nccl = device.type == "cuda"
-        self.watch = ActionStopwatch(device)
+        self.watch = ActionStopwatch(device, clock)
         self.saved_bytes: dict[tuple[str, int], int] = {}
         self.peak_bytes = 0
         self._held_bytes = 0
@@ -201,7 +201,6 @@ class Executor:
             if first and action.micro_batch and pipe.step is not None:
                 pipe.step()
             arrived = self._arrived(action, pipe)
-            start = self.clock()
             if action.kind == "F":
                 self._forward(action, pipe, arrived, training)
             elif action.kind == "W":
@@ -209,8 +208,6 @@ class Executor:
             else:
                 self._backward(action, pipe, arrived)
             self._reap()
-            if self.record is not None:
-                self.record(f"{action.model} {action.kind}{action.micro_batch}", start, self.clock())
             last = action.kind in "BW" and (action.micro_batch + 1) % pipe.mini_batch == 0
             if last and pipe.reduce is not None:
                 pipe.reduce()
@@ -221,6 +218,12 @@ class Executor:
         for work, _, peer in self._sends.values():
             self._wait(work, peer, "sending to")
         self._sends.clear()
+
+    def report(self) -> None:
+        """Tell `record` when each action ran. Waits for the device."""
+        if self.record is not None:
+            for (model, kind, micro_batch), (start, seconds) in self.watch.spans().items():
+                self.record(f"{model} {kind}{micro_batch}", start, start + seconds)
 
     # ------------------------------------------------------------ compute
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,20 +19,22 @@ Key = tuple[str, Kind, int]
 
 
 class ActionStopwatch:
-    """Seconds of blocks of compute, by key; on a GPU by events, so that nothing waits for the device."""
+    """When blocks of compute began and how long they took, by key. On a GPU it uses events, so that nothing waits for
+    the device before `spans` or `seconds`. `clock` gives seconds since the epoch."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.time) -> None:
         self._gpu = device.type == "cuda"
-        self._seconds: dict[Key, float] = {}
+        self._clock = clock
+        self._spans: dict[Key, tuple[float, float]] = {}
         self._events: list[tuple[Key, Any, Any]] = []
 
     @contextmanager
     def time(self, key: Key) -> Iterator[None]:
         """Measure the block."""
         if not self._gpu:
-            start = time.perf_counter()
+            began, start = self._clock(), time.perf_counter()
             yield
-            self._seconds[key] = time.perf_counter() - start
+            self._spans[key] = (began, time.perf_counter() - start)
             return
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
@@ -40,13 +42,24 @@ class ActionStopwatch:
         last.record()
         self._events.append((key, first, last))
 
+    def spans(self) -> dict[Key, tuple[float, float]]:
+        """When each block began, and its seconds. Waits for the device."""
+        if self._events:
+            # The device's clock is compared with the host's once, at the end. The stream's order makes this event the
+            # last one.
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+            now.synchronize()
+            end = self._clock()
+            for key, first, last in self._events:
+                began = end - first.elapsed_time(now) / 1e3
+                self._spans[key] = (began, first.elapsed_time(last) / 1e3)
+            self._events.clear()
+        return self._spans
+
     def seconds(self) -> dict[Key, float]:
-        """All blocks measured so far; waits for the device."""
-        for key, first, last in self._events:
-            last.synchronize()
-            self._seconds[key] = first.elapsed_time(last) / 1e3
-        self._events.clear()
-        return self._seconds
+        """The seconds of each block. Waits for the device."""
+        return {key: seconds for key, (_, seconds) in self.spans().items()}
 
 
 class SavedBytes:

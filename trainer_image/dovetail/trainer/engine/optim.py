@@ -59,17 +59,17 @@ class AdamW:
             return tensor
         return tensor.to("cpu").pin_memory()
 
-    def squared_norm(self, skip: Iterable[str] = ()) -> float:
+    def squared_norm(self, skip: Iterable[str] = ()) -> Tensor | None:
         """Sum of squares of this rank's gradient shards, except those of the parameters named in `skip`, accumulated
-        in float64 over tensors."""
+        in float64 over tensors: () on their device, or None without any."""
         gradients = [
             local(parameter.grad)
             for name, parameter in self.parameters.items()
             if parameter.grad is not None and name not in set(skip)
         ]
         if not gradients:
-            return 0.0
-        return float(compat.norms(gradients).double().square().sum())
+            return None
+        return compat.norms(gradients).double().square().sum()
 
     def step(self, scale: float) -> float:
         """Apply one step with gradients multiplied by `scale`, then drop them; returns the learning rate used."""

@@ -28,7 +28,7 @@ def is_replicated(stage: PipelineStage, compute: torch.dtype, device: torch.devi
 
 
 def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """Dtype of activations and of the weights that kernels see. Auto: bfloat16 on GPUs, float32 on CPUs.
+    """Dtype of activations and of the weights that kernels see. Auto: bfloat16 on GPUs that have it, else float32.
 
     Raises `ModelError` for float16 (it needs loss scaling) and for bfloat16 on a GPU without it."""
     if dtype is Dtype.FLOAT16:

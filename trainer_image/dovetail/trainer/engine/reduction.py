@@ -86,7 +86,8 @@ class Reduction:
             skip |= trainable.keys() - split.shared.keys()  # of what all tp ranks hold, the first counts it
         # Copies hold the same gradients: one of them counts.
         counts = copies is None or dist.get_rank(copies) == 0
-        self._squared.fill_(optimizer.squared_norm(skip) if counts else 0.0)
+        if counts and (squared := optimizer.squared_norm(skip)) is not None:
+            self._squared.copy_(squared)
         if dist.get_world_size(groups.everyone) > 1:
             yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)
 

@@ -21,7 +21,7 @@ from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonu
 from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, mini_batches, read, split, split_padded, unpacked
+from dovetail.trainer.packed_batches import Packed, Sequences, mini_batches, moved, read, split, split_padded, unpacked
 from dovetail.trainer.steps.experience_batch import (
     PPOSamples,
     Targets,
@@ -253,10 +253,10 @@ def _actor_micro_batch(
     def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
         logits = _logits(output)
         device = logits.device
-        wanted = packed.targets.to(device)
+        wanted = moved(packed.targets, device)
 
         def cut(table: Tensor) -> Tensor:
-            return table[rows][keep].to(device)
+            return moved(table[rows][keep], device)
 
         if config.entropy_coef > 0:
             logprobs, spread = logprobs_and_entropy(logits, wanted, temperature)
@@ -264,13 +264,14 @@ def _actor_micro_batch(
             logprobs = gather_logprobs(logits, wanted, temperature)
             with torch.no_grad():
                 spread = entropy(logits, temperature)
-        aggregated = None if share is None else share.float().unsqueeze(1).expand(keep.shape)[keep].to(device)
+        shares = None if share is None else share.float().unsqueeze(1).expand(keep.shape)[keep]
+        aggregated = None if shares is None else moved(shares, device)
         weights = aggregated
         if goals.weights is not None:
             weights = cut(goals.weights) if weights is None else weights * cut(goals.weights)
         inputs = LossInputs(
             tokens=wanted,
-            sequence_ids=keep.nonzero()[:, 0].to(device),
+            sequence_ids=moved(keep.nonzero()[:, 0], device),
             mask=torch.ones_like(wanted, dtype=torch.bool),
             logprobs=logprobs,
             old_logprobs=cut(goals.old_logprobs),
@@ -330,8 +331,8 @@ def _value_part(
         device = values.device
         total, stats = value_loss(
             values,
-            old_values[rows][keep].to(device),
-            returns[rows][keep].to(device),
+            moved(old_values[rows][keep], device),
+            moved(returns[rows][keep], device),
             torch.ones_like(values, dtype=torch.bool),
             normaliser=max(1, mini.response_tokens),
             clip=context.spec.ppo.value_clip,
@@ -364,7 +365,7 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
 
         def loss(output: Tensor | Outputs, packed: Packed = packed) -> tuple[Tensor, Stats]:
             logits = _logits(output)
-            logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+            logprobs = gather_logprobs(logits, moved(packed.targets, logits.device))
             coef = context.spec.ppo.ptx_coef
             return ptx_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser, coef=coef)
 
@@ -381,11 +382,11 @@ def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor 
 
     def of(output: Tensor | Outputs, packed: Packed, rows: list[int]) -> Tensor:
         logits = _logits(output)
-        found = unpacked(gather_logprobs(logits, packed.targets.to(logits.device), temperature), samples.mask[rows])
+        found = unpacked(gather_logprobs(logits, moved(packed.targets, logits.device), temperature), samples.mask[rows])
         if isinstance(output, Outputs):
             found = torch.cat([found, unpacked(output.values, samples.mask[rows])], dim=1)
         if temperature != 1.0:
-            plain = gather_logprobs(logits, packed.targets.to(logits.device))
+            plain = gather_logprobs(logits, moved(packed.targets, logits.device))
             found = torch.cat([found, unpacked(plain, samples.mask[rows])], dim=1)
         return found
 

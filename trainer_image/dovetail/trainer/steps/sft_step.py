@@ -10,7 +10,7 @@ from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.losses import sft_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, read, shifted, split, unpacked
+from dovetail.trainer.packed_batches import Packed, Sequences, moved, read, shifted, split, unpacked
 from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
 
 
@@ -44,7 +44,7 @@ def prepare_step(context: Context, step: Step) -> Run:
         packed = sequences.pack(rows, mask[rows])
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+            logprobs = gather_logprobs(logits, moved(packed.targets, logits.device))
             return sft_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser)
 
         return MicroBatch(packed, loss)
@@ -71,7 +71,7 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
         for sequences, mask in batches:
 
             def sums(logits: Tensor, packed: Packed, rows: list[int], mask: Tensor = mask) -> Tensor:
-                logprobs = gather_logprobs(logits, packed.targets.to(logits.device))
+                logprobs = gather_logprobs(logits, moved(packed.targets, logits.device))
                 return -unpacked(logprobs, mask[rows]).sum(dim=1, keepdim=True)
 
             with context.timeline.phase("sft evaluation"):

@@ -109,11 +109,11 @@ class Context:
             name, work, lambda output, batch: read(output, batch.packed, by_tokens[id(batch)].rows).float()
         )
         table = torch.zeros(n, width)
-        if model is not None and model.groups.pp_rank == 0 and model.groups.tp_rank == 0:
-            for part, values in zip(mine, parts, strict=True):
-                for i, row in enumerate(part.rows):
-                    if part.weights[i]:
-                        table[row] = values[i].cpu()
+        if model is not None and model.groups.pp_rank == 0 and model.groups.tp_rank == 0 and parts:
+            values = torch.cat(parts).cpu()
+            rows = torch.tensor([row for part in mine for row in part.rows])
+            real = torch.cat([part.weights for part in mine]).bool()
+            table[rows[real]] = values[real]
         return self.sum(table)
 
     def sum(self, table: Tensor) -> Tensor:

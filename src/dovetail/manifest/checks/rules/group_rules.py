@@ -153,10 +153,10 @@ GROUP_RULES = (
             Role.ROLLOUT not in group.roles
             or group.dtype is not Dtype.BFLOAT16
             or group.gpu.product is None
-            or "V100" not in group.gpu.product
+            or not any(old in group.gpu.product for old in ("V100", "T4"))
         ),
         "!('rollout' in self.roles) || self.dtype != 'bfloat16' || !has(self.gpu.product) "
-        "|| !self.gpu.product.contains('V100')",
+        "|| !(self.gpu.product.contains('V100') || self.gpu.product.contains('T4'))",
         "{path}.dtype is bfloat16, which {gpu.product} does not have; use float16 or float32.",
     ),
 )

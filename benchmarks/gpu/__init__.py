@@ -1,0 +1,1 @@
+"""What `bench_gpu.py` measures, one file a group of figures."""

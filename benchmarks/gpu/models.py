@@ -1,0 +1,174 @@
+"""What several groups train and score: our models with random weights made on the device, and the stock ones."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
+from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.trainer.algorithms.logprobs import gather_logprobs
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.executor import MicroBatch
+from dovetail.trainer.groups import Groups
+from dovetail.trainer.packed_batches import Sequences
+from gpu.scale import Scale
+
+DEADLINE = 300.0
+HEADS: dict[str, Any] = {"actor": "lm", "critic": "value"}
+
+
+class _Random:
+    """Weights made on the device: a seeded generator of the host takes minutes for models of this size."""
+
+    def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device="cuda")[box]
+        return torch.empty(shape, device="cuda").normal_(0.0, 0.02)[box]
+
+
+@contextmanager
+def random_weights() -> Iterator[None]:
+    """Models that are built inside have random weights, wherever they would be read from."""
+    names = ("dovetail.models.build.open_source", "dovetail.trainer.engine.engine_model.open_source")
+    with patch(names[0], lambda *_: _Random()), patch(names[1], lambda *_: _Random()):
+        yield
+
+
+def reference(scale: Scale, layers: int, head: Any) -> ModelRef:
+    return ModelRef(head=head, scratch=ScratchModel(architecture="llama", config=scale.shape(layers)), seed=1)
+
+
+@contextmanager
+def one_rank() -> Iterator[Groups]:
+    """The groups of a trainer of one rank, over NCCL as always on a GPU."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    alone = {name: Parallelism() for name in ("actor", "critic", "reward")}
+    groups = Groups.form("127.0.0.1", port, 0, 1, alone, DEADLINE)
+    try:
+        yield groups
+    finally:
+        groups.close()
+
+
+def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **spec: Any) -> Engine:
+    """A PPO engine that holds these models."""
+    fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], **spec}
+    made = Engine(RLHFJobSpec.model_validate(fields), groups)
+    refs = {name: reference(scale, layers, HEADS[name]) for name in models}
+    with random_weights():
+        made.load(Load(id="load", stage=Stage.PPO, models=refs, total_steps=1000))
+    return made
+
+
+# ------------------------------------------------------------ work
+
+
+def lengths(scale: Scale, count: int, equal: bool, seed: int = 0) -> list[int]:
+    """Of `count` sequences, tokens: all the same, or between half and one and a half times that, with the same sum."""
+    if equal:
+        return [scale.tokens] * count
+    drawn = random.Random(seed)
+    half = [drawn.randint(-scale.tokens // 2, scale.tokens // 2) for _ in range(count // 2)]
+    return [scale.tokens + x for x in half] + [scale.tokens] * (count % 2) + [scale.tokens - x for x in half]
+
+
+def micro_batches(scale: Scale, head: str, equal: bool, vocabulary: int) -> list[MicroBatch]:
+    """Of one optimizer step."""
+    made = []
+    for index in range(scale.micro_batches):
+        sizes = torch.tensor(lengths(scale, scale.sequences, equal, index))
+        tokens = torch.randint(1, vocabulary, (len(sizes), int(sizes.max())))
+        wanted = torch.arange(tokens.shape[1]) < sizes.unsqueeze(1) - 1
+        packed = Sequences(tokens, sizes).pack(range(len(sizes)), wanted)
+
+        def loss(output: Tensor, targets: Tensor = packed.targets) -> tuple[Tensor, dict[str, Tensor]]:
+            if head == "lm":
+                value = -gather_logprobs(output, targets.to(output.device, non_blocking=True)).mean()
+            else:
+                value = output.square().mean()
+            return value / scale.micro_batches, {"loss": value.detach()}
+
+        made.append(MicroBatch(packed, loss))
+    return made
+
+
+def in_turn(model: str, count: int) -> list[Action]:
+    """Each micro-batch forward and backward."""
+    kinds: tuple[Any, ...] = ("F", "B")
+    return [Action(model=model, micro_batch=i, kind=kind) for i in range(count) for kind in kinds]
+
+
+def training_flops(scale: Scale, layers: int, head: str, sizes: Sequence[int]) -> float:
+    """Of a forward and a backward pass over sequences of these lengths, without what is computed twice: six times each
+    weight and token, and causal attention."""
+    vocabulary = scale.config["vocab_size"] * scale.config["hidden_size"]
+    outside = scale.parameters(0)
+    weights = scale.parameters(layers) - outside + (vocabulary if head == "lm" else 0)
+    attention = 6 * layers * scale.config["hidden_size"] * sum(n * n for n in sizes)
+    return 6.0 * weights * sum(sizes) + attention
+
+
+# ------------------------------------------------------------ the stock tool
+
+
+class _Values(torch.nn.Module):
+    """A Hugging Face body with a value for each token."""
+
+    def __init__(self, body: Any, hidden: int) -> None:
+        super().__init__()
+        self.body = body
+        self.score = torch.nn.Linear(hidden, 1, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        values: Tensor = self.score(self.body(input_ids=input_ids, use_cache=False).last_hidden_state)
+        return values.squeeze(-1).float()
+
+
+def stock_model(scale: Scale, layers: int, head: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Hugging Face's own model with random weights, attention by torch's scaled_dot_product_attention."""
+    from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**scale.shape(layers))
+    kind: Any = AutoModelForCausalLM if head == "lm" else AutoModel
+    with torch.device("cuda"):
+        model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return model if head == "lm" else _Values(model, config.hidden_size).to(dtype)
+
+
+def stock_step(scale: Scale, layers: int, head: str) -> tuple[Callable[[], None], str]:
+    """A training step of as many tokens by the stock tools, and what they are: the whole model compiled where it can
+    be, weights, gradients and moments in bfloat16, rows of equal length without padding."""
+    model = stock_model(scale, layers, head).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    name = "Hugging Face, torch.compile, fused AdamW"
+    if scale.compiles:
+        model.compile()
+    else:
+        name = "Hugging Face, fused AdamW"
+    vocabulary = scale.config["vocab_size"]
+    rows = [torch.randint(1, vocabulary, (scale.sequences, scale.tokens)).cuda() for _ in range(scale.micro_batches)]
+
+    def step() -> None:
+        for tokens in rows:
+            if head == "lm":
+                logits = model(input_ids=tokens, use_cache=False).logits
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+            else:
+                loss = model(tokens).square().mean()
+            (loss / len(rows)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step, name

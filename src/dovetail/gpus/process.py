@@ -1,0 +1,88 @@
+"""What each process that uses GPUs asks first: whether its torch has kernels for them.
+
+    python -m dovetail.gpus.process 7.0
+
+fails where the installed torch has none for a GPU of that compute capability. The Dockerfiles run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from dovetail.gpus.driver import Driver, NoDriver, ask_driver
+from dovetail.gpus.kernels import Capability, capabilities, has_kernels, read_capability, remedy, show
+
+
+def my_capability() -> Capability | None:
+    """The least compute capability of the GPUs that this process sees; None without GPUs. torch makes no context.
+
+    Raises ValueError where the installed torch cannot use one of them: no restart mends that."""
+    try:
+        driver = ask_driver()
+    except NoDriver:
+        return None
+    if not driver.devices:
+        return None
+    # The CUDA runtime would make a context in this process, and no process forked from it could use the GPU.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    if problem := torch_problem(driver, torch.__version__, torch.version.cuda, architectures()):
+        raise ValueError(problem)
+    return min(device.capability for device in driver.devices)
+
+
+def architectures() -> list[str]:
+    """What the installed torch has kernels for, such as sm_80; nothing for a torch without CUDA."""
+    import torch
+
+    # On a machine without GPUs, where images are built, torch gives no list; its build settings name them, too.
+    settings = torch.__config__.show() if torch.version.cuda else ""
+    named = re.findall(r"code=\[?((?:sm|compute)_\d+[af]?)\b", settings)
+    return torch.cuda.get_arch_list() or list(dict.fromkeys(named))
+
+
+def torch_problem(driver: Driver, torch: str, cuda: str | None, built_for: Sequence[str]) -> str | None:
+    """Why a torch that was built for `cuda` cannot use one of the GPUs. One sentence, or None.
+
+    A torch without CUDA has no problem: it works on CPUs."""
+    if cuda is None:
+        return None
+    wanted = int(cuda.split(".")[0])
+    if driver.cuda[0] < wanted:
+        return (
+            f"the NVIDIA driver serves CUDA {show(driver.cuda)}, and torch {torch} is built for CUDA {cuda}; update "
+            f"the node's driver to one that serves CUDA {wanted}, or build an image with a torch for CUDA "
+            f"{driver.cuda[0]} (docs/gpus.md)"
+        )
+    for device in driver.devices if built_for else ():
+        if not has_kernels(built_for, device.capability):
+            return (
+                f"GPU {device.index} ({device.name}) has compute capability {show(device.capability)}, and torch "
+                f"{torch} has kernels for {capabilities(built_for)}; {remedy(device.capability)}"
+            )
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the capabilities that are given as arguments."""
+    import torch
+
+    built = architectures()
+    for text in argv:
+        try:
+            capability = read_capability(text)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        if not has_kernels(built, capability):
+            there = f"torch {torch.__version__} has kernels for {capabilities(built)}"
+            print(f"{there}, not for {text}; {remedy(capability)}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

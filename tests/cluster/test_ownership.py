@@ -1,0 +1,201 @@
+"""Objects of other people that have a name which a job needs, on a real API server with the chart's rights."""
+
+import base64
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.cluster import KubeCluster, wait_for
+from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
+from helpers.rlhfjobs import condition, quickstart
+
+SPACE = "ownership"
+JOB = "llama"
+RBAC = "rbac.authorization.k8s.io"
+KINDS = (
+    *("jobset", "job", "configmap", "service", "serviceaccount", "role", "rolebinding", "networkpolicy"),
+    *("poddisruptionbudget", "persistentvolumeclaim", "secret"),
+)
+
+
+def thing(kind: str, version: str, name: str, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": SPACE}, **fields}
+
+
+CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+PORTS = [{"port": 8000}]
+# What a job needs before its pods start.
+TAKEN = {
+    "Secret": thing("Secret", "v1", f"{JOB}-token", stringData={"token": "hugging-face"}),
+    "PersistentVolumeClaim": thing("PersistentVolumeClaim", "v1", f"{JOB}-files", spec=CLAIM),
+    "ConfigMap": thing("ConfigMap", "v1", f"{JOB}-plan", data={"plan.json": "mine"}),
+    "ServiceAccount": thing("ServiceAccount", "v1", f"{JOB}-pods"),
+    "Role": thing("Role", f"{RBAC}/v1", f"{JOB}-pods", rules=[]),
+    "RoleBinding": thing(
+        "RoleBinding",
+        f"{RBAC}/v1",
+        f"{JOB}-pods",
+        roleRef={"apiGroup": RBAC, "kind": "Role", "name": "theirs"},
+        subjects=[],
+    ),
+    "Service": thing("Service", "v1", f"{JOB}-coordinator", spec={"ports": PORTS, "selector": {"app": "theirs"}}),
+    "NetworkPolicy": thing("NetworkPolicy", "networking.k8s.io/v1", JOB, spec={"podSelector": {}, "ingress": []}),
+    "JobSet": thing("JobSet", "jobset.x-k8s.io/v1alpha2", JOB, spec={"replicatedJobs": []}),
+}
+
+
+@pytest.fixture(scope="module")
+def server(api_server: KubeCluster) -> KubeCluster:
+    if api_server.get("crd", "jobsets.jobset.x-k8s.io") is None:
+        api_server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
+    api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
+    install(api_server, [SPACE])
+    for name in ("rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io"):
+        api_server.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    return api_server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leader(server: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    config: Path = kubeconfig(server, tmp_path_factory.mktemp("account"))
+    with operator(
+        config, tmp_path_factory.mktemp("leader"), "owner", [SPACE], DOVETAIL_CONFLICT_SECONDS="1"
+    ) as process:
+        wait_for("leadership", process.leads)
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def clean(server: KubeCluster) -> Iterator[None]:
+    yield
+    server.kubectl("delete", "rlhfjobs", "--all", "-n", SPACE, "--wait=true", "--timeout=60s")
+    theirs = [f"{item['kind']}/{item['metadata']['name']}" for item in TAKEN.values()]
+    server.kubectl("delete", "--ignore-not-found", "-n", SPACE, *theirs)
+    selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
+    wait_for("nothing left", lambda: server.kubectl("get", ",".join(KINDS), "-n", SPACE, *selector) == "")
+
+
+def untouched(before: dict[str, Any], after: dict[str, Any] | None) -> bool:
+    return after is not None and all(
+        before["metadata"].get(key) == after["metadata"].get(key)
+        for key in ("uid", "resourceVersion", "ownerReferences", "labels")
+    )
+
+
+def get(server: KubeCluster, item: dict[str, Any]) -> Any:
+    return server.get(item["kind"], item["metadata"]["name"], "-n", SPACE)
+
+
+def create(server: KubeCluster, item: dict[str, Any]) -> Any:
+    text = server.kubectl("create", "-n", SPACE, "-f", "-", "-o", "json", stdin=json.dumps(item))
+    return json.loads(text)
+
+
+def conflict(server: KubeCluster) -> str:
+    """What the condition says of a name that is taken; "" if it says nothing."""
+    found = condition(server, "Scheduled", JOB, SPACE)
+    return str(found["message"]) if found.get("reason") == "NameConflict" else ""
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_the_object_of_another_is_left_alone_and_named(server: KubeCluster, kind: str) -> None:
+    """And the job starts by itself when the other object is gone."""
+    theirs = create(server, TAKEN[kind])
+    create(server, quickstart(JOB, SPACE))
+    said = wait_for("the conflict", lambda: conflict(server))
+    assert f"{kind} {theirs['metadata']['name']}" in said
+    assert "NameConflict" in server.kubectl("describe", "rlhfjob", JOB, "-n", SPACE)
+    there = get(server, TAKEN[kind])
+    assert untouched(theirs, there), there
+    if kind != "JobSet":
+        assert server.get("jobset", JOB, "-n", SPACE) is None
+    server.kubectl("delete", kind, theirs["metadata"]["name"], "-n", SPACE)
+    uid = server.get("rlhfjob", JOB, "-n", SPACE)["metadata"]["uid"]
+    made = wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    assert made["metadata"]["ownerReferences"][0]["uid"] == uid
+    wait_for("no conflict", lambda: condition(server, "Scheduled", JOB, SPACE).get("reason") == "CreatingPods")
+
+
+def test_a_suspended_job_adopts_nothing(server: KubeCluster) -> None:
+    kinds = ("PersistentVolumeClaim", "ConfigMap", "ServiceAccount")
+    theirs = {kind: create(server, TAKEN[kind]) for kind in kinds}
+    create(server, quickstart(JOB, SPACE, suspend=True))
+    wait_for("the conflict", lambda: conflict(server))
+    assert condition(server, "Suspended", JOB, SPACE)["status"] == "True"
+    server.kubectl("delete", "rlhfjob", JOB, "-n", SPACE, "--wait=true")
+    selector = ("-l", f"dovetail.dev/job={JOB}", "-o", "name")
+    wait_for("the job's objects gone", lambda: server.kubectl("get", ",".join(KINDS), "-n", SPACE, *selector) == "")
+    for kind in kinds:
+        assert untouched(theirs[kind], get(server, TAKEN[kind])), kind
+
+
+def test_labels_alone_make_nothing_the_jobs_own(server: KubeCluster) -> None:
+    """A pod that failed and a Job that is surplus, by their labels: the job neither fails nor deletes them."""
+    create(server, quickstart(JOB, SPACE))
+    uid = server.get("rlhfjob", JOB, "-n", SPACE)["metadata"]["uid"]
+    wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    labels = {
+        "app.kubernetes.io/managed-by": "dovetail-operator",
+        "dovetail.dev/job": JOB,
+        "dovetail.dev/job-uid": uid,
+        "dovetail.dev/role": "trainer",
+    }
+    template = {"spec": {"containers": [{"name": "dovetail", "image": "none"}], "restartPolicy": "Never"}}
+    surplus = thing("Job", "batch/v1", "theirs", spec={"suspend": True, "template": template})
+    surplus["metadata"]["labels"] = labels | {"dovetail.dev/surplus": "true"}
+    pods = [thing("Pod", "v1", f"theirs-{number}", spec=template["spec"]) for number in range(8)]
+    job = create(server, surplus)
+    try:
+        for pod in pods:
+            pod["metadata"]["labels"] = labels
+            create(server, pod)
+            words = ("pod", pod["metadata"]["name"], "-n", SPACE, "--subresource=status", "--type=merge")
+            server.kubectl("patch", *words, "-p", json.dumps({"status": {"phase": "Failed"}}))
+        look(server)
+        assert condition(server, "Failed", JOB, SPACE).get("status") != "True"
+        server.kubectl("patch", "rlhfjob", JOB, "-n", SPACE, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+        wait_for("suspended", lambda: condition(server, "Suspended", JOB, SPACE).get("status") == "True")
+        wait_for("no JobSet", lambda: server.get("jobset", JOB, "-n", SPACE) is None)
+        there = server.get("job", "theirs", "-n", SPACE)["metadata"]
+        assert (there["uid"], there.get("deletionTimestamp")) == (job["metadata"]["uid"], None)
+    finally:
+        server.kubectl("delete", "job", "theirs", "-n", SPACE)
+        server.kubectl("delete", "pods", "--all", "-n", SPACE, "--force", "--grace-period=0")
+
+
+def look(server: KubeCluster) -> None:
+    """Another job shows that the operator has seen all that came before."""
+    name = f"look-{uuid.uuid4().hex[:6]}"
+    create(server, quickstart(name, SPACE))
+    wait_for("a look", lambda: server.get("jobset", name, "-n", SPACE))
+    server.kubectl("delete", "rlhfjob", name, "-n", SPACE, "--wait=true")
+
+
+def test_a_token_that_a_tenant_made_is_not_used(server: KubeCluster) -> None:
+    """With an owner reference as the operator writes it, before the operator could make its own."""
+    create(server, TAKEN["ConfigMap"])  # keeps the job from starting
+    create(server, quickstart(JOB, SPACE))
+    wait_for("the conflict", lambda: conflict(server))
+    job = server.get("rlhfjob", JOB, "-n", SPACE)
+    owner = {
+        "apiVersion": job["apiVersion"],
+        "kind": "RLHFJob",
+        "name": JOB,
+        "uid": job["metadata"]["uid"],
+        "controller": True,
+    }
+    forged = thing("Secret", "v1", f"{JOB}-token", stringData={"token": "known"}, immutable=True)
+    forged["metadata"] |= {"ownerReferences": [owner]}
+    before = create(server, forged)
+    server.kubectl("delete", "configmap", f"{JOB}-plan", "-n", SPACE)
+    wait_for("the Secret named", lambda: f"Secret {JOB}-token" in conflict(server))
+    assert server.get("jobset", JOB, "-n", SPACE) is None
+    assert untouched(before, get(server, TAKEN["Secret"]))
+    server.kubectl("delete", "secret", f"{JOB}-token", "-n", SPACE)
+    wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    made = get(server, TAKEN["Secret"])
+    assert len(base64.b64decode(made["data"]["token"])) == 64

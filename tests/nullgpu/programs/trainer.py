@@ -1,0 +1,218 @@
+"""Programs of trainer ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
+from worker import DEADLINE, Place
+
+from dovetail.coordinator.loop.serial_schedule import serial_1f1b
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
+from dovetail.manifest.sizes import world_size
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
+from dovetail.protocol.messages import Load, ModelRef, Step
+from dovetail.protocol.plan import Layout
+from dovetail.trainer.command_runner import CommandRunner
+from dovetail.trainer.engine import checkpoint
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.executor import MicroBatch
+from dovetail.trainer.groups import Groups
+from dovetail.trainer.packed_batches import Sequences
+from helpers.trainer_ranks import job, load_command, ppo_batch
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def micro_batches(count: int, stray: bool = False) -> list[MicroBatch]:
+    """Of unlike shapes, the same on all ranks; the loss computes no sense, as nothing here does. With `stray` it reads
+    a number that it does not need."""
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = output.float().mean()
+        if stray:
+            value.item()
+        return value, {"loss": value.detach()}
+
+    made = []
+    for length in itertools.islice(itertools.cycle((9, 12, 5, 7)), count):
+        read = torch.ones(2, length, dtype=torch.bool)
+        read[:, -1] = False
+        packed = Sequences(torch.zeros(2, length, dtype=torch.int64), torch.tensor([length, length])).pack([0, 1], read)
+        made.append(MicroBatch(packed, loss))
+    return made
+
+
+def counts() -> dict[str, int]:
+    """What this process has asked of the GPU until now."""
+    read = ctypes.CDLL(None).nullgpu_count
+    read.restype = ctypes.c_long
+    of_communication = ("communicators", "collectives", "sends", "receives")
+    names = ("launches", "h2d", "d2h", "synchronisations", "mallocs", *of_communication)
+    return {name: read(name.encode()) for name in names}
+
+
+def split(words: str) -> str:
+    """The order with each backward in two halves: the second half comes after the first half of the next one."""
+    made, owed = "", ""
+    for letter in words:
+        if letter not in "Bb":
+            made += letter
+            continue
+        made += ("I" if letter == "B" else "i") + owed
+        owed = "W" if letter == "B" else "w"
+        if letter.lower() not in words[len(made) :].lower():
+            made, owed = made + owed, ""
+    return made + owed
+
+
+def engine_of(
+    place: Place,
+    layouts: dict[str, Parallelism],
+    offload: bool = False,
+    lora: bool = False,
+    recompute: bool = False,
+    layers: int = 2,
+) -> Engine:
+    """A PPO engine with actor and critic, loaded. `layouts`: those of the load."""
+    planned = {n: x if world_size(x) == place.world else Parallelism(dp=place.world) for n, x in layouts.items()}
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, planned, DEADLINE)
+    optimizer = {"offload": offload}
+    adapters = {"rank": 4, "dropout": 0.1} if lora else None
+    spec = {
+        "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
+        "ppo": {"ema": 0.9, "actor_optimizer": optimizer, "critic_optimizer": optimizer},
+        "plan": {"sharding": "Always"},  # small as these models are
+        "models": {name: {"lora": adapters} for name in layouts},
+    }
+    engine = Engine(RLHFJobSpec.model_validate(spec), groups)
+    scratch = ScratchModel(architecture="llama", config=LLAMA | {"num_hidden_layers": layers})
+    models = {
+        "actor": ModelRef(head="lm", scratch=scratch, seed=1),
+        "critic": ModelRef(head="value", scratch=scratch, seed=2),
+    }
+    engine.load(
+        Load(
+            id="load",
+            stage="ppo",
+            models=models,
+            total_steps=4,
+            checkpoint=None,
+            layouts={name: Layout(**layout.model_dump()) for name, layout in layouts.items()},
+            recompute=list(models) if recompute else [],
+        )
+    )
+    assert groups.device == torch.device("cuda", place.rank)
+    return engine
+
+
+def train(
+    place: Place,
+    schedules: list[Any],
+    layout: dict[str, int],
+    critic: dict[str, Any] | None = None,
+    exports: bool = False,
+    stray: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """The engine runs one mini-batch by each of the schedules. A schedule is one string of letters a rank, or a number
+    n: 1F1B of n micro-batches, actor, then critic, with "split" backwards in two halves. `critic`: what differs in its
+    layout. With "offload" the engine then saves and restores a checkpoint, with `exports` it exports what it holds."""
+    layouts = {"actor": Parallelism(**layout), "critic": Layout(**{**layout, **(critic or {})})}
+    engine = engine_of(place, layouts, **more)
+    groups, made, runs = engine.groups, counts(), []
+    for wanted in schedules:
+        words = wanted
+        if isinstance(wanted, int | dict):
+            number = wanted if isinstance(wanted, int) else wanted["split"]
+            each = {name: number // sizes.dp for name, sizes in layouts.items()}
+            words = encode(serial_1f1b(layouts, each, list(layouts), place.world))
+            words = words if isinstance(wanted, int) else [split(word) for word in words]
+        mine = words[place.rank]
+        before, steps = counts(), []
+        work = {name: micro_batches(mine.count({"actor": "F", "critic": "f"}[name]), stray) for name in engine.models}
+        actions = StoredSchedule("", 1, words).actions()[place.rank]
+        engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
+        torch.cuda.synchronize()
+        runs.append({"steps": steps, "used": {name: value - before[name] for name, value in counts().items()}})
+    found: dict[str, Any] = {"communicators": made["communicators"], "runs": runs}
+    if more.get("offload"):
+        found |= restored(engine, place.folder / "checkpoint")
+    if exports:
+        for model in ("actor", "ema", "critic"):
+            engine.export(model, place.folder / model)
+    groups.close()
+    return found
+
+
+def spans(place: Place) -> dict[str, tuple[float, float]]:
+    """Two stages train on two micro-batches. The first stage sends its first message half a second late. Returns when
+    each action began and ended."""
+    layouts = {name: Parallelism(pp=2) for name in ("actor", "critic")}
+    engine = engine_of(place, layouts)
+    found: dict[str, tuple[float, float]] = {}
+    engine.record = lambda name, start, end: found.update({name: (start, end)})
+    if place.rank == 0:
+        late = [0.5, 0.0]
+        engine.models["actor"].module.register_forward_pre_hook(lambda *_: time.sleep(late.pop(0)))
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, 2), list(layouts))[place.rank]
+    engine.run(actions, {name: micro_batches(2) for name in layouts}, 1, lambda *_: None)
+    engine.groups.close()
+    return found
+
+
+def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
+    """What each of three PPO iterations asks of the GPU: old log-probabilities, two epochs of two mini-batches."""
+    layouts = {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic")}
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    spec = job(plan={"sharding": "Always"}).spec
+    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    per_step = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, per_step // dp), list(layouts))
+    found = []
+    assert runner.execute(load_command(Stage.PPO)).ok
+    for number in (1, 2, 3):
+        before = counts()
+        step = Step(id=f"step/{number}", stage=Stage.PPO, step=number, batch="b", actions=actions, mini_batches=1)
+        result = runner.execute(step)
+        assert result.ok, result.error
+        runner.engine.settle()
+        found.append({name: value - before[name] for name, value in counts().items()})
+    groups.close()
+    return found
+
+
+def restored(engine: Engine, path: Path) -> dict[str, Any]:
+    """Give the moments in host memory values, save, wipe and restore: which lost theirs."""
+    moments = {}
+    for model, held in engine.models.items():
+        for number, (name, pair) in enumerate(held.optimizer.moments.items(), 1):
+            # What tp ranks share has one value, shards have unlike ones.
+            value = number + held.dp_rank / 2 + (held.groups.tp_rank / 4 if name in held.split.shared else 0)
+            moments |= {f"{model}.{name}.{i}": (moment, value + i * 1000) for i, moment in enumerate(pair)}
+    assert all(moment.is_pinned() or not moment.numel() for moment, _ in moments.values())
+    for moment, value in moments.values():
+        moment.fill_(value)
+    engine.save(path)
+    for moment, _ in moments.values():
+        moment.zero_()
+    checkpoint.restore(engine, path)
+    lost = [name for name, (moment, value) in moments.items() if not torch.all(moment == value)]
+    return {"moments": len(moments), "lost": lost}

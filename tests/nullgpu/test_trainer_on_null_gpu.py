@@ -1,0 +1,151 @@
+"""The trainer's CUDA path over torch's real ProcessGroupNCCL, on GPUs that do no arithmetic (hack/nullgpu)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from helpers.null_gpu import Ended, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# The critic's stages run from the last rank to the first. The planner's search found these orders.
+FUSED = {
+    2: ["FfbBFfbBFfbBFfbB", "fFBbfFBbfFBbfFBb"],
+    4: ["FFfbFFfbfbfBbBBB", "FfFffbFBFbfBbBbB", "fFffFBbfFBFbBbBb", "fffFBfFBFBFbBbbb"],
+}
+REVERSE = {"reverse": True}
+SPLIT = {"split": 4}
+# Each is one training step, or more, of actor and critic on as many ranks as the layout has.
+TRAINING: dict[str, dict[str, Any]] = {
+    "pp2": {"layout": {"pp": 2}, "schedules": [4, 4, 8, SPLIT]},
+    "sharded": {"layout": {"dp": 2, "tp": 2}, "schedules": [8, 8, 16]},
+    "pp4": {"layout": {"pp": 4}, "layers": 4, "schedules": [4]},
+    "fused2": {"layout": {"pp": 2}, "critic": REVERSE, "schedules": [FUSED[2]]},
+    "fused4": {"layout": {"pp": 4}, "layers": 4, "critic": REVERSE, "schedules": [FUSED[4]]},
+    "side by side": {
+        "layout": {"pp": 4},
+        "layers": 4,
+        "critic": {"pp": 2, "dp": 2, "pipelines": 2, "reverse": True},
+        "schedules": [4],
+    },
+    "apart": {"layout": {"pp": 2}, "critic": {"first": 2}, "world": 4, "schedules": [4, SPLIT]},
+    "recomputed": {"layout": {"pp": 2, "tp": 2}, "recompute": True, "schedules": [4]},
+    "adapters": {"layout": {"pp": 2, "dp": 2}, "lora": True, "exports": True, "schedules": [4, {"split": 8}]},
+    "all": {
+        "layout": {"pp": 2, "dp": 2, "tp": 2},
+        "critic": REVERSE,
+        "offload": True,
+        "exports": True,
+        "schedules": [[FUSED[2][rank // 4] for rank in range(8)], {"split": 8}],
+    },
+}
+
+
+def train(null_gpu: Run, name: str) -> Ended:
+    scenario = TRAINING[name]
+    sizes = scenario["layout"].values()
+    world = 1
+    for size in sizes:
+        world *= size
+    return null_gpu(name, "trainer.train", **{"world": world, **scenario})
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_layout_trains(null_gpu: Run, name: str) -> None:
+    """No rank waits for a message that its peer sends later, and every rank learns of all steps."""
+    for result in train(null_gpu, name).good():
+        assert len(result["runs"]) == len(TRAINING[name]["schedules"])
+        for run in result["runs"]:
+            assert sorted(run["steps"]) == ["actor", "critic"]
+            assert run["used"]["sends"] == run["used"]["receives"]
+            assert run["used"]["sends"] > 0 or "pp" not in TRAINING[name]["layout"]
+            assert run["used"]["communicators"] == 0, "made in a step, where ranks come in unlike orders"
+
+
+@pytest.mark.parametrize("name", ["adapters", "all"])
+def test_an_export_holds_whole_tensors(null_gpu: Run, name: str) -> None:
+    folder = train(null_gpu, name).folder
+    for model, head in (("actor", "lm_head.weight"), ("ema", "lm_head.weight"), ("critic", "score.weight")):
+        index = json.loads((folder / model / "model.safetensors.index.json").read_text())["weight_map"]
+        assert sum(key.endswith("q_proj.weight") for key in index) == 2
+        for key, rows in (("model.embed_tokens.weight", 64), ("model.layers.1.mlp.up_proj.weight", 96), (head, None)):
+            with safe_open(folder / model / index[key], "np") as file:
+                assert rows in (None, file.get_slice(key).get_shape()[0])
+
+
+def test_offloaded_moments_come_back_from_a_checkpoint(null_gpu: Run) -> None:
+    for result in train(null_gpu, "all").good():
+        assert result["moments"] > 0
+        assert result["lost"] == []
+
+
+# What one micro-batch, of actor and critic with two layers each, and an optimizer step of both ask of the GPU.
+BUDGETS: dict[str, dict[str, tuple[int, int]]] = {
+    # the first and the last of two pipeline stages
+    "pp2/0": {"launches": (288, 68), "h2d": (4, 4), "d2h": (0, 2), "sends": (2, 0)},
+    "pp2/1": {"launches": (367, 69), "h2d": (4, 4), "d2h": (0, 4), "sends": (2, 0)},
+    # tp ranks of the first of two shards; counts are of four micro-batches a rank
+    "sharded/0": {"launches": (637, 73), "h2d": (6, 12), "d2h": (0, 4), "collectives": (20, 14)},
+    "sharded/1": {"launches": (633, 75), "h2d": (6, 12), "d2h": (0, 2), "collectives": (20, 14)},
+}
+# The host waits for the device in an optimizer step alone. Nothing is allocated and no communicator is made.
+ALWAYS = {"synchronisations": (0, 6), "mallocs": (0, 0), "communicators": (0, 0)}
+
+
+def over_budget(four: dict[str, int], eight: dict[str, int], budget: dict[str, tuple[int, int]]) -> list[str]:
+    """What is over the budget of a micro-batch and of a step, from counts of runs of four and of eight."""
+    found = []
+    for name, (micro_batch, step) in {**ALWAYS, **budget}.items():
+        each = (eight[name] - four[name]) / 4
+        if each > micro_batch:
+            found.append(f"a micro-batch has {each} {name}, not {micro_batch}")
+        if four[name] - 4 * micro_batch > step:
+            found.append(f"a step has {four[name] - 4 * micro_batch} {name}, not {step}")
+    return found
+
+
+@pytest.mark.parametrize("place", BUDGETS)
+def test_a_micro_batch_keeps_to_its_budget(null_gpu: Run, place: str) -> None:
+    """Counts are the same in every run. Raise a budget only for a reason."""
+    name, _, rank = place.partition("/")
+    runs = train(null_gpu, name).good()[int(rank)]["runs"]
+    assert over_budget(runs[1]["used"], runs[2]["used"], BUDGETS[place]) == []
+
+
+def test_a_stray_item_is_over_the_budget(null_gpu: Run) -> None:
+    """A loss that reads one number makes the host wait twice a micro-batch, for actor and for critic."""
+    stray = {**TRAINING["pp2"], "world": 2, "stray": True, "schedules": [4, 4, 8]}
+    runs = null_gpu("stray", "trainer.train", **stray).good()[1]["runs"]
+    found = over_budget(runs[1]["used"], runs[2]["used"], BUDGETS["pp2/1"])
+    assert "a micro-batch has 2.0 synchronisations, not 0" in found
+    assert "a micro-batch has 2.0 d2h, not 0" in found
+
+
+ITERATIONS: dict[str, dict[str, int]] = {
+    "alone": {"launches": 14680, "h2d": 344, "d2h": 17, "synchronisations": 22, "mallocs": 0},
+    "dp2": {"launches": 7362, "h2d": 211, "d2h": 17, "synchronisations": 22, "mallocs": 2},
+}
+
+
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_an_iteration_keeps_to_its_budget(null_gpu: Run, name: str) -> None:
+    """Old log-probabilities of 16 samples, then 4 optimizer steps of actor and critic on 16 micro-batches: the host
+    waits for the device a few times a step, whatever the number of micro-batches."""
+    dp = 2 if name == "dp2" else 1
+    for _, second, third in null_gpu(f"iterations {name}", "trainer.iterations", world=dp, dp=dp).good():
+        for used in (second, third):
+            assert {count: used[count] for count, most in ITERATIONS[name].items() if used[count] > most} == {}
+            assert used["communicators"] == 0
+
+
+def test_a_trace_shows_when_the_gpu_worked(null_gpu: Run) -> None:
+    """The host is ahead of the GPU. The second stage cannot begin before the message of the first one has come."""
+    first, second = null_gpu("spans", "trainer.spans", world=2).good()
+    assert first.keys() == second.keys()
+    assert len(first) == 8
+    assert second["actor F0"][0] >= first["actor F0"][0] + 0.5
+    assert all(start <= end for spans in (first, second) for start, end in spans.values())
