@@ -1,6 +1,6 @@
-"""What passes between a job's processes, as JSON over HTTP (arrays: `dovetail.protocol.wire`).
+"""The messages between a job's processes. They are JSON over HTTP; `dovetail.protocol.wire` encodes arrays.
 
-Every request carries `Authorization: Bearer <token of the job>`. docs/architecture.md has the sequence."""
+Every request carries `Authorization: Bearer <token of the job>`. docs/architecture.md shows the sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.manifest.types import ScratchModel, Stage
 from dovetail.protocol.plan import Layout
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward, backward; or the backward in two: input gradient, and later weight gradient."""
+"""F is a forward pass and B a backward pass. A split backward is I (input gradient) and later W (weight gradient)."""
 
 
 class Message(BaseModel):
@@ -20,7 +20,7 @@ class Message(BaseModel):
 
 
 class Span(Message):
-    """One bar of the timeline: [start, end) in seconds since the epoch, on track `process`/`lane`."""
+    """One bar of the timeline, on track `process`/`lane`. `start` and `end` are seconds since the Unix epoch."""
 
     name: str
     process: str
@@ -35,19 +35,19 @@ class Span(Message):
 
 
 class JoinRequest(Message):
-    """POST /v1/trainer/join: a rank offers itself; answered once all ranks of the world have joined (long poll)."""
+    """POST /v1/trainer/join: a rank offers itself. This is a long poll: the answer comes when all ranks have joined."""
 
     name: str
     rank: int
     world_size: int
     incarnation: str
     host: str
-    port: int = Field(description="A free port on host; rank 0's becomes the rendezvous.")
+    port: int = Field(description="A free port on host. That of rank 0 becomes the rendezvous.")
     nccl_version: str | None = None
 
 
 class JoinReply(Message):
-    """`generation` is null when the poll timed out: ask again."""
+    """`generation` is null if the poll timed out. The rank then asks again."""
 
     generation: int | None = None
     world_size: int = 0
@@ -56,12 +56,16 @@ class JoinReply(Message):
 
 
 class ModelRef(Message):
-    """Where a trainer or scorer gets a model from. head `lm`: vocabulary logits; `value`: one scalar per token;
-    `lm+value`: both."""
+    """Where a trainer or scorer gets a model from. The head `lm` gives vocabulary logits, `value` gives one scalar per
+    token, and `lm+value` gives both."""
 
     head: Literal["lm", "value", "lm+value"]
-    path: str | None = Field(default=None, description="Hugging Face folder. A value head absent there starts at zero.")
-    scratch: ScratchModel | None = Field(default=None, description="Or: random weights from `seed`.")
+    path: str | None = Field(
+        default=None, description="Hugging Face folder. A value head that it lacks starts at zero."
+    )
+    scratch: ScratchModel | None = Field(
+        default=None, description="Set instead of path: random weights, drawn from `seed`."
+    )
     tokenizer: str | None = Field(
         default=None, description="Tokenizer folder, for the vocabulary size of scratch models and exports."
     )
@@ -70,7 +74,7 @@ class ModelRef(Message):
 
 
 class Action(Message):
-    """One entry of a rank's schedule; micro-batches count through all mini-batches of the schedule."""
+    """One entry of a rank's schedule. Micro-batches are counted through all mini-batches of the schedule."""
 
     model: str
     micro_batch: int
@@ -78,7 +82,7 @@ class Action(Message):
 
 
 class Load(Message):
-    """Build models and optimizers for a stage, from sources or a checkpoint. Everything held before is dropped."""
+    """Build models and optimizers for a stage, from sources or a checkpoint. A rank first drops all it holds."""
 
     kind: Literal["load"] = "load"
     id: str
@@ -88,9 +92,9 @@ class Load(Message):
     )
     total_steps: int = Field(description="Optimizer steps of the stage, for the learning-rate schedule.")
     checkpoint: str | None = None
-    run: str = Field(default="", description="Id of the run that the checkpoint must be of; empty: any.")
+    run: str = Field(default="", description="Id of the run that the checkpoint must belong to. Empty allows any run.")
     layouts: dict[str, Layout] = Field(
-        default_factory=dict, description="Where a model's stages are, if not where the plan's layout puts them."
+        default_factory=dict, description="Layouts of models whose stages are elsewhere than the plan puts them."
     )
     recompute: list[str] = Field(
         default_factory=list, description="Models that are trained with activation checkpointing."
@@ -105,50 +109,60 @@ class Step(Message):
     stage: Stage
     step: int = Field(description="1 for the first step after `load` without a checkpoint.")
     batch: str = Field(description="GET /v1/batches/{batch}")
-    actions: list[list[Action]] = Field(description="Per rank; PPO: of `mini_batches` of them, repeated for the rest.")
+    actions: list[list[Action]] = Field(
+        description="One list per rank. In PPO it covers `mini_batches` mini-batches, and is repeated for the others."
+    )
     mini_batches: int = Field(
-        default=1, ge=1, description="PPO: optimizer steps of each model within one run of the actions."
+        default=1, ge=1, description="PPO: optimizer steps of each model in one run of the actions."
     )
     kl_coef: float = 0.0
     train_actor: bool = True
     learning_rates: dict[str, float] = Field(
-        default_factory=dict, description="By model, in place of the manifest's, where a run has changed them."
+        default_factory=dict,
+        description="By model: learning rates that the run has changed. They replace the manifest's.",
     )
-    total_steps: int | None = Field(default=None, description="In place of `load`'s, where a run has been extended.")
-    warmup_total: int | None = Field(default=None, description="The total that warm-up is a share of, likewise.")
+    total_steps: int | None = Field(
+        default=None, description="Set where a run has been extended. It replaces `load`'s."
+    )
+    warmup_total: int | None = Field(
+        default=None, description="Set likewise: the number of steps of which warm-up is a share."
+    )
 
 
 class Evaluate(Message):
-    """SFT: {'loss', 'tokens'}. Reward: {'accuracy', 'pairs', 'correct', 'loss', 'chosen', 'rejected'} of `batches`, and
-    {'demonstrations', 'demonstration_score'} of `demonstrations`. Whole batches, no gradients."""
+    """Evaluate on whole batches, without gradients. The result's metrics are, for SFT, `loss` and `tokens`. For the
+    reward model they are `accuracy`, `pairs`, `correct`, `loss`, `chosen` and `rejected` of `batches`, and
+    `demonstrations` and `demonstration_score` of `demonstrations`."""
 
     kind: Literal["evaluate"] = "evaluate"
     id: str
     stage: Stage
     batches: list[str]
-    demonstrations: list[str] = Field(default_factory=list, description="Reward: batches laid out as SFT's.")
+    demonstrations: list[str] = Field(default_factory=list, description="Reward: batches in the layout of SFT batches.")
 
 
 class Save(Message):
-    """Write a checkpoint folder, atomically (a temporary name, then a rename)."""
+    """Write a checkpoint folder atomically: under a temporary name first, which is then renamed."""
 
     kind: Literal["save"] = "save"
     id: str
     path: str
-    run: str = Field(default="", description="Id of the run, to be written into the checkpoint.")
+    run: str = Field(default="", description="Id of the run. It is written into the checkpoint.")
 
 
 class Export(Message):
-    """Write a Hugging Face folder, atomically. `ema` needs ppo.ema."""
+    """Write a Hugging Face folder atomically. The model `ema` exists only with ppo.ema."""
 
     kind: Literal["export"] = "export"
     id: str
     model: Literal["actor", "critic", "reward", "ema"]
     path: str
     subtract: float = Field(
-        default=0.0, allow_inf_nan=False, description="From every value of a model with a value head, from now on."
+        default=0.0,
+        allow_inf_nan=False,
+        description="This is subtracted from every value of a model with a value head, from now on.",
     )
-    run: str = Field(default="", description="Id of the run, to be written into the folder.")
+    run: str = Field(default="", description="Id of the run. It is written into the folder.")
 
 
 class Receiver(Message):
@@ -156,18 +170,18 @@ class Receiver(Message):
 
     name: str
     kind: Literal["rollout", "scorer"]
-    models: list[str] = Field(description="Which models it takes: rollouts actor, scorers critic.")
-    rank_offset: int = Field(description="Its first rank in every communicator; the sender is rank 0.")
+    models: list[str] = Field(description="Models that it takes. Rollouts take the actor, scorers the critic.")
+    rank_offset: int = Field(description="Its first rank in every communicator. The sender is rank 0.")
     world: int = 1
 
 
 class Publish(Message):
-    """Send weights to receivers: first POST /v1/weights/offer (rank 0), then broadcast, then the result."""
+    """Send weights to receivers. Rank 0 posts to /v1/weights/offer, then the senders broadcast. The result follows."""
 
     kind: Literal["publish"] = "publish"
     id: str
     version: int
-    epoch: int = Field(description="Changes whenever the set of receivers does: communicators are then made anew.")
+    epoch: int = Field(description="It changes when the set of receivers changes. Communicators are then made anew.")
     receivers: list[Receiver]
     deadline_seconds: float = 120.0
 
@@ -181,45 +195,53 @@ Command = Annotated[Load | Step | Evaluate | Save | Export | Publish | Stop, Fie
 
 
 class StageTimes(Message):
-    """What one rank measured of one model's stage during a step."""
+    """What one rank measured of one model's stage in a step."""
 
     rank: int
     model: str
     seconds: dict[Kind, list[float]] = Field(
-        description="Of compute, waits left out: by micro-batch of a mini-batch, the median over mini-batches."
+        description="Compute time without waits: for each micro-batch of a mini-batch, the median over mini-batches."
     )
-    activation: list[float] = Field(description="Bytes that a micro-batch holds from forward to backward, likewise.")
+    activation: list[float] = Field(
+        description="Bytes that each micro-batch holds from its forward to its backward pass, as medians likewise."
+    )
     transfer: float | None = Field(
-        default=None, description="Seconds of a message to the next stage; null at the last one or where not measured."
+        default=None,
+        description="Seconds that a message to the next stage takes. null at the last stage, or if not measured.",
     )
 
 
 class Probe(Message):
-    """What the weights of a version say: servers are judged by it before they serve them."""
+    """Log-probabilities under the weights of a version. A server must give the same before it serves them."""
 
     version: int
     tokens: list[int]
-    logprobs: list[float] = Field(description="Of tokens[1:], each after all before it, at temperature 1.")
-    dtype: str = Field(description="In which the trainers computed: float32 or bfloat16.")
+    logprobs: list[float] = Field(description="Of tokens[1:], each given all tokens before it, at temperature 1.")
+    dtype: str = Field(description="The dtype in which the trainers computed.")
 
 
 class CommandResult(Message):
     id: str
     ok: bool
-    error: str | None = Field(default=None, description="One sentence; the traceback is in the rank's log.")
-    damaged: bool = Field(default=False, description="Load: the checkpoint's files are not what was saved.")
+    error: str | None = Field(default=None, description="One sentence. The traceback is in the rank's log.")
+    damaged: bool = Field(default=False, description="Load: the checkpoint's files differ from what was saved.")
     metrics: dict[str, float] = Field(default_factory=dict)
     spans: list[Span] = Field(default_factory=list)
-    times: list[StageTimes] = Field(default_factory=list, description="PPO step: of every rank and model.")
-    probe: Probe | None = Field(default=None, description="Publish to rollouts: of the weights that were sent.")
+    times: list[StageTimes] = Field(default_factory=list, description="PPO step: times of every rank and model.")
+    probe: Probe | None = Field(
+        default=None, description="Publish to rollouts: the probe of the weights that were sent."
+    )
 
 
 class NextRequest(Message):
-    """POST /v1/trainer/next, rank 0 only (long poll, at most 20 s). 409: the generation is over, join again."""
+    """POST /v1/trainer/next, by rank 0 only. This is a long poll of at most 20 s. Status 409 says that the
+    generation is over; the rank then joins again."""
 
     generation: int
     result: CommandResult | None = None
-    stage: Stage | None = Field(default=None, description="What the ranks hold now: stage and last applied step.")
+    stage: Stage | None = Field(
+        default=None, description="The stage that the ranks hold. `step` is the last step that they applied."
+    )
     step: int = 0
 
 
@@ -228,7 +250,7 @@ class NextReply(Message):
 
 
 class Heartbeat(Message):
-    """POST /v1/heartbeat, every rank, from a thread of its own, every 2 s."""
+    """POST /v1/heartbeat. Every rank sends it every 2 s, from a thread of its own."""
 
     name: str
     rank: int
@@ -238,15 +260,16 @@ class Heartbeat(Message):
 
 class HeartbeatReply(Message):
     generation: int | None = Field(
-        default=None, description="The current one; a rank that sees a newer one leaves its collectives."
+        default=None,
+        description="The current generation. A rank that sees a newer one than its own leaves its collectives.",
     )
     cancelled: str | None = Field(
-        default=None, description="Id of a publish to give up: a receiver that it waits for has failed."
+        default=None, description="Id of a publish to give up, because a receiver that it waits for has failed."
     )
     running: str | None = Field(
         default=None,
-        description="Id of the command that the coordinator waits for, empty: of none. A publish with another id comes "
-        "from a coordinator that died, and is given up. null: not said.",
+        description="Id of the command that the coordinator waits for. It is empty if it waits for none. A publish "
+        "with another id comes from a coordinator that died, and is given up. null says nothing.",
     )
 
 
@@ -254,27 +277,28 @@ class HeartbeatReply(Message):
 
 
 class Bucket(Message):
-    """Tensors, or one sender's parts of them, packed back to back into one buffer of `nbytes` (each start aligned to 16
-    bytes)."""
+    """Tensors, or one sender's parts of them, packed one after the other into one buffer of `nbytes`. Each starts at a
+    multiple of 16 bytes."""
 
     names: list[str]
-    dtypes: list[str] = Field(description="torch names without the prefix: float32, bfloat16, ...")
-    shapes: list[list[int]] = Field(description="Of the whole tensors.")
+    dtypes: list[str] = Field(description="torch's names without the prefix, such as float32 and bfloat16.")
+    shapes: list[list[int]] = Field(description="Shapes of the whole tensors.")
     boxes: list[list[tuple[int, int]]] | None = Field(
-        default=None, description="Which elements of its tensor each entry is: [start, end) by dimension. null: all."
+        default=None,
+        description="The part of its tensor that each entry is: [start, end) by dimension. null means all of it.",
     )
     offsets: list[int]
     nbytes: int
 
 
 class Segment(Message):
-    """What one sender sends: its rendezvous and its buckets, in order, each followed by its checksum.
+    """What one sender sends: its buckets in order, each followed by its checksum. `host` and `port` are its rendezvous.
 
-    Buckets of the same number of all segments of one (model, index) make up the same tensors; part 0's names all of
-    them."""
+    The segments of one (model, index) have the same number of buckets. Their n-th buckets together make up the same
+    tensors, and the one of part 0 names all of them."""
 
     index: int = Field(description="Pipeline stage.")
-    part: int = Field(default=0, description="Which of the stage's senders.")
+    part: int = Field(default=0, description="Number of the sender among those of the stage.")
     model: str
     host: str
     port: int
@@ -282,7 +306,7 @@ class Segment(Message):
 
 
 class Offer(Message):
-    """POST /v1/weights/offer: the senders listen; the coordinator now tells the receivers."""
+    """POST /v1/weights/offer: the senders are listening. The coordinator now tells the receivers."""
 
     version: int
     epoch: int
@@ -292,18 +316,18 @@ class Offer(Message):
 
 
 class Receive(Message):
-    """POST /v1/weights on a scorer; the update_info of our vLLM engine: take these segments, whole or not at all."""
+    """POST /v1/weights on a scorer, and the update_info of our vLLM engine. The receiver takes all segments or none."""
 
     offer: Offer
     rank_offset: int
-    world_size: int = Field(description="Ranks in each communicator: sender and all receivers of that model.")
+    world_size: int = Field(description="Ranks in each communicator: the sender and all receivers of that model.")
 
 
 # ---------------------------------------------------------------- rollout and scorer processes -> coordinator
 
 
 class Register(Message):
-    """POST /v1/instances, on start and every 2 s. A new incarnation is a restarted process: it holds no weights."""
+    """POST /v1/instances, at start and every 2 s. A new incarnation is a restarted process, which holds no weights."""
 
     name: str
     kind: Literal["rollout", "scorer"]
