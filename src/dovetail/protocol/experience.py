@@ -21,9 +21,9 @@ WHITEN_EPS = 1e-8
 class Experience:
     """N samples of one iteration, in order of (prompt, sample), with at most R response tokens each.
 
-    `arrays` follow docs/architecture.md, "Batches", ppo. `config` is the job's `spec.ppo`, `kl_coef` the present
-    coefficient of the KL penalty. `prompts`, `responses` and `fields` (the prompt records' other fields) have one entry
-    a sample; in trainer ranks, which have tokens only, they are empty.
+    `arrays` are those of a PPO batch (docs/architecture.md, "Batches"). `config` is the job's `spec.ppo`. `kl_coef` is
+    the present coefficient of the KL penalty. `prompts`, `responses` and `fields` (the prompt records' other fields)
+    have one entry a sample; in trainer ranks, which have tokens only, they are empty.
 
     You may change `scores`, and `set_advantages` replaces the job's own estimator."""
 
@@ -70,21 +70,21 @@ class Experience:
 
     @property
     def values(self) -> FloatArray | None:
-        """The critic's value before each response token, (N,R) float32; None without a critic, and in a loop of your
-        own where the critic shares the actor's body: then the trainers make the values."""
+        """The critic's value before each response token, (N,R) float32. None without a critic. Also None in a loop of
+        your own where the critic shares the actor's body, because the trainers then compute the values."""
         return self.arrays["values"].astype(np.float32) if "values" in self.arrays else None
 
     @property
     def logprobs(self) -> FloatArray:
-        """Of the policy that sampled, (N,R) float32: the trainers' own where they recompute them (`oldLogProbs`), in a
-        loop of your own the rollouts'."""
+        """Log-probabilities under the policy that sampled, (N,R) float32. Where the trainers recompute them
+        (`oldLogProbs`) they are the trainers'. In a loop of your own they are the rollouts'."""
         name = "old_logprobs" if "old_logprobs" in self.arrays else "rollout_logprobs"
         return self.arrays[name].astype(np.float32)
 
     @property
     def token_kl(self) -> FloatArray:
-        """KL against the reference at each token, (N,R) float32, nats: log-probability differences (k1) within +-20;
-        zeros without a reference."""
+        """KL against the reference at each token in nats, (N,R) float32. It is the difference of log-probabilities
+        (k1), clipped to +-20, and zero without a reference."""
         if "ref_logprobs" not in self.arrays:
             return np.zeros(self.mask.shape, np.float32)
         difference = self.logprobs - self.arrays["ref_logprobs"].astype(np.float32)
@@ -93,13 +93,15 @@ class Experience:
 
     @property
     def kl(self) -> FloatArray:
-        """KL of each sample against the reference, (N,) float32, nats: sum of log-probability differences (k1)."""
+        """KL of each sample against the reference in nats, (N,) float32: the sum of differences of log-probabilities
+        (k1)."""
         return kl_per_sample(self.arrays)
 
     @property
     def rewards(self) -> FloatArray:
-        """Reward of each token, (N,R) float32, as the built-in estimators use it: the KL penalty, if it is in the
-        reward, and at the last token the score after `rewardClip` and `missingEosPenalty`; then `whitenRewards`."""
+        """Reward of each token, (N,R) float32, as the built-in estimators use it. It is the KL penalty, if that is part
+        of the reward, plus the score at the last token, after `rewardClip` and `missingEosPenalty`. Then
+        `whitenRewards` applies."""
         config, mask, final = self.config, self.mask, self.scores
         if isinstance(config.reward_clip, float):
             final = np.clip(final, -config.reward_clip, config.reward_clip)
@@ -111,7 +113,8 @@ class Experience:
         return _whitened(rewards, mask) if config.whiten_rewards else rewards
 
     def per_token(self, x: ArrayLike) -> FloatArray:
-        """One number a sample, (N,), at each of its response tokens: (N,R) float32, 0 elsewhere."""
+        """Repeat one number a sample, (N,), at each of its response tokens. The result is (N,R) float32, 0
+        elsewhere."""
         return np.where(self.mask, np.asarray(x, np.float32)[:, None], np.float32(0))
 
     def set_advantages(self, advantages: ArrayLike, returns: ArrayLike | None = None) -> None:
@@ -134,10 +137,10 @@ AdvantageFunction = Callable[[Experience], Any]
 def advantages_of(
     function: AdvantageFunction, experience: Experience, who: str
 ) -> tuple[FloatArray, FloatArray | None]:
-    """What the function returns, checked: (advantages, returns), (N,R) float32, 0 after a response's end.
+    """Check what the function returns. Gives (advantages, returns), both (N,R) float32 and 0 after a response's end.
 
-    Returns default to advantages + values; None without values. `who` begins the sentence of a ValueError, which is
-    raised for another shape and for a value that is not finite. What the function raises is raised."""
+    Returns default to advantages + values. They are None without values. Raises ValueError for
+    another shape and for a value that is not finite; its sentence begins with `who`. The function's own errors pass."""
     result = function(experience)
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     mask = experience.mask
@@ -163,7 +166,7 @@ def advantages_of(
 
 
 def kl_per_sample(arrays: Arrays) -> FloatArray:
-    """Sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32; zeros without a reference."""
+    """The sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32. It is zero without a reference."""
     lengths = arrays["response_lengths"].astype(np.int32)
     logprobs = arrays["rollout_logprobs"].astype(np.float32)
     if "ref_logprobs" not in arrays:
@@ -174,7 +177,7 @@ def kl_per_sample(arrays: Arrays) -> FloatArray:
 
 
 def _whitened(x: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
-    """Scaled to variance 1 over the tokens of `mask`, the mean kept."""
+    """Scale to variance 1 over the tokens of `mask`. The mean stays."""
     inside = x[mask].astype(np.float64)
     mean = inside.mean() if inside.size else 0.0
     variance = ((inside - mean) ** 2).sum() / max(1, inside.size - 1)
