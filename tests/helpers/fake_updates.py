@@ -29,6 +29,7 @@ class UpdatableVllm:
         self.serves: int | None = None
         self.probe: Any = None
         self.hangs = False
+        self.refuses: str | None = None  # why it fails to take weights
         self.asked: list[list[int]] = []
         self.engines = 1
         self.stale_engine: int | None = None
@@ -41,8 +42,9 @@ class UpdatableVllm:
 
     async def start(self) -> None:
         app = web.Application()
-        for path in ("/pause", "/resume", "/init_weight_transfer_engine", "/update_weights", "/reset_prefix_cache"):
+        for path in ("/pause", "/resume", "/init_weight_transfer_engine", "/reset_prefix_cache"):
             app.router.add_post(path, self._fine)
+        app.router.add_post("/update_weights", self._update)
         app.router.add_post("/start_weight_update", self._start)
         app.router.add_post("/finish_weight_update", self._finish)
         app.router.add_post("/dovetail/serve", self._serve)
@@ -56,6 +58,9 @@ class UpdatableVllm:
     async def _fine(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         return web.Response()
+
+    async def _update(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.refuses, status=200 if self.refuses is None else 500)
 
     async def _start(self, _: web.Request) -> web.Response:
         self.arrived = self.weight_version = None

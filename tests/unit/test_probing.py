@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.coordinator.weights import probing
 from dovetail.coordinator.weights.publishing import Published, Publisher
-from dovetail.protocol.messages import Probe
+from dovetail.protocol.messages import CALLED_OFF, Probe
 from helpers.fake_updates import FakeTrainers, UpdatableVllm
 from helpers.fake_vllm import TOKEN
 
@@ -69,6 +69,14 @@ def test_a_server_of_other_weights_serves_nothing_says_why_and_hurts_nobody() ->
     assert (good.weight_version, stale.weight_version) == (4, None)
     assert published.result is not None
     assert published.blamed == {"stale"}
+
+
+def test_a_server_that_only_waited_for_another_is_not_to_blame() -> None:
+    lost, waited = UpdatableVllm("lost"), UpdatableVllm("waited")
+    lost.refuses, waited.refuses = "the connection broke", f"TransferError: {CALLED_OFF} before all ranks had all of it"
+    published = publish([lost, waited])
+    assert all(published.errors.values())
+    assert published.blamed == {"lost"}
 
 
 def test_it_may_serve_again_once_it_passes() -> None:

@@ -25,8 +25,7 @@ int cudaRuntimeGetVersion(int *v) { return *v = 13000, 0; }
 
 int cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
     memset(p, 0, sizeof *p);
-    p->uuid.bytes[15] = d + 1;
-    p->pciBusID = d + 1;
+    p->uuid.bytes[15] = p->pciBusID = machine_device(d) + 1;
     claimed_name(p->name, sizeof p->name);
     p->major = claimed_capability() / 10;
     p->minor = claimed_capability() % 10;

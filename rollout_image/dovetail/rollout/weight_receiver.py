@@ -75,6 +75,7 @@ class WeightReceiver:
                     receive.world_size,
                     segment.host,
                     deadline,
+                    device=self._device,
                 )
         except BaseException:
             self.close()

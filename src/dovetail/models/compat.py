@@ -32,11 +32,6 @@ PRIVATE = (
         "weights travel between jobs' processes in groups beside the default one, with an address and a deadline each; "
         "new_group knows only ranks of the default group",
     ),
-    Private(
-        "torch.distributed:ProcessGroupNCCL.Options._timeout",
-        "torch 2.13",
-        "the deadline of such a group over NCCL",
-    ),
 )
 
 
@@ -54,10 +49,3 @@ def gloo_group(store: dist.Store, rank: int, world: int, address: str, timeout: 
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, world, options)
-
-
-def nccl_group(store: dist.Store, rank: int, world: int, timeout: timedelta) -> Any:
-    """A process group of its own over NCCL."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world, options)

@@ -1,28 +1,37 @@
 """The wire of weight transfers, common to sender (trainer) and receiver (vLLM worker, scorer).
 
-A *channel* is one sender's communicator: rank 0 broadcasts, the others receive; Gloo over TCP for CPU tensors, NCCL
-for CUDA tensors. A bucket travels as one message: its packed tensors, then 16 bytes of checksum."""
+A *channel* is one sender's: rank 0 broadcasts, the others receive. For CPU tensors it is Gloo over TCP. For CUDA
+tensors it reaches each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.routes`). A bucket travels as one
+message: its packed tensors, then 16 bytes of checksum."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dovetail.models.compat import gloo_group, nccl_group
+from dovetail.models.links.cuda_ipc import IpcReceiver, IpcSender, mailbox_handle
+from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line
+from dovetail.models.links.gloo import GlooLink
+from dovetail.models.links.nccl import NcclLink, nccl_version
+from dovetail.models.links.rendezvous import Rendezvous
+from dovetail.models.links.routes import Place, Way, routes
 from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box
 
+__all__ = ["Backend", "Channel", "Deadline", "Handle", "Named", "Part", "TransferError"]
+
 Backend = Literal["gloo", "nccl"]
 Named = tuple[str, torch.Tensor]
+_CONNECTING = "while its ranks were connecting"
 
 
 class Part(NamedTuple):
@@ -36,33 +45,9 @@ class Part(NamedTuple):
     tp_dim: int | None = None
 
 
-class TransferError(RuntimeError):
-    """A weight transfer that did not complete; the message is one sentence for the user."""
-
-
-class Deadline:
-    """Seconds left of a budget that starts now. `clock` is injected for tests."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._end = clock() + seconds
-        self.seconds = seconds
-
-    def left(self) -> timedelta:
-        """Raises TransferError when nothing is left."""
-        left = self._end - self._clock()
-        if left <= 0:
-            raise TransferError(f"the weight transfer passed its deadline of {self.seconds:g} s")
-        return timedelta(seconds=max(left, 0.05))
-
-
-class Handle(Protocol):
-    def wait(self) -> None:
-        """Raises TransferError if the message did not get through in time."""
-
-
 class Channel:
-    """One communicator: rank 0 sends, ranks 1 to world - 1 receive. Broken for good after its first error."""
+    """One sender's connection to its receivers: rank 0 sends, ranks 1 to world - 1 receive. Broken for good after its
+    first error."""
 
     def __init__(
         self,
@@ -73,105 +58,163 @@ class Channel:
         host: str,
         deadline: Deadline,
         cancelled: Callable[[], bool] = lambda: False,
+        device: torch.device | None = None,
     ):
         """Meets the other ranks in `store`; raises TransferError naming the ranks that did not come.
 
-        `cancelled` is asked while waiting: once true, this and all waiting ranks give up."""
+        `cancelled` is asked while waiting: once true, this and all waiting ranks give up. `device`: where messages are;
+        backend nccl needs it."""
         self.rank, self.world = rank, world
-        self._store = store
+        self._meeting: Rendezvous | None = Rendezvous(store, cancelled)
         self._version = 0
-        self._meet(deadline, cancelled)
+        self._links: list[Link] = []
+        self._gpu = backend == "nccl"
         try:
-            if backend == "gloo":
-                self._group: Any = gloo_group(store, rank, world, _local_address(host), deadline.left())
-            else:
-                self._group = nccl_group(store, rank, world, deadline.left())
-        except RuntimeError as error:
-            raise TransferError(f"the ranks met but could not connect: {_first_line(error)}") from error
+            place = _place(device) if self._gpu else Place()
+            self._meet(self._meeting, place, deadline)
+            if not self._gpu:
+                self._links.append(GlooLink(store, rank, world, host, deadline))
+            elif device is not None:
+                self._connect(self._meeting, host, device, deadline)
+        except BaseException:
+            self.close()
+            raise
 
-    def _meet(self, deadline: Deadline, cancelled: Callable[[], bool]) -> None:
-        with _rendezvous():
-            self._store.set(f"joined/{self.rank}", "1")
-            pause = 0.001
-            while not self._store.check([f"joined/{rank}" for rank in range(self.world)]):
-                if cancelled():
-                    self._store.set("abort", "1")
-                if self._store.check(["abort"]):
-                    raise TransferError("the transfer was called off while its ranks were still meeting")
-                try:
-                    deadline.left()
-                except TransferError as error:
-                    absent = ", ".join(map(str, absent_ranks(self._store, self.world)))
-                    raise TransferError(
-                        f"the communicator did not form within {deadline.seconds:g} s: ranks {absent} did not come"
-                    ) from error
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+    def _meet(self, meeting: Rendezvous, place: Place, deadline: Deadline) -> None:
+        meeting.set(f"joined/{self.rank}", json.dumps(place))
+
+        def late() -> str:
+            absent = ", ".join(map(str, absent_ranks(meeting.store, self.world)))
+            return f"the communicator did not form within {deadline.seconds:g} s: ranks {absent} did not come"
+
+        everyone = [f"joined/{rank}" for rank in range(self.world)]
+        meeting.wait(everyone, deadline, late, "while its ranks were still meeting")
+
+    def _connect(self, meeting: Rendezvous, host: str, device: torch.device, deadline: Deadline) -> None:
+        """Make a link to each group of receivers that has one."""
+        mapped = None
+        if self.rank == 0:
+            ways = self._choose(meeting, device, deadline)
+        else:
+            mapped = self._map(meeting, device, deadline)
+            ways = _read_ways(meeting, deadline)
+        members = {way: [0, *(rank for rank in ways if ways[rank] == way)] for way in set(ways.values())}
+        mine = {way: ranks for way, ranks in members.items() if self.rank in ranks}
+        # NCCL's before the others: its messages start before those that need the sender's host.
+        if "nccl" in mine:
+            self._links.append(NcclLink(meeting, self.rank, mine["nccl"], device, deadline))
+        if "ipc" in mine:
+            self._links.append(mapped or IpcSender(meeting, mine["ipc"][1:], device))
+        elif mapped is not None:
+            mapped.close()
+        if "gloo" in mine:
+            ranks, store = mine["gloo"], dist.PrefixStore("gloo", meeting.store)
+            self._links.append(GlooLink(store, ranks.index(self.rank), len(ranks), host, deadline))
+
+    def _choose(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> dict[int, Way]:
+        """The sender decides the way to each receiver, by rank. A receiver that cannot map its memory (in another
+        container, say) gets its weights by Gloo."""
+        places = [Place(*json.loads(meeting.get(f"joined/{rank}"))) for rank in range(self.world)]
+        ways = routes(places)
+        near = [rank for rank, way in ways.items() if way == "ipc"]
+        handle = ""
+        if near:
+            with suppress(TransferError, OSError):
+                handle = mailbox_handle(device)
+        meeting.set(_NEAR, json.dumps([near, handle]))
+
+        def absent() -> list[int]:
+            return [rank for rank in near if not meeting.has([f"mapped/{rank}"])]
+
+        answers = [f"mapped/{rank}" for rank in near]
+        meeting.wait(answers, deadline, lambda: _late("map the sender's memory", deadline), _CONNECTING, absent)
+        for rank in near:
+            if meeting.get(f"mapped/{rank}") != b"yes":
+                ways[rank] = "gloo"
+        meeting.set(_WAYS, json.dumps(ways))
+        return ways
+
+    def _map(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> IpcReceiver | None:
+        """A receiver tries to map the sender's memory where it is on the same GPU."""
+        meeting.wait([_NEAR], deadline, lambda: _late("choose its links", deadline), _CONNECTING)
+        near, handle = json.loads(meeting.get(_NEAR))
+        if self.rank not in near:
+            return None
+        mapped = None
+        if handle:
+            with suppress(TransferError):
+                mapped = IpcReceiver(meeting, self.rank, device, handle)
+        meeting.set(f"mapped/{self.rank}", "no" if mapped is None else "yes")
+        return mapped
+
+    @property
+    def ways(self) -> list[str]:
+        """By which links this rank sends or receives, for logs."""
+        return [type(link).__name__ for link in self._links]
 
     def ready(self) -> None:
         """A receiver is about to take the next version's messages. Raises TransferError."""
         self._version += 1
-        with _rendezvous():
-            self._store.set(f"ready/{self._version}/{self.rank}", "1")
+        self._met.set(f"ready/{self._version}/{self.rank}", "1")
 
-    def wait_ready(self, deadline: Deadline, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def wait_ready(self, deadline: Deadline) -> None:
         """The sender, before the next version's first message: returns when all receivers are `ready`.
 
-        A message cannot be called off, and one that nobody takes holds its sender until the deadline. So it is not
-        begun before everybody is there. Raises TransferError naming the ranks that did not come, or once
-        `cancelled()`."""
+        A message over Gloo cannot be called off, and one that nobody takes holds its sender until the deadline. So it
+        is not begun before everybody is there. Raises TransferError naming the ranks that did not come, or once it
+        was cancelled."""
         self._version += 1
-        pause = 0.0005
-        with _rendezvous():
-            while not self._store.check([f"ready/{self._version}/{rank}" for rank in range(1, self.world)]):
-                if cancelled():
-                    raise TransferError("the transfer was called off before its receivers were ready")
-                try:
-                    deadline.left()
-                except TransferError as error:
-                    raise TransferError(
-                        f"ranks {', '.join(map(str, self.late()))} were not ready within {deadline.seconds:g} s"
-                    ) from error
-                time.sleep(pause)
-                pause = min(2 * pause, 0.01)
+
+        def late() -> str:
+            return f"ranks {', '.join(map(str, self.late()))} were not ready within {deadline.seconds:g} s"
+
+        everyone = [f"ready/{self._version}/{rank}" for rank in range(1, self.world)]
+        self._met.wait(everyone, deadline, late, "before its receivers were ready")
 
     def late(self) -> list[int]:
         """Receivers that are not ready for the version that the sender waits with; none if the store is gone."""
         try:
-            return [r for r in range(1, self.world) if not self._store.check([f"ready/{self._version}/{r}"])]
-        except RuntimeError:
+            return [r for r in range(1, self.world) if not self._met.has([f"ready/{self._version}/{r}"])]
+        except TransferError:
             return []
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """Start sending (rank 0) or receiving `buffer`, a contiguous uint8 tensor. Messages arrive in order."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        options.timeout = deadline.left()
-        try:
-            return _Pending(self._group.broadcast([buffer], options), deadline)
-        except RuntimeError as error:
-            raise TransferError(f"the connection broke: {_first_line(error)}") from error
+        return _All([link.broadcast(buffer, deadline) for link in self._links])
 
     def close(self) -> None:
-        """Tear down without waiting for peers; safe to call twice and after errors."""
-        group, self._group = getattr(self, "_group", None), None
-        if group is not None:
-            # A peer's blocked read must end too: NCCL needs the abort, Gloo closes its sockets on release.
-            with contextlib.suppress(Exception):
-                group.abort()
-        self._store = None  # type: ignore[assignment]
+        """Tear down without waiting for peers; safe to call twice and after errors. Peers that still wait for a GPU
+        give up."""
+        links, self._links = self._links, []
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None and self._gpu:
+            meeting.call_off()
+        for link in links:
+            link.close()
+
+    @property
+    def _met(self) -> Rendezvous:
+        if self._meeting is None:
+            raise TransferError("the channel was closed")
+        return self._meeting
 
 
-@contextlib.contextmanager
-def _rendezvous() -> Iterator[None]:
-    """What the store raises is a TransferError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, TransferError):
-            raise
-        raise TransferError(f"the rendezvous broke: {_first_line(error)}") from error
+_NEAR, _WAYS = "near", "ways"
+
+
+def _late(what: str, deadline: Deadline) -> str:
+    return f"a rank of the transfer did not {what} within {deadline.seconds:g} s"
+
+
+def _read_ways(meeting: Rendezvous, deadline: Deadline) -> dict[int, Way]:
+    meeting.wait([_WAYS], deadline, lambda: _late("choose its links", deadline), _CONNECTING)
+    return {int(rank): way for rank, way in json.loads(meeting.get(_WAYS)).items()}
+
+
+def _place(device: torch.device | None) -> Place:
+    if device is None or device.type != "cuda":
+        return Place()
+    return Place(str(torch.cuda.get_device_properties(device).uuid), nccl_version())
 
 
 def absent_ranks(store: dist.Store, world: int) -> list[int]:
@@ -182,18 +225,13 @@ def absent_ranks(store: dist.Store, world: int) -> list[int]:
         return []
 
 
-class _Pending:
-    def __init__(self, work: Any, deadline: Deadline):
-        self._work = work
-        self._deadline = deadline
+class _All:
+    def __init__(self, handles: list[Handle]):
+        self._handles = handles
 
     def wait(self) -> None:
-        try:
-            self._work.wait(self._deadline.left())
-        except RuntimeError as error:
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(f"the connection broke or stalled: {_first_line(error)}") from error
+        for handle in self._handles:
+            handle.wait()
 
 
 def listen(host: str, deadline: Deadline) -> tuple[dist.TCPStore, int]:
@@ -229,23 +267,7 @@ def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, None, False, timeout=deadline.left(), wait_for_workers=False)
     except RuntimeError as error:
-        raise TransferError(f"no sender answers at {host}:{port}: {_first_line(error)}") from error
-
-
-def _local_address(peer: str) -> str:
-    """The address of this machine from which `peer` is reached: what other ranks can connect to."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return peer
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__
+        raise TransferError(f"no sender answers at {host}:{port}: {first_line(error)}") from error
 
 
 # ---------------------------------------------------------------- buckets in memory
@@ -309,7 +331,7 @@ def _view(buffer: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 def intact(buffer: torch.Tensor, bucket: Bucket) -> bool:
     """Whether the checksum that came with the bucket is that of its bytes."""
     sent = buffer[bucket.nbytes : message_bytes(bucket)].view(torch.int64)
-    return bool(torch.equal(sent, checksum(buffer[: bucket.nbytes])))
+    return not bool(torch.ne(sent, checksum(buffer[: bucket.nbytes])).any())
 
 
 _ROW = 2048

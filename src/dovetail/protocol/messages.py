@@ -275,6 +275,9 @@ class HeartbeatReply(Message):
 
 # ---------------------------------------------------------------- weight transfer
 
+CALLED_OFF = "the transfer was called off"
+"""In the error of a rank that gave up because another rank had failed or the sender was told to."""
+
 
 class Bucket(Message):
     """Tensors, or one sender's parts of them, packed one after the other into one buffer of `nbytes`. Each starts at a

@@ -251,15 +251,26 @@ class WeightSender:
                     world = 1 + sum(r.world for r in receivers)
                     try:
                         line.channel = Channel(
-                            self._backend, line.store, 0, world, self._host, deadline, self._cancelled
+                            self._backend,
+                            line.store,
+                            0,
+                            world,
+                            self._host,
+                            deadline,
+                            lambda: self._cancelled(),
+                            self._groups.device,
                         )
                     except TransferError as error:
-                        raise TransferError(f"{error}{_names(receivers, absent_ranks(line.store, world))}") from error
+                        late = error.ranks or absent_ranks(line.store, world)
+                        raise TransferError(f"{error}{_names(receivers, late)}") from error
                 try:
-                    line.channel.wait_ready(deadline, self._cancelled)
+                    line.channel.wait_ready(deadline)
                 except TransferError as error:
                     raise TransferError(f"{error}{_names(receivers, line.channel.late())}") from error
-                return self._stream(model, parts, line.channel, deadline)
+                try:
+                    return self._stream(model, parts, line.channel, deadline)
+                except TransferError as error:
+                    raise TransferError(f"{error}{_names(receivers, error.ranks)}") from error
             except BaseException:
                 self._hang_up(model)
                 with suppress(TransferError):

@@ -14,10 +14,11 @@ import aiohttp
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
 from dovetail.coordinator.weights.offers import ReceiverError, push_offer
 from dovetail.coordinator.weights.probing import ProbedServer, prove
-from dovetail.protocol.messages import CommandResult, Offer, Publish, Receiver
+from dovetail.protocol.messages import CALLED_OFF, CommandResult, Offer, Publish, Receiver
 
 GRACE_SECONDS = 10.0
-# Receivers that fail within this time after the first one may be the cause. Later ones only waited for them.
+# Receivers that fail within this time after the first one may be the cause. Later ones only waited for them. So did
+# those that say that the transfer was called off.
 BLAME_SECONDS = 1.0
 
 
@@ -107,8 +108,9 @@ class Publisher:
         errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
         failed: dict[str, float] = {}
 
-        def fail(name: str, _: str) -> None:
-            failed[name] = time.monotonic()
+        def fail(name: str, error: str) -> None:
+            if CALLED_OFF not in error:
+                failed[name] = time.monotonic()
             self._trainers.cancel(command.id)
 
         try:

@@ -1,0 +1,76 @@
+"""Messages over Gloo, from host memory to host memory."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dovetail.models.compat import gloo_group
+from dovetail.models.links.deadline import Deadline, Handle, TransferError, first_line
+
+
+class GlooLink:
+    """Rank 0 sends, ranks 1 to `world` - 1 receive. What is on a GPU travels through host memory."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, host: str, deadline: Deadline):
+        """`host`: where the sender is. Raises TransferError."""
+        self._rank = rank
+        try:
+            self._group: Any = gloo_group(store, rank, world, local_address(host), deadline.left())
+        except RuntimeError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the ranks met but could not connect: {first_line(error)}") from error
+
+    def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
+        """See `Link`."""
+        host = buffer
+        if buffer.is_cuda:
+            host = buffer.cpu() if self._rank == 0 else torch.empty(buffer.numel(), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = deadline.left()
+        try:
+            work = self._group.broadcast([host], options)
+        except RuntimeError as error:
+            raise TransferError(f"the connection broke: {first_line(error)}") from error
+        return _Pending(work, deadline, host, buffer if self._rank else host)
+
+    def close(self) -> None:
+        """See `Link`: a peer's blocked read ends as well."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):
+                group.abort()
+
+
+class _Pending:
+    def __init__(self, work: Any, deadline: Deadline, host: torch.Tensor, target: torch.Tensor):
+        self._work, self._deadline = work, deadline
+        self._host, self._target = host, target
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(self._deadline.left())
+        except RuntimeError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"the connection broke or stalled: {first_line(error)}") from error
+        if self._target is not self._host:
+            self._target.copy_(self._host)
+
+
+def local_address(peer: str) -> str:
+    """The address of this machine from which `peer` is reached: what other ranks can connect to."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return peer

@@ -1,0 +1,11 @@
+"""C libraries of NVIDIA that torch has loaded already."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def library(soname: str, function: str) -> ctypes.CDLL:
+    """The library that this process already uses for `function`; else the one called `soname`. Raises OSError."""
+    process = ctypes.CDLL(None)
+    return process if hasattr(process, function) else ctypes.CDLL(soname)
