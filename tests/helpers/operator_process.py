@@ -85,6 +85,9 @@ class OperatorProcess:
             "DOVETAIL_NAMESPACES": ",".join(namespaces),
             "DOVETAIL_HEALTH_PORT": str(self.port),
             "PYTHONUNBUFFERED": "1",
+            # The nodes' GPUs are names only: the processes run on CPUs.
+            "DOVETAIL_TRAINER_CAPABILITIES": "any",
+            "DOVETAIL_ROLLOUT_CAPABILITIES": "any",
             **variables,
         }
         with self.log.open("ab") as log:

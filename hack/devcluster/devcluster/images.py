@@ -25,6 +25,8 @@ BUSYBOX = Path("/bin/busybox")
 PASSWD = f"root:x:0:0:root:/root:/bin/sh\ndovetail:x:{USER}:{USER}:dovetail:/tmp:/bin/sh\n"
 GROUP = f"root:x:0:\ndovetail:x:{USER}:\n"
 APPLICATIONS = ("operator", "trainer", "rollout")
+# What examples/quickstart-cluster.yaml names for its V100s.
+EXAMPLE_IMAGE = "registry.example.com/dovetail/rollout:0.1.0-cu126"
 
 
 def repository_python() -> Path:
@@ -132,7 +134,7 @@ def busybox() -> list[Image]:
 
 def application() -> Image:
     """One image for operator, trainer and rollout: its programs are this machine's, mounted by the runtime."""
-    names = tuple(f"dovetail-dev/{name}:dev" for name in APPLICATIONS)
+    names = (*(f"dovetail-dev/{name}:dev" for name in APPLICATIONS), EXAMPLE_IMAGE)
     links = {name: f"usr/{name}" for name in ("bin", "sbin", "lib", "lib64")}
     mounts = {name.lstrip("/"): 0o755 for name, path in host_mounts().items() if path.is_dir()}
     environment = {

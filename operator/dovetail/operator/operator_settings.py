@@ -10,17 +10,20 @@ from typing import Any
 
 import yaml
 
+from dovetail.gpus.kernels import read_capability
+
 _IMAGE = "dovetail/{}:0.1.0"
 
 
 @dataclass(frozen=True)
 class OperatorSettings:
     """`api_account`: the status API's ServiceAccount in `namespace`; empty: there is no API. Images are those of groups
-    that name none. `pod_template` is a strategic merge patch of every pod, applied before the group's own.
-    `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose manifest names none; an empty
-    class means the cluster's default. Seconds and bytes as Kubernetes writes them; `nodes_seconds` 0: nodes are not
-    looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free. `metrics_from`:
-    NetworkPolicyPeers that may scrape jobs; empty: nobody may."""
+    that name none. `*_capabilities`: the compute capabilities that these have kernels for, as 8.0; empty: those of
+    Dovetail's own images; `any`: not checked. `pod_template` is a strategic merge patch of every pod, applied before
+    the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose manifest names
+    none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them; `nodes_seconds` 0:
+    nodes are not looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free.
+    `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -29,6 +32,8 @@ class OperatorSettings:
     coordinator_image: str = _IMAGE.format("operator")
     trainer_image: str = _IMAGE.format("trainer")
     rollout_image: str = _IMAGE.format("rollout")
+    trainer_capabilities: tuple[str, ...] = ()
+    rollout_capabilities: tuple[str, ...] = ()
     pull_secrets: tuple[str, ...] = ()
     pod_template: dict[str, Any] = field(default_factory=dict)
     surplus_priority_class: str = ""
@@ -57,6 +62,8 @@ class OperatorSettings:
                 found[name] = _template(Path(text))
             elif name == "metrics_from":
                 found[name] = _peers(text)
+            elif name.endswith("_capabilities"):
+                found[name] = _capabilities(name, text)
             elif isinstance(default, tuple):
                 found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
             else:
@@ -65,6 +72,17 @@ class OperatorSettings:
                 except ValueError as error:
                     raise ValueError(f"DOVETAIL_{name.upper()} is {text!r}, not a number") from error
         return OperatorSettings(**found)
+
+
+def _capabilities(name: str, text: str) -> tuple[str, ...]:
+    given = tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        for part in given:
+            if part != "any":
+                read_capability(part)
+    except ValueError as error:
+        raise ValueError(f"DOVETAIL_{name.upper()}: {error}") from error
+    return given
 
 
 def _template(path: Path) -> dict[str, Any]:

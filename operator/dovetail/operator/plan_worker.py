@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
 from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP, JOBSET
 from dovetail.manifest.checks.rules import check
@@ -16,11 +17,13 @@ from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.operator.cluster.object_cache import Key
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import spec_hash
 from dovetail.operator.render.context import digest
+from dovetail.planner.placement.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
 REMEMBERED = 5000
@@ -95,13 +98,32 @@ def _remember(known: dict[str, V], key: str, value: V) -> None:
     known[key] = value
 
 
+def image_check(settings: OperatorSettings) -> Callable[[RLHFJobSpec], list[str]]:
+    """`image_errors` for the images of the operator's settings."""
+    trainer, rollout = map(_architectures, (settings.trainer_capabilities, settings.rollout_capabilities))
+    return lambda spec: image_errors(spec, trainer, rollout)
+
+
+def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
+    if not given or ANY in given:
+        return given or DEFAULT_ARCHITECTURES
+    return tuple("sm_{}{}".format(*read_capability(text)) for text in given)
+
+
 class Planner:
     """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
-    without work. `make` must be importable; default: `dovetail.planner.plan.make_plan`."""
+    without work. `make` must be importable; default: `dovetail.planner.plan.make_plan`. `problems`: sentences for a job
+    that is not planned, as its images do not serve its GPUs."""
 
-    def __init__(self, seconds: float, make: Callable[[RLHFJobSpec], Plan] | None = None) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        make: Callable[[RLHFJobSpec], Plan] | None = None,
+        problems: Callable[[RLHFJobSpec], list[str]] = image_errors,
+    ) -> None:
         self._seconds = seconds
         self._make = make
+        self._problems = problems
         self._lock = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -128,6 +150,8 @@ class Planner:
             same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
             if (same or jobset is not None) and (plan := read.stored(made, self._stored)) is not None:
                 return job, plan
+        if errors := self._problems(job.spec):
+            return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
         found = self._known.get(wanted)
         if found is None:
             async with self._lock:

@@ -22,7 +22,7 @@ from dovetail.operator.handlers import watch
 from dovetail.operator.log import log
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
-from dovetail.operator.plan_worker import Planner
+from dovetail.operator.plan_worker import Planner, image_check
 from dovetail.protocol import serving
 
 # A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.
@@ -112,7 +112,8 @@ async def _guard(lock: Lock, work: object) -> None:
 
 async def _operate(settings: OperatorSettings, client: Client, metrics: OperatorMetrics, health: ProbeHealth) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
-    planner, stop = Planner(settings.planner_seconds), threading.Event()
+    planner = Planner(settings.planner_seconds, problems=image_check(settings))
+    stop = threading.Event()
     async with coordinator_http.session() as session:
         coordinators = CoordinatorPoller(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)

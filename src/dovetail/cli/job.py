@@ -46,9 +46,13 @@ def load_job(
     from dovetail.cli.planning import configurations, hardware, local_profile
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
+    from dovetail.planner.placement.images import image_errors
     from dovetail.planner.plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)
+    # On this machine no image is used: each process asks its own torch.
+    if cpu is None and (errors := image_errors(job.spec, measured=hardware(hardware_path))):
+        raise ManifestError(errors)
     configs = configurations(job.spec, base)
     measured = local_profile(profile_path, run_dir or Path("runs") / job.metadata.name)
     made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured)
