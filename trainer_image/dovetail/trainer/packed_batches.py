@@ -89,6 +89,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def moved_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """`moved` of tensors of one shape, to a GPU in one copy."""
+    return tensors if device.type == "cpu" else list(moved(torch.stack(tensors), device).unbind())
+
+
 def unpacked(values: Tensor, where: Tensor) -> Tensor:
     """`values` (n,) at the n places that `where` (B, T) bool marks, row by row, and 0 elsewhere: (B, T)."""
     where = moved(where, values.device)

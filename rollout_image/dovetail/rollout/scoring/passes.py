@@ -27,8 +27,8 @@ HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "valu
 # sequence. So a sample's scores are the same to the last bit whatever it is scored with, and neither inter-stage fusion
 # nor the number of scorers changes a run.
 ROWS = 16
-# A float32 chunk of a pass's logits stays below this.
-CHUNK_BYTES = 4 * 2**20
+# A float32 chunk of a pass's logits stays below this: on a CPU what its caches hold, on a GPU enough to fill it.
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 64 * 2**20
 
 
 class NotReady(Exception):
@@ -43,7 +43,8 @@ def filled(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) in `rows` at `tokens`: (n, V), (m,), (m,) -> (m,) float32; as the trainer's
     `gather_logprobs`."""
-    step = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
+    limit = CPU_CHUNK_BYTES if logits.device.type == "cpu" else GPU_CHUNK_BYTES
+    step = max(1, limit // (4 * logits.shape[1]))
     parts = []
     for start in range(0, len(tokens), step):
         x = logits[rows[start : start + step]].float()

@@ -6,13 +6,15 @@ row."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 
+# Of the entropy: nothing, its value, or also its gradient.
+Entropy = Literal["none", "value", "gradient"]
 # Of wide logits at a time: on a CPU what stays in its cache, on a GPU enough to fill it.
 CPU_CHUNK_BYTES = 2**20
 
@@ -33,9 +35,7 @@ class _TokenStatistics(torch.autograd.Function):
     d log p_i / d x_j = [i = j] - p_j;  d H / d x_j = -p_j (log p_j + H)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, wanted: Entropy) -> tuple[Tensor, Tensor]:
         wide = _wide(logits.dtype)
         logprobs = torch.empty(len(tokens), dtype=wide, device=logits.device)
         entropy = torch.zeros_like(logprobs)
@@ -44,29 +44,35 @@ class _TokenStatistics(torch.autograd.Function):
             part = slice(start, start + step)
             logp = torch.log_softmax(_scaled(logits[part], temperature), dim=-1, dtype=wide)
             logprobs[part] = logp.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1)
-            if with_entropy:
+            if wanted != "none":
                 entropy[part] = -_times_logp(logp.exp(), logp).sum(-1)
-        ctx.save_for_backward(logits, tokens, entropy)
         ctx.temperature = temperature
-        ctx.with_entropy = with_entropy
+        ctx.with_entropy = wanted == "gradient"
+        if ctx.with_entropy:
+            ctx.save_for_backward(logits, tokens, entropy)
+        else:
+            ctx.mark_non_differentiable(entropy)
+            ctx.save_for_backward(logits, tokens)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, tokens, entropy = ctx.saved_tensors
+        logits, tokens, *entropies = ctx.saved_tensors
+        wide = _wide(logits.dtype)
         grad = torch.empty_like(logits)
-        step = _rows(logits, entropy.element_size())
+        step = _rows(logits, wide.itemsize)
         for start in range(0, len(tokens), step):
             part = slice(start, start + step)
             x = _scaled(logits[part], ctx.temperature)
             g = grad_logprobs[part].unsqueeze(-1) / ctx.temperature
             if ctx.with_entropy:
-                logp = torch.log_softmax(x, dim=-1, dtype=entropy.dtype)
+                (entropy,) = entropies
+                logp = torch.log_softmax(x, dim=-1, dtype=wide)
                 p = logp.exp()
                 u = grad_entropy[part].unsqueeze(-1) / ctx.temperature
                 d = -p * g - _times_logp(p, logp + entropy[part].unsqueeze(-1)) * u
             else:
-                d = torch.softmax(x, dim=-1, dtype=entropy.dtype).mul_(-g)
+                d = torch.softmax(x, dim=-1, dtype=wide).mul_(-g)
             grad[part] = d.scatter_add_(-1, tokens[part].unsqueeze(-1), g)
         return grad, None, None, None
 
@@ -80,13 +86,13 @@ def _times_logp(p: Tensor, logp: Tensor) -> Tensor:
     return torch.where(p > 0, p * logp, 0.0)
 
 
-def _statistics(logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float, wanted: Entropy) -> tuple[Tensor, Tensor]:
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} do not match")
     flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _TokenStatistics.apply(flat, tokens.reshape(-1).long(), temperature, with_entropy)
+    logprobs, entropy = _TokenStatistics.apply(flat, tokens.reshape(-1).long(), temperature, wanted)
     return logprobs.reshape(tokens.shape), entropy.reshape(tokens.shape)
 
 
@@ -96,15 +102,18 @@ def gather_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
     logits (..., V) of any float dtype; tokens (...) integer, already aligned (logits[:, t] predicts tokens[:,
     t]). Returns (...) in float32 (float64 for float64 logits). Differentiable in the logits.
     Raises ValueError when shapes differ or temperature is not positive."""
-    return _statistics(logits, tokens, temperature, False)[0]
+    return _statistics(logits, tokens, temperature, "none")[0]
 
 
-def logprobs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`gather_logprobs`, and the entropy in nats of each row's distribution, (...); both differentiable."""
-    return _statistics(logits, tokens, temperature, True)
+def logprobs_and_entropy(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, differentiable: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`gather_logprobs`, and the entropy in nats of each row's distribution, (...), in the same pass; both
+    differentiable, the entropy only if `differentiable`."""
+    return _statistics(logits, tokens, temperature, "gradient" if differentiable else "value")
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) -> (...), float32."""
     tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return _statistics(logits, tokens, temperature, True)[1]
+    return _statistics(logits, tokens, temperature, "gradient")[1]

@@ -23,7 +23,9 @@ from dovetail.models import PipelineStage
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
-from dovetail.trainer.engine.measure import ActionStopwatch, SavedBytes
+from dovetail.trainer.engine.measure import ActionStopwatch, AllocatedBytes, Meter, SavedBytes
+from dovetail.trainer.engine.optim import local
+from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.packed_batches import Packed
 
@@ -71,6 +73,13 @@ class Pipe:
     def weights(self) -> Iterator[Parameter]:
         """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch."""
         return (p for p in self.stage.parameters() if p.requires_grad)
+
+    def gathered_bytes(self) -> int:
+        """Of this stage's weights when FSDP2 has gathered them, without its padding."""
+        if not is_sharded(self.stage):
+            return 0
+        shards = int(self.groups.mesh["dp"].size())
+        return sum(int(local(p).numel()) for p in self.stage.parameters()) * shards * int(self.dtype.itemsize)
 
     def boundary(self) -> torch.Size:
         """The shape (1, tokens, H) of what crosses a stage boundary for the micro-batch of middling size."""
@@ -183,7 +192,10 @@ class Executor:
         self._saved: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._split: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._sends: dict[tuple[str, str, int], tuple[Any, Tensor, int]] = {}
-        self._meters = {name: SavedBytes(pipe.stage.parameters()) for name, pipe in pipes.items()}
+        self._meters: dict[str, Meter] = {
+            name: AllocatedBytes(device) if self.nccl else SavedBytes(pipe.stage.parameters())
+            for name, pipe in pipes.items()
+        }
         self._splits: set[str] = set()  # models with split backwards
         self.peak_saved = 0  # most micro-batches whose activations were held at once, all models together
 
@@ -238,6 +250,9 @@ class Executor:
         if pipe.before_forward is not None:
             pipe.before_forward(action.micro_batch % pipe.mini_batch)
         meter = self._meters[action.model]
+        if isinstance(meter, AllocatedBytes):
+            # The mini-batch's first forward pass gathers the weights, which stay until its last backward pass.
+            meter.gathered = 0 if action.micro_batch % pipe.mini_batch else pipe.gathered_bytes()
         with (
             torch.set_grad_enabled(training),
             self.watch.time((action.model, "F", action.micro_batch)),

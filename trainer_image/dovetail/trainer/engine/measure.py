@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,33 @@ class ActionStopwatch:
     def seconds(self) -> dict[Key, float]:
         """The seconds of each block. Waits for the device."""
         return {key: seconds for key, (_, seconds) in self.spans().items()}
+
+
+class Meter(Protocol):
+    """`bytes` of activations that the `with` keeps for the backward pass."""
+
+    bytes: int
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class AllocatedBytes:
+    """Bytes of device memory that are allocated at the end of the `with` and were not at its begin, `gathered` less:
+    weights that came whole meanwhile. It costs the host nothing much, where `SavedBytes` looks at every tensor."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gathered = 0
+        self.bytes = 0
+
+    def __enter__(self) -> AllocatedBytes:
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bytes = max(0, torch.cuda.memory_allocated(self._device) - self._before - self.gathered)
 
 
 class SavedBytes:

@@ -16,12 +16,22 @@ from dovetail.protocol.messages import Action, Step
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
-from dovetail.trainer.algorithms.logprobs import entropy, gather_logprobs, logprobs_and_entropy
+from dovetail.trainer.algorithms.logprobs import gather_logprobs, logprobs_and_entropy
 from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, value_loss
 from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, mini_batches, moved, read, split, split_padded, unpacked
+from dovetail.trainer.packed_batches import (
+    Packed,
+    Sequences,
+    mini_batches,
+    moved,
+    moved_together,
+    read,
+    split,
+    split_padded,
+    unpacked,
+)
 from dovetail.trainer.steps.experience_batch import (
     PPOSamples,
     Targets,
@@ -253,31 +263,26 @@ def _actor_micro_batch(
     def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
         logits = _logits(output)
         device = logits.device
-        wanted = moved(packed.targets, device)
-
-        def cut(table: Tensor) -> Tensor:
-            return moved(table[rows][keep], device)
-
-        if config.entropy_coef > 0:
-            logprobs, spread = logprobs_and_entropy(logits, wanted, temperature)
-        else:
-            logprobs = gather_logprobs(logits, wanted, temperature)
-            with torch.no_grad():
-                spread = entropy(logits, temperature)
-        shares = None if share is None else share.float().unsqueeze(1).expand(keep.shape)[keep]
-        aggregated = None if shares is None else moved(shares, device)
+        wanted, sequence_ids = moved_together([packed.targets, keep.nonzero()[:, 0]], device)
+        tables = [goals.old_logprobs, samples.rollout_logprobs, samples.ref_logprobs, goals.advantages]
+        tables += [] if goals.weights is None else [goals.weights]
+        shares = [] if share is None else [share.float().unsqueeze(1).expand(keep.shape)[keep]]
+        columns = moved_together([*(table[rows][keep] for table in tables), *shares], device)
+        old_logprobs, rollout_logprobs, ref_logprobs, advantages, *factors = columns
+        aggregated = None if share is None else factors[-1]
         weights = aggregated
         if goals.weights is not None:
-            weights = cut(goals.weights) if weights is None else weights * cut(goals.weights)
+            weights = factors[0] if aggregated is None else aggregated * factors[0]
+        logprobs, spread = logprobs_and_entropy(logits, wanted, temperature, config.entropy_coef > 0)
         inputs = LossInputs(
             tokens=wanted,
-            sequence_ids=moved(keep.nonzero()[:, 0], device),
+            sequence_ids=sequence_ids,
             mask=torch.ones_like(wanted, dtype=torch.bool),
             logprobs=logprobs,
-            old_logprobs=cut(goals.old_logprobs),
-            rollout_logprobs=cut(samples.rollout_logprobs),
-            ref_logprobs=cut(samples.ref_logprobs),
-            advantages=cut(goals.advantages),
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            ref_logprobs=ref_logprobs,
+            advantages=advantages,
             entropy=spread.detach(),
             config=config,
             kl_coef=goals.kl_coef,
@@ -328,11 +333,11 @@ def _value_part(
     old_values = returns if goals.old_values is None else goals.old_values
 
     def loss(values: Tensor) -> tuple[Tensor, Stats]:
-        device = values.device
+        old, new = moved_together([old_values[rows][keep], returns[rows][keep]], values.device)
         total, stats = value_loss(
             values,
-            moved(old_values[rows][keep], device),
-            moved(returns[rows][keep], device),
+            old,
+            new,
             torch.ones_like(values, dtype=torch.bool),
             normaliser=max(1, mini.response_tokens),
             clip=context.spec.ppo.value_clip,
