@@ -59,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**GATED, "head_dim": 32, "moe_intermediate_size": 64, **EXPERTS, "norm_topk_prob": True},
     "phi3": {**GATED, "sliding_window": 8},
     "gpt_neox": {**COMMON, "intermediate_size": 96, "initializer_range": 0.1},
+    "gpt_oss": {**GATED, "head_dim": 32, "intermediate_size": 64, "sliding_window": 8, **EXPERTS},
 }
 # Others are served once, with the head that they mostly have.
 BOTH = ("llama", "qwen2", "qwen3", "opt")

@@ -56,6 +56,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 5, "resid_pdrop": 0.1},
     "gpt_neox": {"intermediate_size": 48, "hidden_dropout": 0.1},
+    "gpt_oss": {
+        "intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+    },
 }
 
 

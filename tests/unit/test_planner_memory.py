@@ -66,6 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "phi3": {**SMALL, "model_type": "phi3", "pad_token_id": 0},
     "gpt_neox": {**SMALL, "model_type": "gpt_neox"},
+    "gpt_oss": {**SMALL, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 # Published: the models' cards.
 PUBLISHED = {
@@ -130,7 +131,7 @@ def test_published_sizes(name: str) -> None:
         ("qwen2", torch.bfloat16),
         ("qwen3", torch.float32),
         ("opt", torch.bfloat16),
-        *((name, torch.float32) for name in ("gemma2", "gemma3_text", "qwen3_moe", "phi3", "gpt_neox")),
+        *((name, torch.float32) for name in ("gemma2", "gemma3_text", "qwen3_moe", "phi3", "gpt_neox", "gpt_oss")),
     ],
 )
 def test_saved_activations_are_what_autograd_keeps(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

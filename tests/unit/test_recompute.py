@@ -34,6 +34,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**COMMON, "intermediate_size": 80, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3": {**COMMON, "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 16},
     "opt": {**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 16},
+    # Experts, a window and sinks.
+    "gpt_oss": {
+        **COMMON,
+        "intermediate_size": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+    },
 }
 CPU = torch.device("cpu")
 

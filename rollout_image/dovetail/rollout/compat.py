@@ -29,6 +29,16 @@ PRIVATE = (
         "what a reload that broke off left in a fused module must be dropped before the next one",
     ),
     Private(
+        "vllm.model_executor.model_loader.reload.layerwise:_layerwise_process",
+        SEEN,
+        "gpt-oss copies sinks and experts past their loaders, for which a reload waits; their reload is ended by hand",
+    ),
+    Private(
+        "vllm.model_executor.model_loader.reload.meta:materialize_layer",
+        SEEN,
+        "the same modules need memory for what is copied into them",
+    ),
+    Private(
         "vllm.v1.sample.logits_processor.builtin:process_dict_updates",
         SEEN,
         "a logits processor keeps its requests by their place in the batch; this follows moves and swaps",
@@ -122,15 +132,31 @@ def holds_partial_loads(model: Any) -> bool:
 def begin_reload(model: Any) -> None:
     """New weights come for `model`, through its `load_weights`."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
     initialize_layerwise_reload(model)
+    for module in _written_directly(model):
+        materialize_layer(module, get_layerwise_info(module))
 
 
 def finish_reload(model: Any, model_config: Any) -> None:
     """All weights have come."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 
+    for module in _written_directly(model):
+        if (info := get_layerwise_info(module)).can_load():
+            _layerwise_process(module, info)
     finalize_layerwise_reload(model, model_config)
+
+
+def _written_directly(model: Any) -> list[Any]:
+    """The modules of a gpt-oss model whose parameters its `load_weights` copies into, past their loaders. A layerwise
+    reload waits for the loaders only, and would put the older weights back."""
+    if type(model).__name__ != "GptOssForCausalLM":
+        return []
+    return [module for module in model.modules() if {"sinks", "w13_weight"} & module._parameters.keys()]
 
 
 def follow_batch(rows: dict[int, Any], batch_update: Any, new: Any) -> None:

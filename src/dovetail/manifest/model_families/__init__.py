@@ -5,6 +5,7 @@ from __future__ import annotations
 from dovetail.manifest.model_families.family import LinearPart, ModelFamily
 from dovetail.manifest.model_families.gemma import GEMMA2, GEMMA3
 from dovetail.manifest.model_families.gpt_neox import GPT_NEOX
+from dovetail.manifest.model_families.gpt_oss import GPT_OSS
 from dovetail.manifest.model_families.llama import LLAMA
 from dovetail.manifest.model_families.mistral import MISTRAL
 from dovetail.manifest.model_families.opt import OPT
@@ -17,5 +18,6 @@ __all__ = ["MODEL_FAMILIES", "LinearPart", "ModelFamily"]
 
 # By `model_type` of config.json.
 MODEL_FAMILIES: dict[str, ModelFamily] = {
-    family.name: family for family in (LLAMA, QWEN2, QWEN3, OPT, MISTRAL, GEMMA2, GEMMA3, QWEN3_MOE, PHI3, GPT_NEOX)
+    family.name: family
+    for family in (LLAMA, QWEN2, QWEN3, OPT, MISTRAL, GEMMA2, GEMMA3, QWEN3_MOE, PHI3, GPT_NEOX, GPT_OSS)
 }

@@ -1,0 +1,64 @@
+"""Whole jobs of models with kinds of layers that Llama has not: what vLLM says of its samples, the trainers say too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from dovetail.manifest.checks.validation import check
+from helpers.jobs import history, run_job, tiny_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "sliding_window": 8,
+}
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    # Experts and sinks, whole on one stage.
+    "gpt_oss": (1, {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # On one stage the window, on the other none, with other rotary frequencies; a tied and scaled embedding.
+    "gemma3_text": (2, {**SIZES, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
+    """Responses are longer than the window."""
+    pp, config = KINDS[family]
+    job = tiny_job(
+        stages=["ppo"],
+        models={
+            "actor": {"source": {"scratch": {"architecture": family, "config": config}}},
+            "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
+        },
+        ppo={"iterations": 2, "advantage": "grpo", "samplesPerPrompt": 4, "actorOptimizer": {"learningRate": 3.0e-3}},
+        groups=[
+            {"name": "trainers", "roles": ["trainer"], "replicas": pp},
+            {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
+        ],
+        plan={"parallelism": {"actor": {"pp": pp}}},
+        generation={"maxTokens": 24},
+        checkpoint={"everySteps": 100},
+    )
+    assert check(job.spec) == []
+    outcome, _ = run_job(job, tmp_path)
+    assert outcome.succeeded, outcome.reason
+    rows = history(tmp_path, "ppo")
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        assert row["mismatch_abs"] < 1e-4, row
+        assert row["actor_grad_norm"] > 0
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "actor", output_loading_info=True)
+    assert not report["unexpected_keys"]
+    assert not report["missing_keys"]
