@@ -156,6 +156,22 @@ def test_rules_say_what_dovetail_validate_says(dry_run, changes, sentence):
             assert told in sentences(refused), refused
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "most"),
+    [("7up", "rollouts", 1), ("x" * 42, "rollouts", 1), ("x" * 41, "y" * 12, 1), ("x" * 41, "y" * 11, 11)],
+)
+def test_names_that_no_object_could_have_are_refused_in_one_sentence(dry_run, name, group, most):
+    trainers, rollouts = GOOD["spec"]["groups"]
+    rollouts = {key: value for key, value in rollouts.items() if "eplicas" not in key}
+    manifest = {**GOOD, "metadata": {"name": name}}
+    manifest["spec"] = GOOD["spec"] | {"groups": [trainers, rollouts | {"name": group, "maxReplicas": most}]}
+    with pytest.raises(ManifestError) as error:
+        parse_manifest(yaml.safe_dump(manifest))
+    assert dry_run.create(manifest) == f"metadata.name: Invalid value: {error.value}"
+    manifest["metadata"]["name"] = "up"
+    assert dry_run.create(manifest) == ""
+
+
 @pytest.mark.parametrize("name", ["a.b", "x" * 64])
 def test_names_are_those_that_pods_can_have(dry_run, name):
     manifest = {**GOOD, "metadata": {"name": name}}

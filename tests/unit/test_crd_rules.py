@@ -6,6 +6,7 @@ import pytest
 
 from dovetail.manifest.checks.cel import CelRule
 from dovetail.manifest.checks.immutable import CHANGEABLE, FIXED, TRANSITION_RULES
+from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.describe.crd import crd
 
@@ -55,7 +56,7 @@ def test_sentences_name_the_field_and_are_whole(rule):
 
 def test_all_rules_are_in_the_schema():
     found = list(validations())
-    assert len(found) == len(CEL_RULES) + len(TRANSITION_RULES)
+    assert len(found) == len(NAME_RULES) + len(CEL_RULES) + len(TRANSITION_RULES)
     assert all(("message" in rule) != ("messageExpression" in rule) for _, rule in found)
 
 

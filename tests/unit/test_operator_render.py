@@ -17,7 +17,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.merge import MergeError, merge
-from dovetail.operator.render.objects import jobset, name_problem, supporting_objects, surplus_jobs
+from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
@@ -212,14 +212,6 @@ def test_the_hash_follows_what_a_plan_depends_on():
     assert spec_hash(one) == spec_hash(a_context(suspend=True).job)
     assert spec_hash(one) == spec_hash(a_context(activeDeadlineSeconds=5).job)
     assert spec_hash(one) != spec_hash(a_context(seed=5).job)
-
-
-def test_names_too_long_for_pods_are_refused():
-    assert name_problem(a_context()) is None
-    groups = [{"name": "train", "roles": ["trainer"]}, {"name": "g" * 45, "roles": ["rollout"]}]
-    assert "shorten" in name_problem(a_context(groups=groups))
-    groups = [{"name": "coordinator", "roles": ["trainer"]}, {"name": "gen", "roles": ["rollout"]}]
-    assert "coordinator" in name_problem(a_context(groups=groups))
 
 
 def test_documents_are_json():

@@ -26,7 +26,6 @@ PRIORITY_LABEL = f"{KUEUE}priority-class"
 VOLUME_MOUNT = "/var/dovetail"
 CONFIG_MOUNT = "/etc/dovetail"
 CLAIMS_MOUNT = "/var/dovetail-claims"
-LONGEST_POD_NAME = 63
 
 
 def plan_config_map(job: str) -> str:

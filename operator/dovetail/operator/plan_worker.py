@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
 from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP, JOBSET
+from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
@@ -40,7 +41,7 @@ def read_job(document: Object) -> RLHFJob | PlanRefused:
         job = parse(manifest | {"spec": document.get("spec")})
     except ManifestError as error:
         return PlanRefused(reasons.INVALID_SPEC, str(error))
-    if errors := check(job.spec):
+    if errors := [*check_name(job.metadata.name, job.spec), *check(job.spec)]:
         return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
     return job.model_copy(update={"spec": resolve(job.spec)})
 

@@ -35,7 +35,7 @@ from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import WITH_PODS, jobset, name_problem, supporting_objects, surplus_jobs
+from dovetail.operator.render.objects import WITH_PODS, jobset, supporting_objects, surplus_jobs
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
@@ -103,14 +103,10 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
     conditions = Conditions(old.conditions, generation, now)
     status = old.model_copy(update={"observed_generation": generation})
     planned = seen.planned
-    uid = str(seen.document["metadata"]["uid"])
-    if not isinstance(planned, PlanRefused):
-        mine, room = _jobset(seen), seen.outlook.room or {}
-        context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
-        if problem := name_problem(context):
-            planned = PlanRefused(reasons.INVALID_SPEC, problem)
     if isinstance(planned, PlanRefused):
         return _refused(planned, conditions, status)
+    uid, mine, room = str(seen.document["metadata"]["uid"]), _jobset(seen), seen.outlook.room or {}
+    context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
     made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
     plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
     status = status.model_copy(update={"plan": plan})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from dovetail.kube import names
 from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
@@ -26,9 +25,8 @@ from dovetail.operator.render.service import service
 from dovetail.operator.render.service_account import service_account
 from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
-from dovetail.protocol.process_names import COORDINATOR
 
-__all__ = ["SUPPORTING", "WITH_PODS", "jobset", "name_problem", "supporting_objects", "surplus_jobs"]
+__all__ = ["SUPPORTING", "WITH_PODS", "jobset", "supporting_objects", "surplus_jobs"]
 
 # Without pods there is nothing to evict.
 WITH_PODS = {DISRUPTION_BUDGET.kind}
@@ -52,23 +50,3 @@ def supporting_objects(context: RenderContext, but: Collection[str] = ()) -> lis
     left out."""
     made = (make(context) for kind, make in SUPPORTING.items() if kind not in but)
     return [thing for thing in made if thing is not None]
-
-
-def name_problem(context: RenderContext) -> str | None:
-    """A sentence if a group takes the coordinator's name, or a pod's name would be longer than the 63 characters that
-    its host name may have."""
-    for index, group in enumerate(context.job.spec.groups):
-        if group.name == COORDINATOR:
-            return f"spec.groups[{index}].name is {COORDINATOR}, the name of another process; choose another"
-    longest = max(
-        [f"{context.name}-{COORDINATOR}-0-0-12345"]
-        + [f"{context.name}-{g.name}-0-{context.wanted(g)}-12345" for g in context.job.spec.groups],
-        key=len,
-    )
-    if len(longest) <= names.LONGEST_POD_NAME:
-        return None
-    over = len(longest) - names.LONGEST_POD_NAME
-    return (
-        f"pod names such as {longest} are {over} characters too long; shorten metadata.name or the group's name "
-        f"by {over}"
-    )

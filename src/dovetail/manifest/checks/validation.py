@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dovetail.manifest.checks.files import check_files
+from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.checks.unexecuted import UNEXECUTED, warnings
 from dovetail.manifest.documents import ManifestError, is_file, parse, read_yaml
@@ -27,7 +28,7 @@ __all__ = [
 def parse_manifest(path_or_text: str | Path) -> RLHFJob:
     """The job as written. Its fields and the rules between them are checked. Raises ManifestError."""
     job = parse(read_yaml(path_or_text))
-    if errors := check(job.spec):
+    if errors := [*check_name(job.metadata.name, job.spec), *check(job.spec)]:
         raise ManifestError(errors)
     return job
 

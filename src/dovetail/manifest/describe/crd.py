@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from dovetail.manifest.base import NAME_PATTERN
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
+from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.type_descriptions import model_in
@@ -53,7 +54,7 @@ def crd() -> Schema:
             "status": object_schema(RLHFJobStatus),
         },
     }
-    for rule in (*CEL_RULES, *TRANSITION_RULES):
+    for rule in (*NAME_RULES, *CEL_RULES, *TRANSITION_RULES):
         _at(root, rule.path).setdefault("x-kubernetes-validations", []).append(rule.schema())
     return {
         "apiVersion": "apiextensions.k8s.io/v1",

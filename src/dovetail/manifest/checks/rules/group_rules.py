@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dovetail.manifest.checks.name_rules import COORDINATOR
 from dovetail.manifest.checks.rules.rule import Rule, Value, group_rule, ppo_rule
 from dovetail.manifest.types import Dtype, Group, Role
 
@@ -84,6 +85,11 @@ GROUP_RULES = (
         "&& self.exists(g, 'trainer' in g.roles && !has(g.gpu.product)))",
         "{path} mixes trainer groups with and without GPUs; "
         "all trainer ranks work in step, so give all of them GPUs or none.",
+    ),
+    group_rule(
+        lambda group: group.name != COORDINATOR,
+        f"self.name != '{COORDINATOR}'",
+        f"{{path}}.name is {COORDINATOR}, which is the name of another process of the job; choose another.",
     ),
     Rule(
         ("spec.groups[]",),

@@ -1,0 +1,51 @@
+"""Rules about metadata.name, each in Python and in CEL: what passes is a name for all objects of the job. Pure.
+
+Kubernetes makes the names of a job's pods of the job's name, the group's name and the pod's number, as in
+`demo-train-0-3-x7k2p`. They may have 63 characters, and JobSet wants them to begin with a letter."""
+
+from __future__ import annotations
+
+from dovetail.manifest.checks.cel import CelRule
+from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.types import Group, RLHFJobSpec
+
+LONGEST_POD_NAME = 63
+COORDINATOR = "coordinator"
+# Of `-coordinator-0-0-12345`.
+LONGEST_JOB_NAME = LONGEST_POD_NAME - len(f"-{COORDINATOR}-0-0-12345")
+# Of `-`, `-0-` and `-12345` around the names and the number.
+LONGEST_TOGETHER = LONGEST_POD_NAME - len("--0--12345")
+
+_LETTER = "metadata.name must begin with a letter, because JobSet's names must."
+_JOB = f"metadata.name is too long; it may have {LONGEST_JOB_NAME} characters, because pod names are made of it."
+_TOGETHER = (
+    "metadata.name and the name of a group in spec.groups are too long together: they and the number of the group's "
+    f"last pod may have {LONGEST_TOGETHER} characters, because pod names are made of them."
+)
+_PODS = "(has(g.maxReplicas) ? g.maxReplicas : has(g.replicas) ? g.replicas : has(g.minReplicas) ? g.minReplicas : 1)"
+_DIGITS = f"({_PODS} <= 10 ? 1 : {_PODS} <= 100 ? 2 : {_PODS} <= 1000 ? 3 : 5)"
+NAME_RULES = (
+    CelRule("", "self.metadata.name.matches('^[a-z]')", _LETTER, ".metadata.name"),
+    CelRule("", f"size(self.metadata.name) <= {LONGEST_JOB_NAME}", _JOB, ".metadata.name"),
+    CelRule(
+        "",
+        f"self.spec.groups.all(g, size(self.metadata.name) + size(g.name) + {_DIGITS} <= {LONGEST_TOGETHER})",
+        _TOGETHER,
+        ".metadata.name",
+    ),
+)
+
+
+def check_name(name: str, spec: RLHFJobSpec) -> list[str]:
+    """One sentence for each rule that the job's name breaks; [] if none."""
+    holds = (
+        "a" <= name[0] <= "z",
+        len(name) <= LONGEST_JOB_NAME,
+        all(len(name) + len(group.name) + _digits(group) <= LONGEST_TOGETHER for group in spec.groups),
+    )
+    return [rule.message for rule, held in zip(NAME_RULES, holds, strict=True) if not held]
+
+
+def _digits(group: Group) -> int:
+    pods = group.max_replicas or pod_count(group)
+    return next((digits for digits, most in ((1, 10), (2, 100), (3, 1000)) if pods <= most), 5)
