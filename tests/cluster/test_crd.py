@@ -206,14 +206,14 @@ FIXED = [
     ({"groups.1.roles": ["trainer", "rollout"]}, "roles of a group in spec.groups"),
     ({"groups.1.gpu": {"product": "x"}}, "gpu of a group in spec.groups"),
     ({"groups.1.dtype": "float32"}, "dtype of a group in spec.groups"),
-    ({"groups.1.image": "x"}, "image of a group in spec.groups"),
     ({"groups.1.vllmArgs": ["--x"]}, "vllmArgs of a group in spec.groups"),
-    ({"groups.1.podTemplate": {"spec": {"x": 1}}}, "podTemplate of a group in spec.groups"),
     ({"groups.0.replicas": 4}, "replicas of a trainer group in spec.groups"),
     ({"checkpoint.volume": "claim"}, "spec.checkpoint.volume"),
 ]
 FREE = [
     {"suspend": True},
+    {"retry": 1},
+    {"suspend": True, "groups.1.image": "x", "groups.0.podTemplate": {"spec": {"x": 1}}},
     {"groups.1.replicas": 5},
     {"groups.1.minReplicas": 1, "groups.1.maxReplicas": 9},
     {"checkpoint.everySteps": 9, "checkpoint.keep": 9},
@@ -229,6 +229,13 @@ def planned(server):
         assert create(server, GOOD, "-n", name).returncode == 0
         mark_planned(server, name, "job")
         yield name
+
+
+@pytest.mark.parametrize("changes", [{"groups.1.image": "x"}, {"groups.1.podTemplate": {"spec": {"x": 1}}}])
+def test_what_a_job_cannot_change_while_it_may_run(dry_run, planned, changes):
+    (name,) = (path.rpartition(".")[2] for path in changes)
+    said = f"{name} of a group in spec.groups cannot change while the job may run; set spec.suspend to true first."
+    assert said in dry_run.apply(changed(**changes), planned)
 
 
 @pytest.mark.parametrize(("changes", "what"), FIXED, ids=[f"{w} {i}" for i, (_, w) in enumerate(FIXED)])

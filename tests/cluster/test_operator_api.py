@@ -243,10 +243,10 @@ def test_two_jobs_of_one_name_in_two_namespaces(server: KubeCluster, leader: Ope
     assert len(tokens) == 2
 
 
-def finish(server: KubeCluster, name: str = "demo") -> None:
+def finish(server: KubeCluster, name: str = "demo", kind: str = "Completed") -> None:
     """What the JobSet controller would say."""
     stamp = "2026-01-01T00:00:00Z"
-    conditions = [{"type": "Completed", "status": "True", "reason": "x", "message": "y", "lastTransitionTime": stamp}]
+    conditions = [{"type": kind, "status": "True", "reason": "x", "message": "y", "lastTransitionTime": stamp}]
     patch = json.dumps({"status": {"conditions": conditions}})
     server.kubectl("patch", "jobset", name, "-n", NAMESPACES[0], "--subresource=status", "--type=merge", "-p", patch)
 
@@ -262,6 +262,21 @@ def test_after_the_end_nothing_comes_back(server: KubeCluster, leader: OperatorP
     wait_for("the other JobSet", lambda: server.get("jobset", "other", "-n", NAMESPACES[0]))
     assert server.get("jobset", "demo", "-n", NAMESPACES[0]) is None
     assert server.get("service", "demo-coordinator", "-n", NAMESPACES[0]) is None
+
+
+def test_a_failed_job_is_tried_again(server: KubeCluster, leader: OperatorProcess) -> None:
+    submit(server, manifest())
+    first = wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    token = server.get("secret", "demo-token", "-n", NAMESPACES[0])["data"]
+    finish(server, kind="Failed")
+    wait_for("Failed", lambda: condition(server, "Failed").get("status") == "True")
+    server.kubectl("patch", "rlhfjob", "demo", "-n", NAMESPACES[0], "--type=merge", "-p", '{"spec":{"retry":1}}')
+    wait_for("not failed", lambda: condition(server, "Failed").get("reason") == "TriedAgain")
+    again = wait_for("the JobSet again", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+    assert again["metadata"]["uid"] != first["metadata"]["uid"]
+    assert server.get("secret", "demo-token", "-n", NAMESPACES[0])["data"] == token
+    events = server.get("events", "-n", NAMESPACES[0], "--field-selector=reason=TriedAgain")["items"]
+    assert events[0]["type"] == "Normal"
 
 
 def test_a_finished_job_expires(server: KubeCluster, leader: OperatorProcess) -> None:

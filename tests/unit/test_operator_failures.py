@@ -169,3 +169,79 @@ def test_the_deadline_counts_from_the_last_start():
 
 
 # ---------------------------------------------------------------- no plan
+
+
+def test_a_pod_that_somebody_deletes_is_no_failure():
+    cluster = running(failurePolicy=restarting(0))
+    pod = cluster.pod("trainer")
+    cluster.end(pod, 143, "terminated")
+    pod["metadata"]["deletionTimestamp"] = cluster.stamp()
+    cluster.reconcile()
+    assert not cluster.over()
+    assert cluster.condition("Degraded")["status"] == "False"
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def failed(**spec):
+    cluster = running(failurePolicy=restarting(0), **spec)
+    cluster.end(cluster.pod("trainer"), 1, "died")
+    cluster.settle()
+    assert cluster.condition("Failed")["status"] == "True"
+    return cluster
+
+
+def test_a_failed_job_starts_again_when_retry_is_raised():
+    cluster = failed(retry=1)
+    assert cluster.document["status"]["retry"] == 1, "what the manifest began with"
+    cluster.edit(retry=2, failurePolicy=restarting(1))
+    cluster.reconcile()
+    assert cluster.condition("Failed")["reason"] == "TriedAgain"
+    assert "completionTime" not in cluster.document["status"]
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.condition("Failed")["status"] == "False"
+    cluster.end(cluster.pod("trainer"), 1, "died")
+    cluster.settle()
+    assert not cluster.over(), "the failures of before do not count, and maxRestarts is raised"
+    cluster.end(cluster.pod("trainer"), 1, "died")
+    cluster.settle()
+    assert cluster.condition("Failed")["status"] == "True", "it is tried again once"
+
+
+def test_a_job_is_tried_again_only_when_its_old_pods_are_gone():
+    cluster = running()
+    cluster.end(cluster.pod("coordinator"), 3, "no model")
+    cluster.step()
+    cluster.step()
+    cluster.reconcile()
+    assert cluster.condition("Failed")["status"] == "True"
+    old = cluster.objects["JobSet", "demo"]["metadata"]["uid"]
+    cluster.edit(retry=1)
+    cluster.reconcile()
+    assert cluster.condition("Failed")["status"] == "True"
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.objects["JobSet", "demo"]["metadata"]["uid"] != old
+
+
+def test_retry_means_nothing_to_a_job_that_has_not_failed():
+    cluster = running()
+    before = cluster.objects["JobSet", "demo"]["metadata"]["uid"]
+    cluster.edit(retry=5)
+    cluster.settle()
+    assert cluster.objects["JobSet", "demo"]["metadata"]["uid"] == before
+    cluster.end(cluster.pod("coordinator"), 3, "no model")
+    cluster.settle()
+    assert cluster.condition("Failed")["status"] == "True"
+
+
+def test_pods_are_made_anew_from_a_template_that_changed_while_the_job_was_suspended():
+    """Also if it was suspended for so short a time that the operator did not see it."""
+    cluster = running()
+    groups = cluster.document["spec"]["groups"]
+    cluster.edit(groups=[groups[0] | {"image": "other:2"}, groups[1]])
+    cluster.settle()
+    jobs = {job["name"]: job["template"]["spec"] for job in cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"]}
+    assert jobs["train"]["template"]["spec"]["containers"][0]["image"] == "other:2"
+    assert cluster.condition("Running")["status"] == "True"

@@ -16,6 +16,7 @@ GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
+PODS_LABEL = "dovetail.dev/pods"  # of a JobSet: a hash of what the manifest says of its pods alone
 SPEC_HASH = "dovetail.dev/spec-hash"
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"

@@ -110,5 +110,6 @@ class RLHFJobStatus(Observed):
         default=None, ge=0, description="The planner's prediction, seconds."
     )
     measured_iteration_seconds: float | None = Field(default=None, ge=0, description="The last iteration, seconds.")
+    retry: int | None = Field(default=None, ge=0, description="spec.retry as it was last seen before the job failed.")
     start_time: datetime | None = Field(default=None, description="When the first process started.")
     completion_time: datetime | None = Field(default=None, description="When the job completed or failed.")

@@ -453,6 +453,13 @@ class RLHFJobSpec(Model):
     suspend: bool = Field(
         default=False, description="True: none of the job's pods run. Queues such as Kueue set this field."
     )
+    retry: int = Field(
+        default=0,
+        ge=0,
+        le=2**31 - 1,
+        description="On a cluster: raise this number to start a failed job again, from its last checkpoint. It means "
+        "nothing while a job has not failed.",
+    )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job.")
     stages: list[Stage] = Field(
         default_factory=lambda: list(Stage),

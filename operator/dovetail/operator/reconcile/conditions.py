@@ -25,6 +25,7 @@ QUIET = {reasons.IN_PROGRESS, reasons.CREATING, reasons.STARTING, reasons.NOT_PL
 # Events of new plans are told apart (`plans.publish`).
 QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED, reasons.REPLANNED, reasons.HEALTHY}
 GOOD = {reasons.PLANNED, reasons.SUSPENDED, reasons.QUEUED, reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.COMPLETED}
+GOOD |= {reasons.TRIED_AGAIN}
 LONGEST_MESSAGE = 2000
 
 

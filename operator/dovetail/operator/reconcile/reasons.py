@@ -46,5 +46,6 @@ COORDINATOR_FAILED = "CoordinatorFailed"
 # Completed, Failed
 COMPLETED = "AllStagesDone"
 IN_PROGRESS = "InProgress"
+TRIED_AGAIN = "TriedAgain"
 DEADLINE_EXCEEDED = "DeadlineExceeded"
 JOBSET_FAILED = "JobSetFailed"

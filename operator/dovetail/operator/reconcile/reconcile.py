@@ -35,7 +35,7 @@ from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import WITH_PODS, jobset, supporting_objects, surplus_jobs
+from dovetail.operator.render.objects import WITH_PODS, jobset, pods_hash, supporting_objects, surplus_jobs
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
@@ -88,8 +88,14 @@ def old_status(document: Object) -> RLHFJobStatus:
 
 
 def is_over(status: RLHFJobStatus) -> bool:
-    """Completed or failed: nothing is ever created for the job again."""
+    """Completed or failed: nothing is created for the job, unless its user tries it again."""
     return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)
+
+
+def tries_again(document: Object, status: RLHFJobStatus) -> bool:
+    """Whether the job has failed, and its user has raised spec.retry since."""
+    wanted = int((document.get("spec") or {}).get("retry") or 0)
+    return any(c.type == "Failed" and c.status == "True" for c in status.conditions) and wanted > (status.retry or 0)
 
 
 def reconcile(seen: Seen, now: datetime) -> Reconciled:
@@ -97,12 +103,16 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
     old = old_status(seen.document)
     if deleting(seen.document):
         return Reconciled(old)  # the garbage collector does the rest
-    if is_over(old):
-        return _after_the_end(seen, old, now)
     generation = int(seen.document["metadata"].get("generation", 0))
     conditions = Conditions(old.conditions, generation, now)
     status = old.model_copy(update={"observed_generation": generation})
+    if tries_again(seen.document, old):
+        return _again(seen, conditions, status)
+    if is_over(old):
+        return _after_the_end(seen, old, now)
     planned = seen.planned
+    if (retry := int((seen.document.get("spec") or {}).get("retry") or 0)) or old.retry:
+        status = status.model_copy(update={"retry": retry})
     if isinstance(planned, PlanRefused):
         return _refused(planned, conditions, status)
     uid, mine, room = str(seen.document["metadata"]["uid"]), _jobset(seen), seen.outlook.room or {}
@@ -143,6 +153,11 @@ class _Reconciler:
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
             apply.append(jobset(self._context))
             return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+        if self._changed(self._jobset) and not deleting(self._jobset):
+            # Changed while it was suspended, and so shortly that its pods are still those of before.
+            self._say_stopped(reasons.CREATING, "the pods are made anew from the changed manifest")
+            self._requeue.append(AGAIN_SECONDS)
+            return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
         if self._jobset["spec"].get("suspend") or deleting(self._jobset):
             return self._queued(apply)
         self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
@@ -318,6 +333,10 @@ class _Reconciler:
         self._seen.drift.found(look, fine, all_fine=not found)
         return found
 
+    def _changed(self, jobset: Object) -> bool:
+        """Whether the JobSet was made from other images or pod templates. Earlier releases did not note from which."""
+        return label(jobset, names.PODS_LABEL) not in ("", pods_hash(self._context))
+
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""
         pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
@@ -366,6 +385,24 @@ class _Reconciler:
         status = self._status.model_copy(update={"conditions": self._conditions.result()})
         requeue = max(0.1, min(self._requeue)) if self._requeue else None
         return Reconciled(status, apply or [], delete or [], requeue, self._conditions.events(), token=token)
+
+
+def _again(seen: Seen, conditions: Conditions, status: RLHFJobStatus) -> Reconciled:
+    """A failed job that its user tries again. It stays failed until its old pods are gone, and then it is as new. The
+    job's files stay, so it goes on from its last checkpoint."""
+    old = old_status(seen.document)
+    delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
+    if (jobset := _jobset(seen)) is not None:
+        delete += [] if deleting(jobset) else [(JOBSET.kind, str(jobset["metadata"]["name"]))]
+        return Reconciled(old, delete=delete, requeue=AGAIN_SECONDS)
+    retry = int(seen.document["spec"]["retry"])
+    conditions.set("Failed", False, reasons.TRIED_AGAIN, f"spec.retry is {retry}")
+    for kind in ("Scheduled", "Running"):
+        conditions.set(kind, False, reasons.CREATING)  # type: ignore[arg-type]
+    conditions.set("Degraded", False, reasons.AS_EXPECTED)
+    conditions.set("Completed", False, reasons.IN_PROGRESS)
+    fresh = {"retry": retry, "start_time": None, "completion_time": None, "conditions": conditions.result()}
+    return Reconciled(status.model_copy(update=fresh), delete=delete, requeue=0.1, events=conditions.events())
 
 
 def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:

@@ -35,7 +35,8 @@ def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
     """Why this pod does not work; None if nothing is wrong. `mounts`: reports about volumes, by the pod's uid."""
     status = pod.get("status", {})
     if status.get("phase") == "Failed":
-        return _ended(pod)
+        # A pod that somebody deleted ends with an exit code, too.
+        return None if deleting(pod) and not is_true(pod, "DisruptionTarget") else _ended(pod)
     if is_ready(pod) or status.get("phase") == "Succeeded" or deleting(pod):
         return None
     created = pod["metadata"].get("creationTimestamp", "")
@@ -68,9 +69,10 @@ def creating(pod: Object) -> bool:
 
 
 def failed_at(pod: Object) -> datetime | None:
-    """When the pod failed by itself. None if it has not failed, or was disrupted (evicted, or its node was lost)."""
+    """When the pod failed by itself. None if it has not failed, was deleted, or was disrupted (evicted, preempted, or
+    its node was lost)."""
     status = pod.get("status", {})
-    if status.get("phase") != "Failed" or is_true(pod, "DisruptionTarget"):
+    if status.get("phase") != "Failed" or deleting(pod) or is_true(pod, "DisruptionTarget"):
         return None
     ends = [c.get("state", {}).get("terminated") or {} for c in status.get("containerStatuses") or []]
     at = max((end["finishedAt"] for end in ends if end.get("finishedAt")), default=None)

@@ -10,17 +10,14 @@ from dovetail.protocol.process_names import CONTAINER
 NO_LIMIT = 2**31 - 1
 
 
-def job_spec(
-    template: Object, pods: int, max_restarts: int = NO_LIMIT, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)
-) -> Object:
-    """`pods` pods, each replaced when it dies: up to `max_restarts` times in all, disruptions (eviction, preemption,
-    a lost node) not counted; never after an exit code of `hopeless`."""
+def job_spec(template: Object, pods: int, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)) -> Object:
+    """`pods` pods, each replaced when it dies, but not after an exit code of `hopeless`."""
     codes = {"containerName": CONTAINER, "operator": "In", "values": list(hopeless)}
     return {
         "completionMode": "Indexed",
         "completions": pods,
         "parallelism": pods,
-        "backoffLimit": max_restarts,
+        "backoffLimit": NO_LIMIT,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [

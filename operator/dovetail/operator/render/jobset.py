@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dovetail.kube import names
 from dovetail.kube.resources import JOBSET
-from dovetail.operator.render.context import Object, RenderContext
+from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
 from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process_names import COORDINATOR
+
+
+def pods_hash(context: RenderContext) -> str:
+    """A hash of the images and pod templates in the manifest, which may change while the job is suspended."""
+    return digest([[group.image, group.pod_template] for group in context.job.spec.groups])[:16]
 
 
 def jobset(context: RenderContext) -> Object:
@@ -20,7 +26,7 @@ def jobset(context: RenderContext) -> Object:
         for group in context.job.spec.groups
     ]
     metadata = context.metadata(context.name, "jobset")
-    metadata["labels"] |= context.queueing()
+    metadata["labels"] |= context.queueing() | {names.PODS_LABEL: pods_hash(context)}
     return {
         **JOBSET.type_meta,
         "metadata": metadata,

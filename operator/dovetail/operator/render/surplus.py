@@ -30,9 +30,4 @@ def _job(context: RenderContext, name: str, index: int) -> Object:
     metadata["labels"] |= {names.GROUP_LABEL: name, names.SURPLUS_LABEL: "true"} | context.queueing()
     # Kueue would take the job's priority for the surplus's too, and other jobs could not push out surplus first.
     metadata["labels"].pop(names.PRIORITY_LABEL, None)
-    restarts = context.job.spec.failure_policy.max_restarts
-    return {
-        **JOB.type_meta,
-        "metadata": metadata,
-        "spec": job_spec(template, 1, restarts),
-    }
+    return {**JOB.type_meta, "metadata": metadata, "spec": job_spec(template, 1)}

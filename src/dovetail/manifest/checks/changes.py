@@ -18,6 +18,7 @@ from dovetail.manifest.types import RLHFJobSpec
 # that a step that is run again (from a checkpoint) is run as it was.
 CHANGEABLE = (
     "suspend",
+    "retry",
     "activeDeadlineSeconds",
     "ttlSecondsAfterFinished",
     "failurePolicy",

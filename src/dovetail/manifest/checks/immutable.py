@@ -1,8 +1,9 @@
 """Which parts of a job's spec may change, as CEL transition rules.
 
-At any time a user may suspend and resume a job, scale its rollout groups, and change its deadlines, failure policy and
-checkpoint policy. Everything else decides what is trained and what the pods look like. It is fixed when the job has a
-plan (condition Planned=True). Before that it may be corrected, above all while Planned=False says what does not fit."""
+At any time a user may suspend and resume a job, scale its rollout groups, change its deadlines, failure policy and
+checkpoint policy, and have a failed job try again. Images and pod templates may change while it is suspended.
+Everything else decides what is trained. It is fixed when the job has a plan (condition Planned=True). Before that it
+may be corrected, above all while Planned=False says what does not fit."""
 
 from __future__ import annotations
 
@@ -10,10 +11,21 @@ from dovetail.manifest.checks.cel import CelRule
 
 # Every field of spec is in one of the two; tests/unit/test_crd.py sees to it.
 FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "plan")
-CHANGEABLE = ("suspend", "groups", "checkpoint", "failurePolicy", "activeDeadlineSeconds", "ttlSecondsAfterFinished")
+CHANGEABLE = (
+    "suspend",
+    "retry",
+    "groups",
+    "checkpoint",
+    "failurePolicy",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+)
 
 _UNPLANNED = "!has(oldSelf.status) || !oldSelf.status.conditions.exists(c, c.type == 'Planned' && c.status == 'True')"
 _AGAIN = "cannot change once the job is planned; delete the job and create it anew"
+
+
+_SUSPENDED = "cannot change while the job may run; set spec.suspend to true first"
 
 
 def _rule(changed: str, same: str, field: str) -> CelRule:
@@ -30,10 +42,9 @@ _GROUP_FIELDS = {
     "roles": "g.roles",
     "gpu": "g.gpu",
     "dtype": "g.dtype",
-    "image": "has(g.image) ? g.image : ''",
     "vllmArgs": "g.vllmArgs",
-    "podTemplate": "g.podTemplate",
 }
+_POD_FIELDS = {"image": "has(g.image) ? g.image : ''", "podTemplate": "g.podTemplate"}
 
 TRANSITION_RULES: tuple[CelRule, ...] = (
     *(_rule(f"spec.{name}", f"self.spec.{name} == oldSelf.spec.{name}", f".spec.{name}") for name in FIXED),
@@ -41,6 +52,15 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
     *(
         _rule(f"{name} of a group in spec.groups", _same(f"groups.map(g, {value})"), ".spec.groups")
         for name, value in _GROUP_FIELDS.items()
+    ),
+    *(
+        CelRule(
+            "",
+            f"{_UNPLANNED} || self.spec.suspend || {_same(f'groups.map(g, {value})')}",
+            f"{name} of a group in spec.groups {_SUSPENDED}.",
+            ".spec.groups",
+        )
+        for name, value in _POD_FIELDS.items()
     ),
     _rule(
         "replicas of a trainer group in spec.groups",
