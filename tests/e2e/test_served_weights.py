@@ -11,6 +11,7 @@ import torch
 
 from dovetail.models.build import build_stage
 from dovetail.protocol.messages import ModelRef
+from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from helpers.forked_servers import Forks
 from helpers.vllm_servers import GREEDY, Server, make_run
 from helpers.weight_trainer import Trainer
@@ -140,3 +141,30 @@ def test_servers_of_tied_and_untied_models_say_what_the_model_says(family: str, 
     for trainer in trainers.values():
         trainer.sender.close()
     forks.stop(list(servers.values()))
+
+
+def test_a_float16_server_takes_the_weights_of_a_trainer_in_another_dtype(forks: Forks, tmp_path: Path) -> None:
+    """As on a V100 beside trainers on A100s: the server converts, and its samples are those of the trainer's weights up
+    to float16's rounding. The mismatch is reported, and truncated importance sampling hardly weighs."""
+    model, found = folders("llama", 1, tmp_path)
+    stage = build_stage(ModelRef(head="lm", path=str(found[True])))
+    make_run(tmp_path / "run", stage.config, prompt_tokens=64, tokens=64, dtype="float16")
+    server = forks.start("float16", tmp_path / "run")
+    forks.wait([server])
+    assert server.call("/dovetail/info")[1]["dtype"] == "float16"
+    prompt = [5, 9, 33, 7, 299]
+    for version, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+        trainer, sent = Trainer([server], "float16"), stage.to(dtype)
+        assert trainer.publish(sent, version) == {server.name: None}
+        tokens, logprobs, _ = server.generate(prompt, **GREEDY)
+        with torch.no_grad():
+            rows = model.to(dtype).float()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        own = rows.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).T
+        rollout, mask = torch.tensor([logprobs]), torch.ones(1, len(tokens), dtype=torch.bool)
+        metrics = mismatch_metrics(own, rollout, mask)
+        assert 0 < metrics["mismatch_abs"] / len(tokens) < 5e-3, dtype
+        assert metrics["mismatch_abs_max"] < 0.03, dtype
+        assert metrics["mismatch_capped"] == 0
+        assert (truncated_weights(own, rollout, mask, cap=2.0) - 1).abs().max() < 0.03
+        trainer.sender.close()
+    forks.stop([server])

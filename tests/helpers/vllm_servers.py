@@ -47,10 +47,16 @@ def tiny_llama(**changes: Any) -> Any:
 
 
 def make_run(
-    run_dir: Path, config: Any, prompt_tokens: int, tokens: int, concurrent: int = 16, gpu: Any = None
+    run_dir: Path,
+    config: Any,
+    prompt_tokens: int,
+    tokens: int,
+    concurrent: int = 16,
+    gpu: Any = None,
+    dtype: str = "Auto",
 ) -> None:
     """What servers read of a run directory: job.json, for prompts and responses of at most so many tokens and so many
-    requests at once, and the actor's config. `gpu`: of the rollouts' group."""
+    requests at once, and the actor's config. `gpu`, `dtype`: of the rollouts' group."""
     config.save_pretrained(run_dir / "models" / "actor-config")
     job = {
         "apiVersion": "dovetail.dev/v1alpha1",
@@ -61,7 +67,7 @@ def make_run(
             "data": {"maxPromptTokens": prompt_tokens},
             "generation": {"maxTokens": tokens, "maxConcurrent": concurrent},
             "groups": [
-                {"name": "rollout", "roles": ["rollout"], "gpu": gpu or {}},
+                {"name": "rollout", "roles": ["rollout"], "gpu": gpu or {}, "dtype": dtype},
                 {"name": "train", "roles": ["trainer"]},
             ],
         },

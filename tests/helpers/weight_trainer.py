@@ -81,22 +81,22 @@ def probe_of(model: Any, version: int) -> Probe:
     return Probe(version=version, tokens=tokens, logprobs=said.tolist(), dtype="float32")
 
 
-async def prove(session: aiohttp.ClientSession, url: str, probe: Probe) -> str | None:
-    """Why a server may not serve what it took, or None: it does from now on."""
+async def prove(session: aiohttp.ClientSession, url: str, probe: Probe, dtype: str = "float32") -> str | None:
+    """Why a server may not serve what it took, or None: it does from now on. `dtype`: the server's."""
     try:
-        await probing.prove(session, probing.ProbedServer(url, dtype="float32"), probe, probe.version)
+        await probing.prove(session, probing.ProbedServer(url, dtype=dtype), probe, probe.version)
     except ReceiverError as error:
         return str(error)
     return None
 
 
 class Trainer:
-    """A real WeightSender of one rank; small buckets, so that a tiny model makes several."""
+    """A real WeightSender of one rank; small buckets, so that a tiny model makes several. `dtype`: the servers'."""
 
-    def __init__(self, servers: Sequence[Server]):
+    def __init__(self, servers: Sequence[Server], dtype: str = "float32"):
         from dovetail.trainer.weight_sender import WeightSender
 
-        self.servers = servers
+        self.servers, self.dtype = servers, dtype
         self.offers: queue.Queue[Offer] = queue.Queue()
         self.sender = WeightSender(Alone(), self.offers.put, host="127.0.0.1", bucket_bytes=150_000)  # type: ignore[arg-type]
         self.epoch = next(EPOCHS)
@@ -118,9 +118,9 @@ class Trainer:
                 self.epoch, self.new = next(EPOCHS), True
                 sending.exception()
                 return errors
-            assert sending.result()["bytes"] >= sum(p.numel() * 4 for p in model.parameters())
+            assert sending.result()["bytes"] >= sum(p.nbytes for p in model.parameters())
         return asyncio.run(self._prove(probe_of(model, version)))
 
     async def _prove(self, probe: Probe) -> dict[str, str | None]:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
-            return {server.name: await prove(session, server.url, probe) for server in self.servers}
+            return {server.name: await prove(session, server.url, probe, self.dtype) for server in self.servers}

@@ -69,6 +69,21 @@ def test_a_complete_version_becomes_the_critics(folders: dict[str, ModelRef]) ->
     with_client(body)
 
 
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float32])
+def test_a_float16_critic_takes_the_weights_of_a_trainer_in_another_dtype(
+    folders: dict[str, ModelRef], sent: torch.dtype
+) -> None:
+    scorer = scoring.ModelScorer("cpu", torch.float16)
+    scorer.load({"critic": folders["critic"]})
+    came = {name: p.detach().to(sent) for name, p in build_stage(folders["reward"]).named_parameters()}
+    scorer.apply_weights(scorer.stage_weights(came.items()), 5)
+    held = dict(scorer._models["critic"].named_parameters())
+    assert set(held) == set(came)
+    for name, tensor in came.items():
+        assert torch.equal(held[name], tensor.to(torch.float16)), name
+    assert scorer.critic_version == 5
+
+
 @pytest.mark.parametrize("fault", ["breaks", "lacks", "misshapen", "unknown"])
 def test_an_incomplete_version_leaves_nothing_to_serve_until_the_next(folders: dict[str, ModelRef], fault: str) -> None:
     arrays = samples()
