@@ -82,7 +82,7 @@ def test_torch_must_have_kernels_for_each_gpu_and_fit_the_driver() -> None:
     lacks = gpu.torch_found(both, "2.13", "13.0", KERNELS)
     assert lacks.state == "problem"
     assert lacks.says.startswith("GPU 1 (Tesla V100) has compute capability 7.0")
-    assert lacks.mend == "build an image with torch for CUDA 12.6 and --build-arg CAPABILITY=7.0 (docs/gpus.md)"
+    assert lacks.mend == "build an image with torch for CUDA 12.6 and --build-arg CAPABILITY=7.0 (docs/images.md)"
     old = gpu.torch_found(Driver((12, 2), (A100,)), "2.13", "13.0", KERNELS)
     assert old.mend.startswith("update the node's driver")
     assert gpu.torch_found(both, "2.13+cpu", None, ()).mend == "install a build for CUDA"

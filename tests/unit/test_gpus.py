@@ -94,7 +94,7 @@ def test_a_gpu_without_kernels_is_named_with_what_to_build() -> None:
     problem = torch_problem(driver(A100, V100), "2.13.0+cu130", "13.0", DEFAULT_ARCHITECTURES)
     assert problem == (
         "GPU 1 (GPU-70) has compute capability 7.0, and torch 2.13.0+cu130 has kernels for 7.5, 8.0, 8.6, 9.0, 10.0 "
-        "and 12.0; build an image with torch for CUDA 12.6 and --build-arg CAPABILITY=7.0 (docs/gpus.md)"
+        "and 12.0; build an image with torch for CUDA 12.6 and --build-arg CAPABILITY=7.0 (docs/images.md)"
     )
     assert torch_problem(driver(A100, T4), "2.13.0", "13.0", DEFAULT_ARCHITECTURES) is None
     assert torch_problem(driver(V100), "2.13.0+cpu", None, ()) is None

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart-cluster.yaml"
 SENTENCE = (
     "spec.groups[1].image: Tesla-V100-SXM2-32GB has compute capability 7.0, and the operator's image has kernels for "
     "7.5, 8.0, 8.6, 9.0, 10.0 and 12.0; build an image with torch for CUDA 12.6 and --build-arg CAPABILITY=7.0 "
-    "(docs/gpus.md), and name it here."
+    "(docs/images.md), and name it here."
 )
 
 

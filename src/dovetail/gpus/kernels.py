@@ -62,5 +62,5 @@ def remedy(capability: Capability) -> str:
     if capability < (7, 0):
         return "use GPUs of compute capability 7.0 or later"
     if capability < (7, 5):
-        return f"build an image with {OLD_GPUS} and --build-arg CAPABILITY={version} (docs/gpus.md)"
-    return f"build an image with a torch that has kernels for {version} (docs/gpus.md)"
+        return f"build an image with {OLD_GPUS} and --build-arg CAPABILITY={version} (docs/images.md)"
+    return f"build an image with a torch that has kernels for {version} (docs/images.md)"

@@ -55,7 +55,7 @@ def torch_problem(driver: Driver, torch: str, cuda: str | None, built_for: Seque
         return (
             f"the NVIDIA driver serves CUDA {show(driver.cuda)}, and torch {torch} is built for CUDA {cuda}; update "
             f"the node's driver to one that serves CUDA {wanted}, or build an image with a torch for CUDA "
-            f"{driver.cuda[0]} (docs/gpus.md)"
+            f"{driver.cuda[0]} (docs/images.md)"
         )
     for device in driver.devices if built_for else ():
         if not has_kernels(built_for, device.capability):
