@@ -14,7 +14,7 @@ from statistics import median
 from papers import app, planner, puzzle, rlhfuse
 from papers.common import Section
 
-from dovetail.planner.costs.rooflines import DEFAULT
+from dovetail.planner.costs.passes import DEFAULT
 
 PAPERS = {"app": app.sections, "puzzle": puzzle.sections, "rlhfuse": rlhfuse.sections}
 # A plan this much slower than the best published strategy, in the same model, is worse.

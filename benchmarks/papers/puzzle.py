@@ -11,7 +11,7 @@ from statistics import mean
 
 from dovetail.pipelines import FAMILIES, Effort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.costs.rooflines import DEFAULT
+from dovetail.planner.costs.passes import DEFAULT
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape

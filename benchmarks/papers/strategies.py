@@ -9,10 +9,10 @@ from typing import Literal
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.inventory import Inventory
+from dovetail.planner.placement.layouts import EVERY, Misfit, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.ranking import Misfit, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.search import Effort, Result, Search
-from dovetail.planner.placement.structures import ALONE, Sizes, Slots, Structure, every_size, structures
+from dovetail.planner.placement.structures import ALONE, Sizes, Slots, every_size, structures
 from dovetail.protocol.weights import Layout
 from papers.layouts import similar
 
@@ -38,22 +38,22 @@ def choose(strategy: Strategy, limits: Limits, costs: GPUCosts, effort: Effort) 
 class _Prior(Search):
     """Only structures that APP's rule allows."""
 
-    def structures(self, grid: Sizes) -> Iterator[Structure]:
+    def structures(self, grid: Sizes) -> Iterator[Candidate]:
         return (found for found in super().structures(grid) if _prior(found, self.costs.inventory))
 
 
 class _Grid(Search):
     """Only structures on APP's grid."""
 
-    def structures(self, grid: Sizes) -> Iterator[Structure]:
+    def structures(self, grid: Sizes) -> Iterator[Candidate]:
         return (found for found in super().structures(grid) if _on_grid(found, self.costs.inventory))
 
 
 def _count(slots: Slots) -> int:
-    return sum(slot.count for slot in slots)
+    return sum(slot.gpus for slot in slots)
 
 
-def _prior(structure: Structure, inventory: Inventory) -> bool:
+def _prior(structure: Candidate, inventory: Inventory) -> bool:
     """Separation with the shares of PRIOR; the rest infers, if there is one."""
     training = set(structure.actor_training) | set(structure.critic_training)
     trains, generates = _count(tuple(training)), _count(structure.generation)
@@ -62,7 +62,7 @@ def _prior(structure: Structure, inventory: Inventory) -> bool:
     return separate and low <= trains <= high and low <= generates <= high
 
 
-def _on_grid(structure: Structure, inventory: Inventory) -> bool:
+def _on_grid(structure: Candidate, inventory: Inventory) -> bool:
     tasks = (structure.generation, structure.actor_training, structure.critic_training, structure.reference)
     ratios = (_count(slots) / inventory.gpus for slots in (*tasks, structure.reward, structure.critic) if slots)
     return all(any(abs(ratio - point) < 1e-9 for point in GRID) for ratio in ratios)
@@ -72,7 +72,7 @@ def _similar(limits: Limits, costs: GPUCosts, effort: Effort) -> Result:
     flat = replace(limits, placements=(Placement.FLATTENING,))
     search = Search(flat, costs, effort)
     for structure in structures(costs.inventory, costs.work, flat):
-        ranking = search.ranker.rank(structure, width=10**9)
+        ranking = search.ranker.rank(structure, EVERY)
         # Layouts are of the same ranks; pools that only generate have none in common with training.
         if isinstance(ranking, Ranking) and structure.generation == structure.actor_training:
             _descend(search, ranking)
@@ -90,7 +90,7 @@ def _descend(search: Search, ranking: Ranking) -> None:
         serves = {option.share.layout: option for option in reversed(ordered[served])}
         chosen = [ranked[0].share for ranked in ordered]
         found = _puzzle(search, ranking, chosen, (actor, served), (trains, serves))
-        search.estimated(found, ranking.structure.note)
+        search.estimated(found)
 
 
 def _puzzle(
@@ -127,17 +127,17 @@ def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
     search.ranker = _Everything(limits, costs)
     for structure in structures(costs.inventory, costs.work, limits, every_size):
         search.result.structures += 1
-        ranking = search.ranker.rank(structure, width=10**9)
+        ranking = search.ranker.rank(structure, EVERY)
         if isinstance(ranking, Misfit):
             continue
         for options in combinations(ranking.layouts):
             chosen = tuple(option.share for option in options)
             if not search.combiner.agrees(ranking, chosen):
                 continue
-            for schedule in search.schedules(structure, ranking.places, chosen):
+            for schedule in search.schedules(ranking, chosen):
                 for migration in limits.migrations:
                     candidate = search.candidate(ranking, chosen, schedule)
-                    search.estimated(replace(candidate, migration=migration), structure.note)
+                    search.estimated(replace(candidate, migration=migration))
     return search.result
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
 from dovetail.planner.costs.gpu import PHASES
-from dovetail.planner.costs.passes import shared_prompt
-from dovetail.planner.costs.rooflines import decode_step
+from dovetail.planner.costs.passes import decode_step, shared_prompt
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape

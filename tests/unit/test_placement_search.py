@@ -164,7 +164,7 @@ def test_limits_are_kept():
 def test_of_divisions_that_do_not_fit_the_nearest_one_gives_the_reason():
     there, job = pools((A100, 2, 8)), work("33", "33")
     found = run(there, job, replace(Limits().executed(), recompute=(False,)))
-    apart = [r for r in found.rejected if "train apart" in r.note and r.problem is not None]
+    apart = [r for r in found.rejected if "train apart" in r.candidate.note and r.problem is not None]
     assert apart
     for other in apart:
         needed, there_is = (float(x) for x in re.findall(r"([\d.]+) GiB", other.problem)[:2])

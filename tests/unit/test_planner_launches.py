@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.manifest.types import Dtype, ScratchModel
 from dovetail.models import build_stage
-from dovetail.planner.costs.rooflines import DEFAULT, decode_step, forward
+from dovetail.planner.costs.passes import DEFAULT, decode_step, forward
 from dovetail.planner.hardware import gpu
 from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.planner.costs.cpu import seconds, training_seconds
+from dovetail.planner.costs.cpu import Stage, Work, chunk_seconds, seconds, training_seconds
 from dovetail.planner.costs.cpu_fit import FitError, Observed, fit, nonnegative
-from dovetail.planner.costs.cpu_stage import Stage, chunk_seconds
-from dovetail.planner.costs.cpu_work import Work
 from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 ALL = ("reference", "reward", "critic")

@@ -16,9 +16,8 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.planner.candidate import Candidate, Placement
 from dovetail.planner.costs.gpu import Estimate
-from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.search import Found, Rejected, Result
+from dovetail.planner.placement.search import Found, Rejected, Result, search_fewest_stages
 from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
@@ -141,9 +140,9 @@ def test_stages_are_doubled_until_something_fits(fits: int, most: int, allowed: 
         asked.append(limits.inference_pp)
         candidate = Candidate(Placement.SEPARATION, (), ())
         fitting = Found(candidate, Estimate({}, (), None)) if limits.inference_pp >= fits else None
-        return Result(fitting, [Rejected(Placement.SEPARATION, "", problem=f"{asked[-1]} are too few")])
+        return Result(fitting, [Rejected(candidate, problem=f"{asked[-1]} are too few")])
 
-    result, limits = fewest_stages(replace(Limits(), inference_pp=allowed), most, search)
+    result, limits = search_fewest_stages(replace(Limits(), inference_pp=allowed), most, search)
     assert asked == [2**k for k in range(len(asked))]
     assert limits.inference_pp == asked[-1] == expected
     assert (result.best is not None) == (fits <= expected)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dovetail.manifest.types import Dtype
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.costs.rooflines import (
+from dovetail.planner.costs.passes import (
     TimingError,
     all_gather,
     all_reduce,

@@ -5,9 +5,10 @@ overlap take turns on those GPUs; tasks whose ranges are apart can run at the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Literal
 
 from dovetail.planner.hashing import hashed_once
@@ -74,6 +75,10 @@ class Share:
             self.pool, first, self.pp, self.tp, self.dp, self.micro_batch, self.fsdp, self.recompute, self.offload
         )
 
+    def cut(self, at: int) -> tuple[Share, Share]:
+        """Of GPUs without a layout: the first `at` and the rest."""
+        return Share(self.pool, self.first, dp=at), Share(self.pool, self.first + at, dp=self.gpus - at)
+
     def overlaps(self, other: Share) -> bool:
         """Whether both need the same GPU."""
         return (
@@ -95,7 +100,10 @@ class Candidate:
     None: inference waits for the last sample. `folded`: rollouts' own log-probabilities serve as the old ones, so there
     is no forward pass of the actor before training (APP section V-A1). `shared_body`: the critic is a head on the
     actor's body (AC-share): one forward and backward pass for both, and no critic weights of its own. `beside`: an
-    inference share's copies are in scorers of one vLLM server each, on the first GPUs of that server."""
+    inference share's copies are in scorers of one vLLM server each, on the first GPUs of that server.
+    `note`: what a user should know of it besides the placement.
+
+    Before layouts are chosen it is a *structure*: a share is then `dp` GPUs, however the task will use them."""
 
     placement: Placement
     generation: tuple[Share, ...]
@@ -109,6 +117,12 @@ class Candidate:
     folded: bool = True
     shared_body: bool = False
     beside: bool = False
+    note: str = field(default="", compare=False, repr=False)
+
+    @property
+    def kind(self) -> tuple[Placement, str]:
+        """What tells the alternatives of a plan apart."""
+        return self.placement, self.note
 
     def shares(self, task: Task) -> tuple[Share, ...]:
         found: tuple[Share, ...] = getattr(self, task)
@@ -118,3 +132,10 @@ class Candidate:
     def placed(self) -> Iterator[tuple[Task, Share]]:
         """Every task's shares, in the order of TASKS."""
         return ((task, share) for task in TASKS for share in self.shares(task))
+
+
+def cells(spans: Sequence[range]) -> Iterator[tuple[range, tuple[int, ...]]]:
+    """The pieces into which ranges of GPUs cut each other, each with the numbers of the ranges that cover it."""
+    for start, stop in pairwise(sorted({edge for span in spans for edge in (span.start, span.stop)})):
+        if on := tuple(i for i, span in enumerate(spans) if span.start <= start and stop <= span.stop):
+            yield range(start, stop), on

@@ -1,10 +1,210 @@
-"""Seconds of an iteration by phase."""
+"""Seconds of an iteration on CPUs that all processes share, by measured costs.
+
+Generation and inference are a fluid simulation: servers and scorers make progress at the speed that they have alone,
+divided by `slowdown` of all that is busy at the time. A server with n samples takes step + n token seconds a decode
+step. Chunks are cut by the coordinator's rule. Training is a closed form."""
 
 from __future__ import annotations
 
-from dovetail.planner.costs.cpu_stage import best_stage
-from dovetail.planner.costs.cpu_work import Work, slowdown
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dovetail.planner.chunks import chunk_rows
 from dovetail.protocol.profile import Machine
+
+NEVER = float("inf")
+_TINY = 1e-9
+
+
+@dataclass(frozen=True)
+class Work:
+    """`prompts`, `responses`: tokens of each sample. `scores`: the models of each rollout's scorer. `models`: those
+    that are trained, on `dp` ranks or, with `pp` above 1, in as many pipeline stages. `fusion`: shares of the samples
+    left at which generation's tail may gather, 0: scorers of idle rollouts work, but nobody migrates, None: scoring
+    waits for generation; the best one counts. `values_first`: a forward pass of the actor over all samples before the
+    steps makes the values (a shared body)."""
+
+    prompts: tuple[int, ...]
+    responses: tuple[int, ...]
+    scores: tuple[tuple[str, ...], ...]
+    models: tuple[str, ...]
+    mini_batch: int
+    micro_batch: int
+    epochs: int = 1
+    pp: int = 1
+    dp: int = 1
+    schedule: str = "Serial"
+    fusion: tuple[float | None, ...] = field(default=(None,))
+    max_concurrent: int = 256
+    values_first: bool = False
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.scores)
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of each model."""
+        return self.epochs * (len(self.responses) // self.mini_batch)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank, a model and an optimizer step."""
+        return self.mini_batch // (self.dp * self.micro_batch)
+
+    @property
+    def passes(self) -> float:
+        """Passes over all samples, forward and backward. A forward pass alone counts as a third."""
+        return self.epochs + (1 / 3 if self.values_first else 0)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a rank in all passes of a model. Micro-batches are packed, and ranks get equal parts."""
+        return self.passes * (sum(self.prompts) + sum(self.responses)) / self.dp
+
+    @property
+    def executed(self) -> float:
+        """Micro-batches of a rank in all passes of a model."""
+        return self.passes / self.epochs * self.steps * self.micro_batches
+
+
+def slowdown(busy_cores: float, cores: int) -> float:
+    """How many times longer everything takes if processes want more cores than there are."""
+    return max(1.0, busy_cores / cores)
+
+
+@dataclass
+class _Server:
+    """`steps` were made; `ends`: a heap of (steps after which it ends, sample); `prefill`: seconds before the next."""
+
+    prefill: float
+    queue: deque[int]
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    steps: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return not self.ends and not self.queue
+
+
+@dataclass
+class _Scorer:
+    models: tuple[str, ...]
+    left: float = NEVER
+
+
+class Stage:
+    """One generation and inference stage. `generated`: when the last response ended; `end`: when all samples were
+    scored. Seconds."""
+
+    def __init__(self, work: Work, machine: Machine, fusion: float | None) -> None:
+        self._work, self._machine, self._fusion = work, machine, fusion
+        count = len(work.responses)
+        self._left = count
+        self._tail = int((fusion or 0.0) * count)
+        self._gathered = work.rollouts < 2
+        self._servers = [_Server(0.0, deque(range(i, count, work.rollouts))) for i in range(work.rollouts)]
+        self._scorers = [_Scorer(models) for models in work.scores]
+        self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores)}
+        self._now = machine.generation.begin
+        self.generated = self._now
+        for server in self._servers:
+            self._fill(server)
+        self._run()
+        waited = machine.scoring.begin if self._fusion is None or self._now > self.generated else 0.0
+        self.end = self._now + waited
+
+    def _run(self) -> None:
+        generation, scoring = self._machine.generation, self._machine.scoring
+        while True:
+            self._assign()
+            servers = [s for s in self._servers if s.ends]
+            scorers = [s for s in self._scorers if s.left < NEVER]
+            if not servers and not scorers:
+                return
+            alone = [self._next(s) for s in servers] + [s.left for s in scorers]
+            step = max(0.0, min(alone))
+            busy = len(servers) * generation.cores + len(scorers) * scoring.cores
+            self._now += step * slowdown(busy, self._machine.cores)
+            for server in servers:
+                self._advance(server, step)
+            for scorer in scorers:
+                scorer.left = NEVER if scorer.left - step <= _TINY else scorer.left - step
+
+    def _fill(self, server: _Server) -> None:
+        while server.queue and len(server.ends) < self._work.max_concurrent:
+            sample = server.queue.popleft()
+            heapq.heappush(server.ends, (server.steps + self._work.responses[sample], sample))
+            server.prefill += self._machine.generation.sample
+
+    def _next(self, server: _Server) -> float:
+        """Seconds alone until a server's next event."""
+        return server.prefill or (server.ends[0][0] - server.steps) * self._step(server)
+
+    def _step(self, server: _Server) -> float:
+        return self._machine.generation.step + len(server.ends) * self._machine.generation.token
+
+    def _advance(self, server: _Server, seconds: float) -> None:
+        if server.prefill:
+            server.prefill = 0.0 if server.prefill - seconds <= _TINY else server.prefill - seconds
+            return
+        server.steps += seconds / max(self._step(server), _TINY)
+        while server.ends and server.ends[0][0] <= server.steps + _TINY:
+            self._finished(heapq.heappop(server.ends)[1])
+        self._fill(server)
+
+    def _finished(self, sample: int) -> None:
+        tokens = self._work.prompts[sample] + self._work.responses[sample]
+        for waiting in self._waiting.values():
+            heapq.heappush(waiting, -tokens)
+        self._left -= 1
+        if not self._left:
+            self.generated = self._now
+        elif self._left <= self._tail and not self._gathered:
+            self._gather()
+
+    def _gather(self) -> None:
+        """The remaining samples move to the server that has most of them (`plan_migration`, if one server has room
+        for all)."""
+        if self._left > self._work.max_concurrent:
+            return
+        self._gathered = True
+        most = max(self._servers, key=lambda s: len(s.ends) + len(s.queue))
+        for server in self._servers:
+            if server is not most:
+                for end, sample in server.ends:
+                    heapq.heappush(most.ends, (most.steps + end - server.steps, sample))
+                    most.prefill += self._machine.generation.sample
+                most.queue.extend(server.queue)
+                server.ends, server.prefill = [], 0.0
+                server.queue.clear()
+
+    def _assign(self) -> None:
+        """Scorers that are free and may work take their next chunk."""
+        for scorer, server in zip(self._scorers, self._servers, strict=True):
+            waiting = self._waiting[scorer.models]
+            may = not self._left or (self._fusion is not None and server.idle)
+            if scorer.left == NEVER and waiting and may:
+                same = sum(s.models == scorer.models for s in self._scorers)
+                rows = chunk_rows(-waiting[0], -sum(waiting), same)
+                tokens = -sum(heapq.heappop(waiting) for _ in range(min(rows, len(waiting))))
+                scorer.left = chunk_seconds(self._machine, scorer.models, tokens)
+
+
+def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
+    """Seconds to score a chunk with so many tokens by these models, on an idle machine."""
+    return machine.scoring.chunk + tokens * sum(machine.scoring.token[m] for m in models)
+
+
+def best_stage(work: Work, machine: Machine) -> Stage:
+    """The stage with the threshold that ends first."""
+    return min((Stage(work, machine, f) for f in work.fusion), key=lambda s: s.end)
 
 
 def seconds(work: Work, machine: Machine) -> dict[str, float]:

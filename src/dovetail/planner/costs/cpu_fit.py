@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.planner.costs.cpu import exposed_messages, training_seconds
-from dovetail.planner.costs.cpu_stage import Stage
-from dovetail.planner.costs.cpu_work import Work
+from dovetail.planner.costs.cpu import Stage, Work, exposed_messages, training_seconds
 from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 # A process that shares nothing keeps one core busy; one that waits all the time none.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 from dovetail.manifest.types import Parallelism
-from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task, cells
 from dovetail.planner.costs.memory import (
     BATCHED_TOKENS,
     CONTEXT_BYTES,
@@ -161,12 +160,9 @@ class GPUMemoryModel:
         """Ranges of GPUs with the same tasks."""
         placed = list(candidate.placed)
         for pool in self.inventory.pools:
-            mine = [(task, share, _range(candidate, task, share)) for task, share in placed if share.pool == pool.name]
-            cuts = sorted({edge for _, _, there in mine for edge in (there.start, there.stop)})
-            for start, stop in pairwise(cuts):
-                on = [(t, s) for t, s, there in mine if there.start <= start and stop <= there.stop]
-                if on:
-                    yield pool, range(start, stop), on
+            mine = [(task, share) for task, share in placed if share.pool == pool.name]
+            for where, on in cells([_range(candidate, *each) for each in mine]):
+                yield pool, where, [mine[i] for i in on]
 
     def _peak(self, pool: Pool, where: range, tasks: Loads, rooms: Mapping[Share, int]) -> GPUMemory:
         device: dict[str, float] = {}

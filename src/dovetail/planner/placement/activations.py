@@ -9,8 +9,7 @@ from typing import Any
 from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.costs.memory import GIB, training_memory
-from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.training_job import training_job
+from dovetail.planner.placement.configs import shapes, training_job
 
 
 class LimitError(ValueError):

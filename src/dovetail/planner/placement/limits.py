@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -70,3 +70,11 @@ class Limits:
             swap=(False,),
             together=True,
         )
+
+
+def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:
+    """Every (pp, tp, dp) over `ranks`, tp one of `degrees`, with at most a stage a layer."""
+    for tp in degrees:
+        for pp in range(1, min(layers, ranks // tp) + 1):
+            if ranks % (pp * tp) == 0:
+                yield Parallelism(pp=pp, tp=tp, dp=ranks // (pp * tp))

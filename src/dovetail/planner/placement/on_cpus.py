@@ -11,9 +11,7 @@ import numpy as np
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.costs.cpu import seconds
-from dovetail.planner.costs.cpu_stage import chunk_seconds
-from dovetail.planner.costs.cpu_work import Work
+from dovetail.planner.costs.cpu import Work, chunk_seconds, seconds
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.manifest import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth

@@ -14,8 +14,7 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
 from dovetail.planner.hardware import GPU
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.fewest import fewest_stages
+from dovetail.planner.placement.configs import rows, sequence_tokens, shapes, training_job
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import (
     RECOMPUTE,
@@ -25,10 +24,8 @@ from dovetail.planner.placement.manifest import (
     with_parts,
     workload,
 )
-from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, worth
-from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Result, Search, alternatives
-from dovetail.planner.placement.training_job import rows, sequence_tokens, training_job
+from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
+from dovetail.planner.placement.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Layout
@@ -114,14 +111,14 @@ def _iteration(
     fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
     limits = with_parts(spec, replace(limits, layouts=fitting), inventory, known)
     costs = GPUCosts(work, inventory, spec.generation.max_concurrent)
-    result, limits = fewest_stages(
+    result, limits = search_fewest_stages(
         limits,
         max(limits.servers[pool] for pool in limits.rollouts or ()),
         lambda tried: Search(tried, costs, Effort(EFFORT)).run(),
     )
     if result.best is None:
         # Of the plainest placement.
-        why = min(result.rejected, key=lambda r: len(r.note)).problem if result.rejected else None
+        why = min(result.rejected, key=lambda r: len(r.candidate.note)).problem if result.rejected else None
         raise Infeasible(_reason(spec, why, limits, costs))
     if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
         limits = replace(limits, apart=(False,))

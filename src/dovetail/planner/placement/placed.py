@@ -1,4 +1,4 @@
-"""What the placement of a job on its own groups comes to, whatever hardware they have."""
+"""What the placement of a job comes to, whatever hardware it has; and how a plan document tells of one on GPUs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dovetail.manifest.types import Parallelism, Stage
-from dovetail.planner.candidate import Candidate
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.inventory import Inventory
+from dovetail.planner.placement.search import Found, Result
 from dovetail.protocol.plan import Layout
-from dovetail.protocol.prediction import Prediction
+from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
 
 # Splitting a model or interleaving must gain this factor over doing neither: the models of time are not exact.
 WORTH = 1.05
 # Of an optimizer step: what the models of time leave out, such as launches and Python.
 UNCOUNTED_SECONDS = 0.01
+ALTERNATIVES = 12
 
 
 class Infeasible(ValueError):
@@ -53,3 +56,88 @@ def worth(best: float, other: float, steps: int) -> bool:
     """Whether `best` seconds an iteration gain more over `other` seconds than the models of time can tell. `steps`:
     optimizer steps of an iteration."""
     return other > WORTH * best + UNCOUNTED_SECONDS * steps
+
+
+# ------------------------------------------------------------ on GPUs
+
+
+def prediction(result: Result, costs: GPUCosts) -> Prediction:
+    """Of the best that was found (there is one)."""
+    found = result.best
+    assert found is not None
+    candidate, estimate = found.candidate, found.estimate
+    speed, price = costs.work.batch / estimate.seconds, _price(found, costs.inventory)
+    return Prediction(
+        placement=candidate.placement.value,
+        note=candidate.note,
+        schedule=candidate.schedule,
+        migration=candidate.migration,
+        iteration_seconds=estimate.seconds,
+        phases=dict(estimate.phases),
+        samples_per_second=speed,
+        samples_per_dollar=None if not price else speed * 3600 / price,
+        hardware="measured" if costs.inventory.measured else "data sheets",
+        tasks=[_task(task, share, costs) for task, share in candidate.placed],
+        memory=_memory(found),
+        alternatives=[
+            Alternative(
+                placement=r.candidate.placement.value, note=r.candidate.note, seconds=r.seconds, problem=r.problem
+            )
+            for r in result.rejected[:ALTERNATIVES]
+        ],
+        examined=result.estimates,
+    )
+
+
+def _price(found: Found, inventory: Inventory) -> float | None:
+    """Of an hour of the GPUs that have a task; None where one's price is not known."""
+    total = 0.0
+    for used in found.estimate.memory:
+        price = inventory[used.pool].price
+        if price is None:
+            return None
+        total += price * len(used.range)
+    return total
+
+
+def _task(task: Task, share: Share, costs: GPUCosts) -> PredictedTask:
+    return PredictedTask(
+        task=task,
+        group=share.pool,
+        first=share.first,
+        gpus=share.gpus,
+        pp=share.pp,
+        tp=share.tp,
+        dp=share.dp,
+        micro_batch=share.micro_batch,
+        seconds=costs.option(task, share).seconds,
+        details=list(_details(task, share)),
+    )
+
+
+def _details(task: Task, share: Share) -> list[str]:
+    found = []
+    if task in TRAINING and share.dp > 1:
+        found.append(f"ZeRO-{share.fsdp}")
+    if share.recompute:
+        found.append("activation checkpointing")
+    if task in INFERENCE and share.pp * share.tp > 1:
+        found.append(f"split over {share.pp * share.tp} GPUs")
+    if share.offload:
+        where = {"generation": "asleep while others work"}.get(task, "weights wait in host memory")
+        found.append("optimizer in host memory" if task in TRAINING else where)
+    return found
+
+
+def _memory(found: Found) -> list[PredictedMemory]:
+    return [
+        PredictedMemory(
+            group=m.pool,
+            first=m.range.start,
+            gpus=len(m.range),
+            parts=dict(m.device),
+            host=dict(m.host),
+            capacity=m.capacity,
+        )
+        for m in found.estimate.memory
+    ]

@@ -13,12 +13,10 @@ from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.fewest import fewest_stages
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
-from dovetail.planner.placement.placed import Chosen, Infeasible, worth
-from dovetail.planner.placement.predict import prediction
-from dovetail.planner.placement.search import Effort, Found, Result, Search, alternatives
+from dovetail.planner.placement.placed import Chosen, Infeasible, prediction, worth
+from dovetail.planner.placement.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.placement.structures import ALONE
 from dovetail.planner.shape import ModelShape
 
@@ -82,7 +80,7 @@ def _search(
     costs = GPUCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
     if limits.together:
         most = max(pool.per_node for pool in inventory.pools)
-        result, _ = fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
+        result, _ = search_fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
     else:
         result = Search(limits, costs, effort).run()
     if result.best is None:
@@ -100,11 +98,9 @@ def _plainest(result: Result, costs: GPUCosts) -> Result:
     assert best is not None
     near = [best]
     for other in result.rejected:
-        if other.candidate is None or other.seconds is None:
-            continue
-        if not worth(best.seconds, other.seconds, costs.work.steps):
-            near.append(Found(other.candidate, costs.estimate(other.candidate), other.note))
-    plainest = min(near, key=lambda found: (len({*found.note.split("; ")} - {"", ALONE}), found.seconds))
+        if other.seconds is not None and not worth(best.seconds, other.seconds, costs.work.steps):
+            near.append(Found(other.candidate, costs.estimate(other.candidate)))
+    plainest = min(near, key=lambda found: (len({*found.candidate.note.split("; ")} - {"", ALONE}), found.seconds))
     if plainest is best:
         return result
     return replace(result, best=plainest, rejected=alternatives(result, plainest))

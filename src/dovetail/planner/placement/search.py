@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
-from dovetail.planner.candidate import INFERENCE, TASKS, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.candidate import INFERENCE, Candidate, Placement, Schedule, Share, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts, Option
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.combine import Combiner
-from dovetail.planner.placement.filling import Filling
+from dovetail.planner.placement.combine import Combiner, Filling
+from dovetail.planner.placement.layouts import EVERY, Ranker, Ranking
 from dovetail.planner.placement.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
-from dovetail.planner.placement.ranking import Ranker, Ranking
-from dovetail.planner.placement.structures import Sizes, Slot, Structure, sizes, structures
+from dovetail.planner.placement.structures import Sizes, apart, sizes, structures
 
 # The descent looks at layouts that alone take up to so much longer than the one in use.
 SLACK = 1.25
@@ -53,7 +52,6 @@ class Found:
 
     candidate: Candidate
     estimate: Estimate
-    note: str = ""
 
     @property
     def seconds(self) -> float:
@@ -63,14 +61,18 @@ class Found:
 @dataclass(frozen=True)
 class Rejected:
     """The best of its kind of placement. Either it is slower than the plan (`seconds`), or it does not fit
-    (`problem`). `need`: what it needs, as a fraction of a GPU's memory."""
+    (`problem`), perhaps with no layouts at all. `need`: what it needs, as a fraction of a GPU's memory."""
 
-    placement: Placement
-    note: str
+    candidate: Candidate
     seconds: float | None = None
     problem: str | None = None
-    candidate: Candidate | None = None
     need: float = float("inf")
+
+    def better(self, other: Rejected) -> bool:
+        """Whether it is the better of two candidates of the same kind."""
+        if self.seconds is None or other.seconds is None:
+            return self.seconds is not None or (other.seconds is None and self.need < other.need)
+        return self.seconds < other.seconds
 
 
 @dataclass
@@ -88,10 +90,9 @@ class Result:
 def alternatives(result: Result, instead: Found) -> list[Rejected]:
     """What a result rejects if `instead` is the plan: its own best placement first, and no placement of the kind of
     `instead`."""
-    kind, best = (instead.candidate.placement, instead.note), result.best
-    assert best is not None
-    first = Rejected(best.candidate.placement, best.note, best.seconds, candidate=best.candidate)
-    return [r for r in (first, *result.rejected) if (r.placement, r.note) != kind]
+    assert result.best is not None
+    first = Rejected(result.best.candidate, result.best.seconds)
+    return [r for r in (first, *result.rejected) if r.candidate.kind != instead.candidate.kind]
 
 
 class Search:
@@ -110,15 +111,15 @@ class Search:
         """The best placement of all structures."""
         best = self._round(sizes, 0.5)
         if best is not None and not self._over():
-            self._round(partial(_near, self._cuts(best.structure)), 0.7, best)
+            self._round(partial(_near, {share.gpus for _, share in best.places}), 0.7, best)
         for ranking, start in self._chosen():
             self._descend(ranking, start)
         self.result.complete = not self._over()
         self._threshold()
         found = self.result.best
-        chosen = None if found is None else (found.candidate.placement, found.note)
-        others = [r for key, r in self._kinds.items() if key != chosen]
-        self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.placement, r.note))
+        chosen = None if found is None else found.candidate.kind
+        others = [r for kind, r in self._kinds.items() if kind != chosen]
+        self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.candidate.kind))
         return self.result
 
     def _round(self, grid: Sizes, until: float, best: Ranking | None = None) -> Ranking | None:
@@ -157,11 +158,11 @@ class Search:
     def _once(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
         """A combination with the threshold of the best candidate so far and the schedule that is likely to be
         fastest."""
-        schedule = self.schedules(ranking.structure, ranking.places, chosen)[-1]
+        schedule = self.schedules(ranking, chosen)[-1]
         best, migrations = self.result.best, self.limits.migrations
         migration = best.candidate.migration if best else migrations[len(migrations) // 2]
         candidate = replace(self.candidate(ranking, chosen, schedule), migration=migration)
-        return self.estimated(candidate, ranking.structure.note)
+        return self.estimated(candidate)
 
     def _over(self) -> bool:
         # `_threshold` comes last.
@@ -170,7 +171,7 @@ class Search:
 
     # ------------------------------------------------------------ structures
 
-    def structures(self, grid: Sizes) -> Iterator[Structure]:
+    def structures(self, grid: Sizes) -> Iterator[Candidate]:
         """The structures that the search looks at."""
         return structures(self.costs.inventory, self.costs.work, self.limits, grid)
 
@@ -182,7 +183,7 @@ class Search:
             if isinstance(ranking, Ranking):
                 found.append(ranking)
             else:
-                self._kind(Rejected(structure.placement, structure.note, problem=ranking.problem, need=ranking.need))
+                self._kind(Rejected(structure, problem=ranking.problem, need=ranking.need))
             if self.effort.expired():
                 break
         return found
@@ -213,12 +214,11 @@ class Search:
 
     def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
         """The best schedule for a combination, and then the best migration threshold."""
-        schedules = self.schedules(ranking.structure, ranking.places, chosen)
-        note = ranking.structure.note
-        found = min((self.estimated(self.candidate(ranking, chosen, s), note) for s in schedules), key=_order)
+        schedules = self.schedules(ranking, chosen)
+        found = min((self.estimated(self.candidate(ranking, chosen, s)) for s in schedules), key=_order)
         if found.estimate.fits:
             candidates = (replace(found.candidate, migration=m) for m in self.limits.migrations[1:])
-            found = min([found, *(self.estimated(c, note) for c in candidates)], key=_order)
+            found = min([found, *map(self.estimated, candidates)], key=_order)
         return found
 
     def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
@@ -228,10 +228,10 @@ class Search:
             if task in INFERENCE and self.limits.together:
                 # A scorer for each vLLM server, on some of its GPUs.
                 sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
-                share = replace(share, dp=slot.count // next(sizes, 1))
+                share = replace(share, dp=slot.gpus // next(sizes, 1))
             shares.setdefault(task, []).append(share.at(slot.first))
-        return Candidate(
-            placement=ranking.structure.placement,
+        return replace(
+            ranking.structure,
             **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
             schedule=schedule,
             migration=self.limits.migrations[0],
@@ -240,27 +240,25 @@ class Search:
             beside=self.limits.together,
         )
 
-    def schedules(
-        self, structure: Structure, places: Sequence[tuple[Task, Slot]], chosen: Sequence[Share]
-    ) -> Sequence[Schedule]:
+    def schedules(self, ranking: Ranking, chosen: Sequence[Share]) -> Sequence[Schedule]:
         """The schedules by which the two trainings can share their GPUs."""
-        by_task = {task: share for (task, _), share in zip(places, chosen, strict=True)}
+        by_task = {task: share for (task, _), share in zip(ranking.places, chosen, strict=True)}
         actor, critic = by_task["actor_training"], by_task.get("critic_training")
-        if structure.apart:
+        if apart(ranking.structure):
             return ("Dedicated",)
         if critic is None or critic.tp != actor.tp:
             return ("Serial",)
         high, low = max(actor.pp, critic.pp), min(actor.pp, critic.pp)
         return self.limits.schedules if high > 1 and high % low == 0 else ("Serial",)
 
-    def estimated(self, candidate: Candidate, note: str) -> Found:
+    def estimated(self, candidate: Candidate) -> Found:
         if candidate not in self._known:
             self.result.estimates += 1
             self._known[candidate] = self.costs.estimate(candidate)
-        found = Found(candidate, self._known[candidate], note)
+        found = Found(candidate, self._known[candidate])
         problem = found.estimate.problem
         need = max(m.device_bytes / m.capacity for m in found.estimate.memory)
-        self._kind(Rejected(candidate.placement, note, None if problem else found.seconds, problem, candidate, need))
+        self._kind(Rejected(candidate, None if problem else found.seconds, problem, need))
         if problem is None and (self.result.best is None or found.seconds < self.result.best.seconds):
             self.result.best = found
         return found
@@ -268,20 +266,15 @@ class Search:
     def _kind(self, found: Rejected) -> None:
         """Keeps the best candidate of each kind of placement: the fastest that fits, or else the one that is nearest
         to fitting."""
-        key = (found.placement, found.note)
-        old = self._kinds.get(key)
-        if old is None or _better(found, old):
-            self._kinds[key] = found
+        old = self._kinds.get(found.candidate.kind)
+        if old is None or found.better(old):
+            self._kinds[found.candidate.kind] = found
 
     # ------------------------------------------------------------ the descent
 
-    def _cuts(self, structure: Structure) -> frozenset[int]:
-        """Sizes of the structure's slots."""
-        return frozenset(slot.count for task in TASKS for slot in structure.slots(task))
-
     def _descend(self, ranking: Ranking, start: Found) -> None:
         """Change one task's layout at a time, or two tasks' at once, among all that fit, while that helps."""
-        wide = self.ranker.rank(ranking.structure, width=10**9)
+        wide = self.ranker.rank(ranking.structure, EVERY)
         assert isinstance(wide, Ranking)
         filling, current, improved = self.combiner.filling(wide), start, True
         while improved and not self._over():
@@ -309,7 +302,7 @@ class Search:
         if found is not None and self.limits.migrations == MIGRATIONS:
             for migration in FINE_MIGRATIONS:
                 if self.result.estimates < self.effort.estimates and not self.effort.expired():
-                    self.estimated(replace(found.candidate, migration=migration), found.note)
+                    self.estimated(replace(found.candidate, migration=migration))
 
     def _within_slack(self, wide: Ranking, current: Found, at: int) -> list[Option]:
         """Layouts of a place that alone take not much longer than the current one."""
@@ -322,15 +315,15 @@ class Search:
         of training and using the same weights equal ones, because then no weights move."""
         places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
         trained = one == "actor_training"
-        apart = trained and wide.structure.apart
-        if len(places) != 2 or (wide.places[places[0]][1] != wide.places[places[1]][1] and not apart):
+        divided = trained and apart(wide.structure)
+        if len(places) != 2 or (wide.places[places[0]][1] != wide.places[places[1]][1] and not divided):
             return []
         first, second = places
         ones, others = (self._within_slack(wide, current, at) for at in places)
         both = [
             (a.seconds + b.seconds, order, {first: a, second: b})
             for order, (a, b) in enumerate(product(ones, others))
-            if apart
+            if divided
             or (
                 a.share.tp == b.share.tp
                 and (max(a.share.pp, b.share.pp) % min(a.share.pp, b.share.pp) == 0)
@@ -359,15 +352,32 @@ def _order(found: Found) -> tuple[bool, float]:
     return not found.estimate.fits, found.seconds
 
 
-def _better(one: Rejected, other: Rejected) -> bool:
-    """Whether `one` is the better of two candidates of the same kind of placement."""
-    if one.seconds is None or other.seconds is None:
-        return one.seconds is not None or (other.seconds is None and one.need < other.need)
-    return one.seconds < other.seconds
-
-
-def _near(cuts: frozenset[int], pool: Pool, count: int) -> list[int]:
+def _near(cuts: set[int], pool: Pool, count: int) -> list[int]:
     """Sizes within NEAR nodes of those in `cuts`."""
     unit = pool.per_node
     near = {cut + step * unit for cut in cuts for step in range(-NEAR, NEAR + 1)}
     return sorted(n for n in near if 0 < n < count)
+
+
+def search_fewest_stages(limits: Limits, most: int, search: Callable[[Limits], Result]) -> tuple[Result, Limits]:
+    """What `search` finds with the fewest pipeline stages of inference models with which anything fits, and the limits
+    of that search. Powers of two up to `most` are tried; if nothing fits with any, the last try is returned. The result
+    also rejects fewer stages, with the reason.
+
+    More stages would let more GPUs of a pod score at once, but so far only the models of time say so."""
+    failed: list[tuple[int, Result]] = []
+    stages = 1
+    while True:
+        tried = replace(limits, inference_pp=min(stages, limits.inference_pp))
+        result = search(tried)
+        if result.best is None and 2 * stages <= min(most, limits.inference_pp):
+            failed.append((stages, result))
+            stages *= 2
+            continue
+        for count, other in failed if result.best is not None else ():
+            how = "inference models whole" if count == 1 else f"inference models on at most {count} GPUs"
+            for r in other.rejected:  # of the kind of placement that was found
+                if r.problem is not None and result.best is not None and r.candidate.kind == result.best.candidate.kind:
+                    note = "; ".join(n for n in (r.candidate.note, how) if n)
+                    result.rejected.append(Rejected(replace(r.candidate, note=note), problem=r.problem))
+        return result, tried

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from dovetail.manifest.sizes import world_size
-from dovetail.planner.candidate import TASKS, Placement, Task
-from dovetail.planner.hashing import hashed_once
+from dovetail.planner.candidate import TASKS, Candidate, Placement, Share
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.limits import Limits
 from dovetail.planner.workload import Workload
@@ -21,62 +20,15 @@ APART = "actor and critic train apart"
 ALONE = "training on GPUs of its own"
 
 
-@hashed_once
-@dataclass(frozen=True, order=True)
-class Slot:
-    """GPUs [first, first + count) of a pool."""
-
-    pool: str
-    first: int
-    count: int
-
-    def meets(self, other: Slot) -> bool:
-        """Whether both have the same GPU."""
-        return (
-            self.pool == other.pool and self.first < other.first + other.count and other.first < self.first + self.count
-        )
-
-    def at(self, first: int) -> Slot:
-        """As many GPUs from `first` on."""
-        return self if first == self.first else Slot(self.pool, first, self.count)
-
-    def cut(self, at: int) -> tuple[Slot, Slot]:
-        """The first `at` GPUs and the rest."""
-        return Slot(self.pool, self.first, at), Slot(self.pool, self.first + at, self.count - at)
-
-
-Slots = tuple[Slot, ...]
+Slots = tuple[Share, ...]
+"""GPUs that a task may use, before it has a layout there."""
 # Sizes, below a number of GPUs of a pool, to divide them at.
 Sizes = Callable[[Pool, int], list[int]]
 
 
-@hashed_once
-@dataclass(frozen=True)
-class Structure:
-    """The GPUs of each task, before any layout is chosen. `note`: what a user should know of it besides the
-    placement."""
-
-    placement: Placement
-    generation: Slots
-    actor_training: Slots
-    critic_training: Slots = ()
-    reference: Slots = ()
-    reward: Slots = ()
-    critic: Slots = ()
-    note: str = ""
-
-    def slots(self, task: Task) -> Slots:
-        found: Slots = getattr(self, task)
-        return found
-
-    def shares_trainers(self, slot: Slot) -> bool:
-        """Whether a GPU of the slot trains too."""
-        return any(slot.meets(training) for training in (*self.actor_training, *self.critic_training))
-
-    @property
-    def apart(self) -> bool:
-        """Whether actor and critic train on GPUs of their own."""
-        return bool(self.critic_training) and self.critic_training != self.actor_training
+def apart(structure: Candidate) -> bool:
+    """Whether actor and critic train on GPUs of their own."""
+    return bool(structure.critic_training) and structure.critic_training != structure.actor_training
 
 
 def every_size(pool: Pool, count: int) -> list[int]:
@@ -107,32 +59,28 @@ def _steps(nodes: int) -> set[int]:
     return {n for n in grid if n < nodes} | {nodes - n for n in grid if n < nodes}
 
 
-def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes = sizes) -> Iterator[Structure]:
-    """All structures, each once, in a fixed order. `grid`: the sizes at which a pool's GPUs are divided."""
+def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes = sizes) -> Iterator[Candidate]:
+    """All structures (candidates whose shares have no layout yet), each once, in a fixed order. `grid`: the sizes at
+    which a pool's GPUs are divided."""
     seen = set()
+    missing: dict[str, Any] = {task: () for task in TASKS if workload.model(task) is None}
     if workload.critic is None:
         limits = replace(limits, shared_body=True)  # nothing to train beside the actor either
-    for found in _all(inventory, workload, limits, grid):
-        kept = _without(found, workload)
-        if kept.placement in limits.placements and (key := replace(kept, note="")) not in seen:
-            seen.add(key)
+    for found in _all(inventory, limits, grid):
+        kept = replace(found, **missing)
+        if kept.placement in limits.placements and kept not in seen:
+            seen.add(kept)
             yield kept
 
 
-def _without(found: Structure, workload: Workload) -> Structure:
-    """The structure without tasks that the job does not have, and without those that a shared body replaces."""
-    missing: dict[str, Any] = {task: () for task in TASKS if workload.model(task) is None}
-    return replace(found, **missing) if missing else found
-
-
-def _all(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes) -> Iterator[Structure]:
+def _all(inventory: Inventory, limits: Limits, grid: Sizes) -> Iterator[Candidate]:
     trainable = [p for p in inventory.pools if limits.trainers is None or p.name in limits.trainers]
     # Training needs bfloat16 or else runs in float32: other pools only where there is none better.
     trainable = [p for p in trainable if p.gpu.bf16] or trainable
     usable = [p for p in inventory.pools if limits.rollouts is None or p.name in limits.rollouts]
     for pool in trainable:
-        whole = Slot(pool.name, 0, pool.gpus)
-        others = tuple(Slot(p.name, 0, p.gpus) for p in usable if p.name != pool.name)
+        whole = Share(pool.name, dp=pool.gpus)
+        others = tuple(Share(p.name, dp=p.gpus) for p in usable if p.name != pool.name)
         if pool in usable:
             rests = [others, ()] if others and not limits.whole else [others]
             for rest in rests:
@@ -143,12 +91,12 @@ def _all(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes) 
             continue
         for count in [*grid(pool, pool.gpus), pool.gpus]:
             training, left = whole.cut(count)
-            segments = ((left,) if left.count and pool in usable else ()) + others
+            segments = ((left,) if left.gpus and pool in usable else ()) + others
             if segments:
                 yield from _separate(training, segments, inventory, limits, grid)
 
 
-def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, Slots, str]]:
+def _training(slot: Share, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, Slots, str]]:
     """Actor and critic on the same GPUs, or on two parts of them."""
     if False in limits.apart or limits.shared_body:
         yield (slot,), (slot,), ""
@@ -158,80 +106,82 @@ def _training(slot: Slot, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, S
             yield (actor,), (critic,), APART
 
 
-def _parts(slot: Slot, pool: Pool, limits: Limits) -> list[int]:
+def _parts(slot: Share, pool: Pool, limits: Limits) -> list[int]:
     """Numbers of GPUs for the actor: about a quarter, a half and three quarters. Of a manifest's trainers, what its
     layouts allow."""
-    unit = pool.per_node if slot.count > pool.per_node else 1
-    found = {round(slot.count * share / unit) * unit for share in (1 / 4, 1 / 2, 3 / 4)}
+    unit = pool.per_node if slot.gpus > pool.per_node else 1
+    found = {round(slot.gpus * share / unit) * unit for share in (1 / 4, 1 / 2, 3 / 4)}
     if limits.whole and "actor_training" in limits.layouts:
         found = {world_size(layout) for layout in limits.layouts["actor_training"]}
-    return sorted(at for at in found if 0 < at < slot.count)
+    return sorted(at for at in found if 0 < at < slot.gpus)
 
 
-def _together(slot: Slot, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Structure]:
+def _together(slot: Share, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Candidate]:
     everywhere = (slot, *rest)
     # On a manifest's groups whatever shares its trainers' GPUs has this name.
     flat = limits if limits.whole else replace(limits, apart=tuple(a for a in limits.apart if not a))
     for actor, critic, note in _training(slot, pool, flat):
-        yield Structure(Placement.FLATTENING, everywhere, actor, critic, everywhere, everywhere, everywhere, note)
+        yield Candidate(Placement.FLATTENING, everywhere, actor, critic, everywhere, everywhere, everywhere, note=note)
     first, second = _in_order(everywhere, limits) if limits.whole else _halves(everywhere, pool)
     if not (first and second):
         return
     for actor, critic, note in _training(slot, pool, limits):
         note = "; ".join([HALVES, *([note] if note else [])])
-        yield Structure(Placement.INTERLEAVING, everywhere, actor, critic, first, second, second, note)
+        yield Candidate(Placement.INTERLEAVING, everywhere, actor, critic, first, second, second, note=note)
 
 
 def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
     """Each slot in two parts of about the same size. A slot of one GPU goes to the smaller part."""
-    parts: tuple[list[Slot], list[Slot]] = [], []
+    parts: tuple[list[Share], list[Share]] = [], []
     for slot in slots:
-        unit = pool.per_node if slot.pool == pool.name and slot.count >= 2 * pool.per_node else 1
-        at = slot.count // 2 // unit * unit
+        unit = pool.per_node if slot.pool == pool.name and slot.gpus >= 2 * pool.per_node else 1
+        at = slot.gpus // 2 // unit * unit
         if at:
             for part, half in zip(parts, slot.cut(at), strict=True):
                 part.append(half)
         else:
-            min(parts, key=lambda p: sum(s.count for s in p)).append(slot)
+            min(parts, key=lambda p: sum(s.gpus for s in p)).append(slot)
     return tuple(parts[0]), tuple(parts[1])
 
 
 def _in_order(slots: Slots, limits: Limits) -> tuple[Slots, Slots]:
     """The first half of all servers, in the order of the groups, and the rest
     (`dovetail.planner.placement.scorers`)."""
-    parts: tuple[list[Slot], list[Slot]] = [], []
-    left = sum(slot.count // limits.servers.get(slot.pool, 1) for slot in slots) // 2
+    parts: tuple[list[Share], list[Share]] = [], []
+    left = sum(slot.gpus // limits.servers.get(slot.pool, 1) for slot in slots) // 2
     for slot in slots:
         size = limits.servers.get(slot.pool, 1)
-        mine = min(left, slot.count // size)
+        mine = min(left, slot.gpus // size)
         left -= mine
         for part, piece in zip(parts, slot.cut(mine * size), strict=True):
-            if piece.count:
+            if piece.gpus:
                 part.append(piece)
     return tuple(parts[0]), tuple(parts[1])
 
 
 def _separate(
-    training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
-) -> Iterator[Structure]:
+    training: Share, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
+) -> Iterator[Candidate]:
     pool = inventory[training.pool]
-    for actor, critic, apart in _training(training, pool, limits):
-        for generation, inference, divided in _served(training, segments, inventory, limits, grid):
-            note = "; ".join(n for n in (apart, divided) if n)
-            whole = Structure(Placement.SEPARATION, generation, actor, critic, inference, inference, inference, note)
+    for actor, critic, divided in _training(training, pool, limits):
+        for generation, inference, away in _served(training, segments, inventory, limits, grid):
+            note = "; ".join(n for n in (divided, away) if n)
+            whole = Candidate(
+                Placement.SEPARATION, generation, actor, critic, inference, inference, inference, note=note
+            )
             yield whole
             # A manifest calls it so: its groups are apart anyway.
             kind = Placement.INTERLEAVING if limits.together else Placement.SEPARATION
-            divided = "" if limits.whole or not limits.together else ALONE
+            alone = "" if limits.whole or not limits.together else ALONE
             own = inventory[inference[0].pool]
             first, second = _in_order(inference, limits) if limits.whole else _halves(inference, own)
             if first and second:
-                note = "; ".join(n for n in (divided, note, HALVES) if n)
+                note = "; ".join(n for n in (alone, note, HALVES) if n)
                 yield replace(whole, placement=kind, reference=first, reward=second, critic=second, note=note)
 
 
 def _served(
-    training: Slot, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
+    training: Share, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
 ) -> Iterator[tuple[Slots, Slots, str]]:
     """GPUs of generation and of inference among `segments`: the same ones, different segments, or parts of the only
     segment."""
@@ -248,9 +198,9 @@ def _served(
         inference = tuple(s for s, use in zip(segments, uses, strict=True) if use != "generation")
         if generation and inference:
             yield generation, inference, "inference apart from generation" if generation != inference else ""
-    if len(segments) == 1 and segments[0].count > 1:
-        for count in grid(inventory[segments[0].pool], segments[0].count):
-            if 2 * count <= segments[0].count:
-                first, second = segments[0].cut(segments[0].count - count)
+    if len(segments) == 1 and segments[0].gpus > 1:
+        for count in grid(inventory[segments[0].pool], segments[0].gpus):
+            if 2 * count <= segments[0].gpus:
+                first, second = segments[0].cut(segments[0].gpus - count)
                 yield (first,), (second,), "inference apart from generation"
     yield segments, (training,), "inference on the trainers"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from dovetail.planner.simulate.lengths import LengthHistory
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
 from dovetail.planner.simulate.stage import Prediction, ratio, scan
+from dovetail.planner.workload import Ints, Lengths
 
 # Of the batch (RLHFuse section 4.2).
 SCANNED = tuple(k / 100 for k in range(5, 100, 5))
@@ -23,6 +24,7 @@ DRAWN_SAMPLES = 2048
 # A fraction of the batch (None: off), and whether destinations take what they have room for.
 Choice = tuple[float | None, bool]
 OFF: Choice = (None, False)
+RECENT_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
@@ -150,3 +152,35 @@ class ThresholdController:
         self._history.restore(saved["recent"])
         self._decisions, self._chosen = saved["decisions"], saved["chosen"]
         self._current = saved["current"], saved.get("roomy", False)
+
+
+# ------------------------------------------------------------ lengths to expect
+
+
+class LengthHistory:
+    """The last few iterations' response lengths."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._recent: deque[list[int]] = deque(maxlen=RECENT_ITERATIONS)
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        if len(lengths):
+            self._recent.append([int(n) for n in lengths])
+
+    @property
+    def iterations(self) -> int:
+        return len(self._recent)
+
+    def draw(self, count: int, rng: np.random.Generator) -> Ints:
+        """`count` lengths with replacement, of those measured, or else of the prior."""
+        if not self._recent:
+            return Lengths.long_tailed(self._max_tokens).draw(count, rng)
+        return rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count)
+
+    def as_json(self) -> list[list[int]]:
+        return list(self._recent)
+
+    def restore(self, recent: Sequence[Sequence[int]]) -> None:
+        self._recent.clear()
+        self._recent.extend([int(n) for n in lengths] for lengths in recent)
