@@ -86,7 +86,7 @@ def folders(family: str, version: int, path: Path) -> tuple[Any, dict[bool, Path
 
     found = {}
     torch.manual_seed(version)
-    config = AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=family != "phi")
+    config = AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=True)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for parameter in model.parameters():

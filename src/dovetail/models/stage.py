@@ -93,7 +93,7 @@ class PipelineStage(nn.Module):
         width = self.hidden_size if narrow is None else int(getattr(config, narrow))
         shares = lm and is_tied(config) and self.is_first
         if self.is_last and lm and not shares:
-            self.lm_head = nn.Linear(width, config.vocab_size, bias=self.family.head_bias, device="meta")
+            self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
         if self.is_last and value:
             setattr(self, VALUE_HEAD, nn.Linear(width, 1, bias=False, device="meta"))
 
@@ -211,8 +211,6 @@ class PipelineStage(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.lm_head if hasattr(self, "lm_head") else getattr(self.body, self.family.embedding)
         logits = project(hidden, head.weight)
-        if self.family.head_bias:
-            logits = logits + head.bias
         bound = getattr(self.config, self.family.softcap, None) if self.family.softcap else None
         return logits if bound is None else torch.tanh(logits / bound) * bound
 

@@ -137,7 +137,6 @@ class ModelShape:
         norm = (1 + MODEL_FAMILIES[self.family].layer_norm) * self.hidden * self.final_norm
         width = self.embedding or self.hidden
         vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
-        vocabulary += self.vocabulary * (MODEL_FAMILIES[self.family].head_bias and head != "value")
         return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
 
     def parameters(self, head: Head = "lm") -> int:

@@ -79,8 +79,8 @@ class ModelFamily:
     before the first layer; `exits`, what it has after the last, in the order of use; `embedding`, the token embedding.
     `layer_norm`: norms have a bias. `norms`: of a layer, beside those of heads. `norm_offset`: a norm's weight is added
     to 1. `head_norms`: norms of each query and key head, by name. `learnt_positions`: a table of them in place of
-    rotary ones. `saved_head`: the name of the vocabulary projection in files; `head_bias`: it has a bias. `sinks`: each
-    head has a learnt score that takes a part of its attention. `experts`: in place of the MLP.
+    rotary ones. `saved_head`: the name of the vocabulary projection in files. `sinks`: each head has a learnt score
+    that takes a part of its attention. `experts`: in place of the MLP.
 
     `windows`: which layers attend to `sliding_window` tokens only, where config.json has no `layer_types`: all of them;
     all but every n-th (n: `sliding_window_pattern`, or this number); "never": models with windows are refused.
@@ -111,7 +111,6 @@ class ModelFamily:
     norms: int = 2
     norm_offset: bool = False
     saved_head: str = "lm_head"
-    head_bias: bool = False
     windows: Literal["never", "all"] | int = "never"
     softcap: str | None = None
     sinks: bool = False
