@@ -16,6 +16,7 @@ from dovetail.cli.planning import plan
 from dovetail.cli.profile_command import profile
 from dovetail.cli.results import chat, report
 from dovetail.cli.run import INTERRUPTED, run
+from dovetail.cli.samples import samples
 from dovetail.cli.schedule_command import schedule
 from dovetail.manifest.documents import ManifestError
 from dovetail.supervision.errors import RunError, UsageError
@@ -91,7 +92,7 @@ def version() -> None:
     click.echo(f"dovetail {installed_version()}")
 
 
-COMMANDS = (run, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
+COMMANDS = (run, samples, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
 for command in COMMANDS:
     cli.add_command(command)
 

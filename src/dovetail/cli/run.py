@@ -16,6 +16,7 @@ from dovetail.local.launcher import Launcher
 from dovetail.local.progress import Display, make_display
 from dovetail.local.report.report import write_report
 from dovetail.local.report.run_summary import read_summary, show
+from dovetail.local.samples import facts_of, texts_of
 from dovetail.local.status import StatusPoller
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
@@ -43,6 +44,18 @@ class Follower:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole.decode(errors="replace").splitlines()
+
+
+def shown_sample(line: str) -> list[str] | None:
+    """A sample that the coordinator shows, as lines for people. None for other events of events.jsonl."""
+    if '"sample.shown"' not in line:
+        return None
+    try:
+        event: dict[str, Any] = json.loads(line)
+        title = f"iteration {event['iteration']}, {event['which']} response: {facts_of(event)}"
+        return [title, *texts_of(event)]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def event_line(line: str) -> str:
@@ -79,8 +92,12 @@ def run_job(
         follower = Follower(launcher.run_dir / "events.jsonl")
 
         def on_step() -> None:
-            for line in follower.lines() if verbose else ():
-                display.tell(event_line(line))
+            for line in follower.lines():
+                if (shown := shown_sample(line)) is not None:
+                    for text in shown:
+                        display.tell(text)
+                elif verbose:
+                    display.tell(event_line(line))
 
         with display:
             if verbose:

@@ -447,6 +447,23 @@ class FailurePolicy(Model):
     )
 
 
+class SampleLog(Model):
+    """Which of the model's responses can be read afterwards."""
+
+    keep_megabytes: int = Field(
+        default=256,
+        ge=0,
+        description="Size of the folder with all samples of PPO iterations (dovetail samples). The oldest iterations "
+        "are deleted first. 0: no text is kept or shown.",
+    )
+    show_every_iterations: int = Field(
+        default=5,
+        ge=0,
+        description="How often the log shows the response with the highest and the one with the lowest reward of an "
+        "iteration. 0: never.",
+    )
+
+
 class RLHFJobSpec(Model):
     """The stages, models, data and pods of a job."""
 
@@ -482,6 +499,7 @@ class RLHFJobSpec(Model):
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
+    samples: SampleLog = Field(default_factory=SampleLog, description="Which responses are kept and shown as text.")
     active_deadline_seconds: PositiveInt | None = Field(
         default=None,
         description="The job fails when it has run for this many seconds, restarts included. On one machine all "

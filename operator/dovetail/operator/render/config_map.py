@@ -29,7 +29,15 @@ def config_map(context: RenderContext) -> Object:
 def spec_hash(job: RLHFJob) -> str:
     """A hash of everything that a plan may depend on."""
     spec = job.spec.model_dump(mode="json", by_alias=True)
-    for name in ("suspend", "retry", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "failurePolicy", "checkpoint"):
+    for name in (
+        "suspend",
+        "retry",
+        "activeDeadlineSeconds",
+        "ttlSecondsAfterFinished",
+        "failurePolicy",
+        "checkpoint",
+        "samples",
+    ):
         spec.pop(name, None)
     for group in spec["groups"]:
         group.pop("podTemplate", None)

@@ -98,7 +98,7 @@ class Engines:
         except BaseException:
             store.close()
             raise
-        self.records = RunRecords.of(settings.run_dir, store, spec.seed, self.registry, log)
+        self.records = RunRecords.of(settings.run_dir, store, spec, self.registry, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
         self._tasks: list[asyncio.Task[None]] = []
@@ -359,7 +359,8 @@ class Engines:
 
     async def _evaluate(self, when: str) -> None:
         self.records.progress.update(phase="generation", message="answering held-out prompts")
-        await self._evaluation.run(when, self.iteration, self.records.store, self.records.results)
+        records = self.records
+        await self._evaluation.run(when, self.iteration, records.store, records.results, records.texts)
         self.records.progress.update(phase=None, message="")
         self.records.timeline.begin()
 

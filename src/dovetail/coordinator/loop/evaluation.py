@@ -5,12 +5,14 @@ built-in language has such a measure: its quality."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from dovetail.coordinator.data import synthetic
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.store.results import Results
+from dovetail.coordinator.store.sample_files import SampleFiles
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.manifest.types import RLHFJobSpec
@@ -47,11 +49,13 @@ class Evaluation:
         self._seed = seed
         self._answer = answer
 
-    async def run(self, when: str, iteration: int, store: Store, results: Results) -> None:
+    async def run(
+        self, when: str, iteration: int, store: Store, results: Results, texts: SampleFiles | None = None
+    ) -> None:
         """Answer with the weights of `iteration`, and measure. Does nothing if that is done already, or if there is no
         measure.
 
-        `when`: BEFORE or AFTER, the fact's name."""
+        `when`: BEFORE or AFTER, the fact's name. `texts` keeps the answers as text."""
         if not self._measures or store.get(f"evaluation/{when}") == iteration:
             return
         records = self._held_out()[:PROMPTS]
@@ -59,9 +63,20 @@ class Evaluation:
             return
         seeds = [derived_seed("evaluation", self._seed, record.index) for record in records]
         responses = await self._answer(slot(iteration), records, seeds)
+        measured: dict[str, list[float]] = {}
         for name, measure in self._measures.items():
-            values = [float(v) for v in measure([r.text for r in records], responses)]
+            measured[name] = values = [float(v) for v in measure([r.text for r in records], responses)]
             results.fact(f"evaluation.{name}.{when}", mean_ci95(values))
+        if texts is not None:
+            answers = zip(records, responses, zip(*measured.values(), strict=True), strict=True)
+            with contextlib.suppress(OSError):
+                texts.write_held_out(
+                    when,
+                    [
+                        {"prompt": r.text, "response": text, "measures": dict(zip(measured, values, strict=True))}
+                        for r, text, values in answers
+                    ],
+                )
         results.fact("evaluation.prompts", len(records))
         store.put(f"evaluation/{when}", iteration)
         store.samples.forget(slot(iteration))

@@ -146,6 +146,7 @@ class PPOStage:
             facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
             digest = self._records.batches.write(iteration, experience.arrays)
             self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
+        self._records.keep_text(self._spec.samples, experience)
         self._maker.in_batch(iteration)
         with self._records.timeline.phase("training"):
             self._records.progress.update(phase="training")

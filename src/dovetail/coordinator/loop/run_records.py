@@ -10,15 +10,18 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.results import Results
+from dovetail.coordinator.store.sample_files import SampleFiles, best_and_worst, sample_rows, shortened
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics, MetricsHistory, Status
 from dovetail.coordinator.telemetry.timeline import Timeline
+from dovetail.manifest.types import RLHFJobSpec, SampleLog
+from dovetail.protocol.experience import Experience
 
 
 @dataclass(frozen=True)
 class RunRecords:
     """What a run keeps for a restart (`store`, `batches`), what it tells its user (`history`, `results`, `timeline`),
-    and what it shows (`metrics`, `progress`, `log`)."""
+    and what it shows (`metrics`, `progress`, `log`). `texts` is None if no text of samples is kept."""
 
     store: Store
     results: Results
@@ -28,20 +31,44 @@ class RunRecords:
     metrics: CoordinatorMetrics
     progress: Status
     log: Callable[..., None]
+    texts: SampleFiles | None = None
 
     @staticmethod
-    def of(run_dir: Path, store: Store, seed: int, registry: CollectorRegistry, log: Callable[..., None]) -> RunRecords:
+    def of(
+        run_dir: Path, store: Store, spec: RLHFJobSpec, registry: CollectorRegistry, log: Callable[..., None]
+    ) -> RunRecords:
         """The records of the run in `run_dir`. Its metrics are in `registry`."""
+        megabytes = spec.samples.keep_megabytes
         return RunRecords(
             store,
-            Results(store, run_dir, seed),
+            Results(store, run_dir, spec.seed),
             MetricsHistory(run_dir),
             Timeline(run_dir),
             ExperienceFiles(run_dir),
             CoordinatorMetrics(registry),
             Status(),
             log,
+            SampleFiles(run_dir, megabytes * 10**6) if megabytes else None,
         )
+
+    def keep_text(self, settings: SampleLog, experience: Experience) -> None:
+        """Write an iteration's samples as text, and show two of them in the log now and then. A full disk stops
+        neither."""
+        if self.texts is None:
+            return
+        iteration, table = experience.iteration, self.store.samples
+        rows = sample_rows(experience, table.samples(iteration), table.rewards(iteration))
+        try:
+            self.texts.write(iteration, rows)
+        except OSError as error:
+            self.log("samples.lost", iteration=iteration, error=str(error))
+        every = settings.show_every_iterations
+        if not every or (iteration > 1 and iteration % every):
+            return
+        for which, row in best_and_worst(rows):
+            told = {key: row[key] for key in ("reward", "rewards", "kl", "tokens", "finish_reason") if row[key]}
+            texts = {key: shortened(row[key]) for key in ("prompt", "response")}
+            self.log("sample.shown", which=which, iteration=iteration, **told, **texts)
 
     def close(self) -> None:
         """Close the files."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail.local.report import charts
 from dovetail.local.report.charts import Bar, Series
+from dovetail.local.report.report_samples import read_samples, samples_section
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.local.report.run_summary import (
     PHASES,
@@ -44,6 +45,7 @@ figcaption{font-weight:600;margin-bottom:4px}svg{width:100%;height:auto;display:
 .grid{stroke:var(--line);stroke-width:1}.stripe{fill:#8881}.tick{font-size:11px;fill:var(--mute)}
 .axis{font-size:12px;fill:var(--mute)}.inbar{font-size:12px;fill:#fff;font-weight:600}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:12.5px;color:var(--mute);margin-top:6px}
+td.text{text-align:left;white-space:pre-wrap;overflow-wrap:anywhere;vertical-align:top}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 """
 
@@ -191,8 +193,9 @@ def render_report(
     history: Mapping[str, Mapping[int, Mapping[str, Any]]],
     trace: tuple[str, Mapping[str, Any]] | None,
     schedule: Mapping[str, Any] | None = None,
+    samples: str = "",
 ) -> str:
-    """The page. Pure."""
+    """The page. `samples` is its section on responses. Pure."""
     facts: list[str] = []
     if summary.get("wall_seconds") is not None:
         facts.append(duration(float(summary["wall_seconds"])))
@@ -227,7 +230,7 @@ def render_report(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(name)}: Dovetail report</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{"".join(sections)}{when}'
+        f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{samples}{"".join(sections)}{when}'
         f"{schedule_section(schedule)}{changes_section(summary)}"
         "</main></body></html>\n"
     )
@@ -240,7 +243,12 @@ def write_report(run_dir: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         name = run_dir.name
     page = render_report(
-        name, read_summary(run_dir), read_history(run_dir), last_trace(run_dir), read_schedule(run_dir)
+        name,
+        read_summary(run_dir),
+        read_history(run_dir),
+        last_trace(run_dir),
+        read_schedule(run_dir),
+        samples_section(read_samples(run_dir)),
     )
     path = run_dir / "report.html"
     temporary = path.with_suffix(".html.tmp")

@@ -24,6 +24,7 @@ CHANGEABLE = (
     "failurePolicy",
     "checkpoint.everySteps",
     "checkpoint.keep",
+    "samples",
     "models.reward.importPath",
     "models.reward.workers",
     "models.reward.timeoutSeconds",

@@ -1,9 +1,9 @@
 """Which parts of a job's spec may change, as CEL transition rules.
 
-At any time a user may suspend and resume a job, scale its rollout groups, change its deadlines, failure policy and
-checkpoint policy, and have a failed job try again. Images and pod templates may change while it is suspended.
-Everything else decides what is trained. It is fixed when the job has a plan (condition Planned=True). Before that it
-may be corrected, above all while Planned=False says what does not fit."""
+At any time a user may suspend and resume a job, scale its rollout groups, change its deadlines, its failure policy, its
+checkpoint policy and which samples are kept as text, and have a failed job try again. Images and pod templates may
+change while it is suspended. Everything else decides what is trained. It is fixed when the job has a plan (condition
+Planned=True). Before that it may be corrected, above all while Planned=False says what does not fit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ CHANGEABLE = (
     "groups",
     "checkpoint",
     "failurePolicy",
+    "samples",
     "activeDeadlineSeconds",
     "ttlSecondsAfterFinished",
 )

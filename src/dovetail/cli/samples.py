@@ -1,0 +1,61 @@
+"""`dovetail samples`: what the model answered in training."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from dovetail.cli.job import run_dir_argument
+from dovetail.local.samples import ORDERS, choose, described, read
+from dovetail.supervision.errors import UsageError
+
+
+@click.command()
+@run_dir_argument
+@click.option(
+    "-i",
+    "--iteration",
+    "iterations",
+    type=click.IntRange(1),
+    multiple=True,
+    help="The samples of this PPO iteration. May be given more than once.  [default: the last one]",
+)
+@click.option("--sort", "order", type=click.Choice(list(ORDERS)), help="Highest first.  [default: by prompt]")
+@click.option("--ascending", is_flag=True, help="With --sort: lowest first.")
+@click.option("--grep", metavar="REGEX", help="Only samples whose prompt or response contains this regular expression.")
+@click.option("-n", "--limit", type=click.IntRange(1), default=10, show_default=True, help="Show at most so many.")
+@click.option("--all", "everything", is_flag=True, help="Show all of them.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines, with all that is known of each sample.")
+def samples(
+    run_dir: Path,
+    iterations: tuple[int, ...],
+    order: str | None,
+    ascending: bool,
+    grep: str | None,
+    limit: int,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Show prompts with the model's responses and rewards.
+
+    It can be called while the run goes on. The files are RUN_DIR/samples/iteration-*.jsonl.
+
+    \b
+    The five worst responses of the last iteration:
+      dovetail samples runs/quickstart --sort reward --ascending -n 5
+    """
+    if ascending and order is None:
+        raise UsageError("--ascending needs --sort")
+    try:
+        pattern = None if grep is None else re.compile(grep)
+    except re.error as error:
+        raise UsageError(f"--grep is not a regular expression: {error}") from error
+    found = choose(read(run_dir, iterations), order, ascending, pattern)
+    shown = found if everything else found[:limit]
+    for row in shown:
+        click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\n".join(described(row)) + "\n")
+    if not as_json:
+        click.echo(f"{len(shown)} of {len(found)} samples." + (" --all shows all." if len(shown) < len(found) else ""))

@@ -1,0 +1,140 @@
+"""The samples of PPO iterations as text, for people: one file an iteration, `samples/iteration-000012.jsonl`.
+
+Training reads nothing of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.store.samples import Key, Sample
+    from dovetail.protocol.experience import Experience
+
+FOLDER = "samples"
+_NAME = re.compile(r"iteration-(\d+)\.jsonl")
+# Texts in logs are cut to so many characters.
+SHOWN = 400
+
+Row = dict[str, Any]
+
+
+def sample_rows(
+    experience: Experience, samples: Sequence[Sample], rewards: Mapping[Key, Mapping[str, float]]
+) -> list[Row]:
+    """One JSON object for each sample, in order of (prompt, sample). Pure.
+
+    `samples` are those of the experience, in the same order. `rewards` are what reward functions returned, by sample
+    and function; they become `rewards`, and `reward` is the score that was trained on. `kl` is in nats, summed over
+    the response."""
+    scores, kl = experience.scores, experience.kl
+    return [
+        {
+            "iteration": experience.iteration,
+            "prompt_index": sample.key.prompt,
+            "sample_index": sample.key.sample,
+            "prompt": prompt,
+            "response": response,
+            "tokens": len(sample.tokens),
+            "finish_reason": sample.finish_reason,
+            "reward": _number(score),
+            "rewards": dict(sorted(rewards.get(sample.key, {}).items())),
+            "kl": _number(divergence),
+            "weight_version": sample.weight_version,
+            "rollout": sample.instance,
+            "assignments": sample.attempt,
+            "fields": sample.fields,
+        }
+        for prompt, response, sample, score, divergence in zip(
+            experience.prompts, experience.responses, samples, scores, kl, strict=True
+        )
+    ]
+
+
+def _number(value: SupportsFloat) -> float | None:
+    """JSON has no number that is not finite."""
+    return float(value) if math.isfinite(value) else None
+
+
+def best_and_worst(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """('best', row) and ('worst', row) by reward, of equal ones the first.
+
+    Only the best if all are equal, and nothing if no reward is finite."""
+    rewarded = [row for row in rows if isinstance(row.get("reward"), int | float)]
+    if not rewarded:
+        return []
+    best = max(rewarded, key=lambda row: float(row["reward"]))
+    worst = min(rewarded, key=lambda row: float(row["reward"]))
+    return [("best", best)] if best is worst else [("best", best), ("worst", worst)]
+
+
+def shortened(text: str, limit: int = SHOWN) -> str:
+    """The text, or its beginning and its end with `…` between them."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-(limit // 2) :]}"
+
+
+class SampleFiles:
+    """Keeps the files of the newest iterations, together at most `keep_bytes`, but always the newest one."""
+
+    def __init__(self, run_dir: Path, keep_bytes: int) -> None:
+        self._dir = run_dir / FOLDER
+        self._keep = keep_bytes
+
+    def write(self, iteration: int, rows: Iterable[Row]) -> None:
+        """Write an iteration's file whole, in place of an older one, and delete what is too much. Raises OSError."""
+        self._write(f"iteration-{iteration:06d}.jsonl", rows)
+        left = self._keep
+        for number, older in sorted(files(self._dir.parent).items(), reverse=True):
+            left -= older.stat().st_size
+            if left < 0 and number != iteration:
+                older.unlink(missing_ok=True)
+
+    def write_held_out(self, when: str, rows: Iterable[Row]) -> None:
+        """Write the answers to held-out prompts at one moment of the run. Raises OSError."""
+        self._write(held_out_file(self._dir.parent, when).name, rows)
+
+    def _write(self, name: str, rows: Iterable[Row]) -> None:
+        self._dir.mkdir(exist_ok=True)
+        path = self._dir / name
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def files(run_dir: Path) -> dict[int, Path]:
+    """The files of a run by iteration; {} if it has none."""
+    try:
+        names = os.listdir(run_dir / FOLDER)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return {int(found[1]): run_dir / FOLDER / name for name in names if (found := _NAME.fullmatch(name))}
+
+
+def held_out_file(run_dir: Path, when: str) -> Path:
+    """The file with the answers to held-out prompts at one moment: `before_ppo` or `after_ppo`."""
+    return run_dir / FOLDER / f"held_out-{when}.jsonl"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of one file. Raises OSError, and ValueError with a sentence if a line is not a JSON object."""
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object")
+            rows.append(row)
+    return rows

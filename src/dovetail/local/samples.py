@@ -1,0 +1,102 @@
+"""The samples of a run as text: which ones, in which order, and how they are shown. Pure, but for `read`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.store.sample_files import FOLDER, Row, files, read_rows
+from dovetail.supervision.errors import RunError, UsageError
+
+# What samples can be sorted by, and the key of each.
+ORDERS: dict[str, Callable[[Row], float]] = {
+    "reward": lambda row: _or_least(row.get("reward")),
+    "kl": lambda row: _or_least(row.get("kl")),
+    "tokens": lambda row: _or_least(row.get("tokens")),
+}
+
+
+def _or_least(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("-inf")
+
+
+def read(run_dir: Path, iterations: Sequence[int] = ()) -> list[Row]:
+    """The samples of some iterations, or of the last one that is kept.
+
+    Raises UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
+    found = files(run_dir)
+    if not found:
+        raise UsageError(
+            f"{run_dir / FOLDER} holds no samples: the run has not finished a PPO iteration's generation, or "
+            "spec.samples.keepMegabytes is 0"
+        )
+    wanted = list(iterations) or [max(found)]
+    missing = [i for i in wanted if i not in found]
+    if missing:
+        raise UsageError(
+            f"the samples of iteration {missing[0]} are not kept; there are those of {_ranges(sorted(found))}. A "
+            "higher spec.samples.keepMegabytes keeps more"
+        )
+    try:
+        return [row for iteration in wanted for row in read_rows(found[iteration])]
+    except (OSError, ValueError) as error:
+        raise RunError(str(error)) from error
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """'iterations 1 to 4, 7' of sorted numbers."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return "iterations " + ", ".join(" to ".join(str(n) for n in part) for part in parts)
+
+
+def choose(
+    rows: Sequence[Row], order: str | None = None, ascending: bool = False, pattern: re.Pattern[str] | None = None
+) -> list[Row]:
+    """The rows whose prompt or response contains `pattern`, highest first by `order` of ORDERS, or as they are."""
+    kept = [row for row in rows if pattern is None or any(pattern.search(str(row[key])) for key in _TEXTS)]
+    return kept if order is None else sorted(kept, key=ORDERS[order], reverse=not ascending)
+
+
+_TEXTS = ("prompt", "response")
+
+
+def printable(text: str) -> str:
+    """The text without what would move a terminal's cursor or change its colours: a model may write anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def facts_of(row: Mapping[str, Any]) -> str:
+    """'reward 1.25 (fluency 1, length 0.25), KL 0.31, 24 tokens, cut at the limit'."""
+    parts = []
+    if isinstance(row.get("reward"), int | float):
+        made_of = ", ".join(f"{printable(name)} {value:.4g}" for name, value in (row.get("rewards") or {}).items())
+        parts.append(f"reward {row['reward']:.4g}" + (f" ({made_of})" if made_of else ""))
+    if isinstance(row.get("kl"), int | float):
+        parts.append(f"KL {row['kl']:.3g}")
+    if isinstance(row.get("tokens"), int):
+        parts.append(f"{row['tokens']} token{'' if row['tokens'] == 1 else 's'}")
+    if row.get("finish_reason") == "length":
+        parts.append("cut at the limit")
+    return ", ".join(parts)
+
+
+def texts_of(row: Mapping[str, Any]) -> list[str]:
+    """Prompt and response as lines with a margin."""
+    return [
+        f"  {key + ':' if not number else '':<9} {line}"
+        for key in _TEXTS
+        for number, line in enumerate(printable(str(row[key])).split("\n"))
+    ]
+
+
+def described(row: Mapping[str, Any]) -> list[str]:
+    """A row of a file as lines."""
+    place = f"iteration {row['iteration']}, prompt {row['prompt_index']}, sample {row['sample_index']}"
+    return [f"{place}: {facts_of(row)}", *texts_of(row)]

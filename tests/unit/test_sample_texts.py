@@ -1,0 +1,161 @@
+"""The model's responses as text: kept by the coordinator, listed by `dovetail samples`, shown in the report and while
+the run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from dovetail.cli.main import cli
+from dovetail.cli.run import shown_sample
+from dovetail.coordinator.store.sample_files import SampleFiles, files, read_rows, sample_rows
+from dovetail.coordinator.store.samples import Key, Sample, State
+from dovetail.local.report.report_samples import SampleTexts, read_samples, samples_section
+from dovetail.protocol.experience import Experience
+
+ESCAPE = "\x1b]0;gotcha\x07"
+
+
+def row(index: int, reward: float, response: str = "Fine.", iteration: int = 1) -> dict[str, Any]:
+    return {
+        "iteration": iteration,
+        "prompt_index": index,
+        "sample_index": 0,
+        "prompt": f"Question {index}?",
+        "response": response,
+        "tokens": 3 + index,
+        "finish_reason": "stop",
+        "reward": reward,
+        "rewards": {"polite": reward},
+        "kl": 0.1 * index,
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    kept = SampleFiles(tmp_path, 10**6)
+    kept.write(1, [row(0, 0.5), row(1, 0.25)])
+    kept.write(2, [row(i, reward, f"Answer {reward} <b>{ESCAPE}", 2) for i, reward in enumerate([1.0, 3.0, 2.0])])
+    return tmp_path
+
+
+def samples(run_dir: Path, *arguments: str) -> str:
+    done = CliRunner().invoke(cli, ["samples", str(run_dir), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_last_iteration_is_shown_and_a_model_cannot_steer_the_terminal(run_dir: Path) -> None:
+    shown = samples(run_dir)
+    assert "iteration 2, prompt 1, sample 0: reward 3 (polite 3), KL 0.1, 4 tokens" in shown
+    assert "  response: Answer 3.0 <b>" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "3 of 3 samples." in shown
+
+
+def test_samples_are_sorted_searched_and_limited(run_dir: Path) -> None:
+    def rewards(*arguments: str) -> list[float]:
+        return [json.loads(line)["reward"] for line in samples(run_dir, "--json", *arguments).splitlines()]
+
+    assert rewards("--sort", "reward") == [3.0, 2.0, 1.0]
+    assert rewards("--sort", "reward", "--ascending", "-n", "1") == [1.0]
+    assert rewards("-i", "1", "-i", "2") == [0.5, 0.25, 1.0, 3.0, 2.0]
+    assert rewards("-i", "2", "--grep", r"Answer [12]") == [1.0, 2.0]
+    assert rewards("-i", "2", "--grep", r"Question 1") == [3.0]
+    assert "1 of 3 samples. --all shows all." in samples(run_dir, "-n", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-i", "7"], "the samples of iteration 7 are not kept; there are those of iterations 1 to 2"),
+        (["--ascending"], "--ascending needs --sort"),
+        (["--grep", "("], "--grep is not a regular expression"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(run_dir: Path, arguments: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(cli, ["samples", str(run_dir), *arguments])
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+
+
+def test_a_run_without_samples_and_a_damaged_file_are_told(run_dir: Path, tmp_path_factory: Any) -> None:
+    done = CliRunner().invoke(cli, ["samples", str(tmp_path_factory.mktemp("empty"))])
+    assert done.exit_code == 2
+    assert "holds no samples" in done.stderr
+    files(run_dir)[2].write_text('{"prompt": "cut o')
+    done = CliRunner().invoke(cli, ["samples", str(run_dir)])
+    assert done.exit_code == 1
+    assert "line 1 is not JSON" in done.stderr
+    assert read_samples(run_dir).iterations[2] == [], "the report is written all the same"
+
+
+def test_the_oldest_iterations_go_first_and_the_newest_stays(tmp_path: Path) -> None:
+    size = len(json.dumps(row(0, 1.0))) + 1
+    kept = SampleFiles(tmp_path, 2 * size + 10)
+    for iteration in (1, 2, 3):
+        kept.write(iteration, [row(0, 1.0, iteration=iteration)])
+    assert sorted(files(tmp_path)) == [2, 3]
+    kept.write(4, [row(0, 1.0, iteration=4)] * 5)
+    assert sorted(files(tmp_path)) == [4]
+    assert len(read_rows(files(tmp_path)[4])) == 5
+
+
+def test_a_row_says_what_made_up_the_reward_and_holds_only_json(tmp_path: Path) -> None:
+    tokens, logprobs = np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32)
+    given = [
+        Sample(Key(3, p, 0), State.SCORED, tokens, 0, {"answer": "4"}, tokens, logprobs, 2, "v100-0", weight_version=2)
+        for p in (0, 1)
+    ]
+    experience = Experience(
+        iteration=3,
+        prompts=["2 + 2?", "3 + 3?"],
+        responses=["4", "ünsinn\u2028"],
+        arrays={
+            "scores": np.array([1.5, np.nan], np.float32),
+            "response_lengths": np.array([2, 2], np.int32),
+            "rollout_logprobs": np.stack([logprobs, logprobs]),
+            "ref_logprobs": np.stack([logprobs - 0.5, logprobs]),
+        },
+        fields=[{"answer": "4"}] * 2,
+    )
+    rows = sample_rows(experience, given, {Key(3, 0, 0): {"right": 1.0, "short": 0.5}})
+    SampleFiles(tmp_path, 10**6).write(3, rows)
+    first, second = read_rows(files(tmp_path)[3])
+    assert first["rewards"] == {"right": 1.0, "short": 0.5}
+    assert (first["reward"], first["kl"], first["tokens"]) == (1.5, 1.0, 2)
+    assert (first["rollout"], first["assignments"], first["weight_version"]) == ("v100-0", 2, 2)
+    assert first["fields"] == {"answer": "4"}
+    assert second["reward"] is None
+    assert second["response"] == "ünsinn\u2028"
+
+
+def test_the_report_shows_held_out_answers_and_the_extremes_as_text_only(run_dir: Path) -> None:
+    kept = SampleFiles(run_dir, 10**6)
+    kept.write_held_out("before_ppo", [{"prompt": "Why?", "response": "<script>1</script>", "measures": {"q": 0.25}}])
+    kept.write_held_out("after_ppo", [{"prompt": "Why?", "response": "Because.", "measures": {"q": 1.0}}])
+    page = samples_section(read_samples(run_dir))
+    assert "<script>" not in page
+    assert page.index("&lt;script&gt;1") < page.index("Because.")
+    assert "q 0.25" in page
+    for shown in ("iteration 1, best", "iteration 1, worst", "iteration 2, best", "Answer 3.0 &lt;b&gt;"):
+        assert shown in page
+    assert "Answer 2.0" not in page
+    assert samples_section(SampleTexts()) == ""
+
+
+def test_a_run_shows_samples_as_it_goes_on() -> None:
+    event = {"event": "sample.shown", "which": "best", **row(1, 0.5, f"One.\nTwo.{ESCAPE}")}
+    lines = shown_sample(json.dumps(event))
+    assert lines is not None
+    assert lines[0] == "iteration 1, best response: reward 0.5 (polite 0.5), KL 0.1, 4 tokens"
+    assert lines[1:3] == ["  prompt:   Question 1?", "  response: One."]
+    assert lines[3].startswith("            Two.")
+    assert "\x1b" not in lines[3]
+    assert shown_sample('{"event": "iteration.finished"}') is None
