@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.store.store import open_records
+from dovetail.local.report.report import write_report
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 
@@ -50,6 +52,17 @@ def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
     assert set(facts["phases"]) >= {"generation", "inference", "training", "weights"}
     assert facts["samples_per_second"] > 0
     assert sorted(history(peaceful, "ppo")) == [1, 2, 3, 4]
+
+
+def test_every_response_can_be_read_and_makes_up_the_curve(peaceful: Path) -> None:
+    for iteration, metrics in history(peaceful, "ppo").items():
+        done = CliRunner().invoke(cli, ["samples", str(peaceful), "-i", str(iteration), "--all", "--json"])
+        rows = [json.loads(line) for line in done.output.splitlines()]
+        assert statistics.fmean(row["reward"] for row in rows) == pytest.approx(metrics["reward"], abs=1e-5)
+        assert statistics.fmean(row["tokens"] for row in rows) == pytest.approx(metrics["response_length"], abs=1e-3)
+        assert {row["weight_version"] for row in rows} == {iteration - 1}
+    assert {e["iteration"] for e in events(peaceful, "sample.shown")} == {1}
+    assert "Answer after PPO" in write_report(peaceful).read_text()
 
 
 def test_tensorboard_reads_the_same_curve(peaceful: Path) -> None:

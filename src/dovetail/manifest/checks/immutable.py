@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dovetail.manifest.checks.cel import CelRule
 
-# Every field of spec is in one of the two; tests/unit/test_crd.py sees to it.
+# Every field of spec is in one of the two; tests/unit/test_crd_rules.py sees to it.
 FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "plan")
 CHANGEABLE = (
     "suspend",
