@@ -66,6 +66,11 @@ def test_a_layout_trains(null_gpu: Run, name: str) -> None:
             assert run["used"]["communicators"] == 0, "made in a step, where ranks come in unlike orders"
 
 
+def test_groups_of_gpu_tensors_have_no_gloo_beside_nccl(null_gpu: Run) -> None:
+    for names in null_gpu("backends", "trainer.backends", world=2).good():
+        assert names == ["cuda:nccl"] * 4
+
+
 @pytest.mark.parametrize("name", ["adapters", "all"])
 def test_an_export_holds_whole_tensors(null_gpu: Run, name: str) -> None:
     folder = train(null_gpu, name).folder

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
 from worker import DEADLINE, Place
 
@@ -159,6 +160,17 @@ def train(
             engine.export(model, place.folder / model)
     groups.close()
     return found
+
+
+def backends(place: Place) -> list[str]:
+    """Backends of the groups that only tensors on the GPU go through."""
+    layouts = {name: Parallelism(pp=place.world) for name in ("actor", "critic")}
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    model = groups.model["actor"]
+    found = [model.everyone, model.tied, model.forward_in, model.forward_out, model.backward_in, model.backward_out]
+    names = [str(dist.get_backend_config(group)) for group in found if group is not None]
+    groups.close()
+    return names
 
 
 def spans(place: Place) -> dict[str, tuple[float, float]]:

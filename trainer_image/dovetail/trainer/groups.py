@@ -199,7 +199,7 @@ class Groups:
         if 1 < pipelines < layout.dp:
             for stage in range(layout.pp):
                 for t in range(layout.tp):
-                    group = dist.new_group(ranks[stage, :, t].tolist(), timeout=self.timeout)
+                    group = self._new_group(ranks[stage, :, t].tolist())
                     replicas = group if (stage, t) == (pp, tp) else replicas
         edges: dict[tuple[str, int], dist.ProcessGroup] = {}
         tied = None
@@ -209,14 +209,14 @@ class Groups:
                 column = ranks[:, d, t].tolist()
                 for stage in range(layout.pp - 1):
                     for way in ("forward", "backward"):
-                        group = dist.new_group(column[stage : stage + 2], timeout=self.timeout)
+                        group = self._new_group(column[stage : stage + 2])
                         if mine and pp in (stage, stage + 1):
                             edges[way, stage] = group
                 if layout.pp > 1:
-                    group = dist.new_group([column[0], column[-1]], timeout=self.timeout)
+                    group = self._new_group([column[0], column[-1]])
                     if mine and pp in (0, layout.pp - 1):
                         tied = group
-        everyone = dist.new_group(members, timeout=self.timeout * _PATIENCE)
+        everyone = self._new_group(members, _PATIENCE)
         if not here:
             self.elsewhere[name] = layout
             return
@@ -242,6 +242,11 @@ class Groups:
             backward_out=edges.get(("backward", pp - 1)),
             tied=tied,
         )
+
+    def _new_group(self, ranks: list[int], patience: int = 1) -> dist.ProcessGroup:
+        """A group for tensors on the trainer's device alone: on GPUs it has no Gloo, whose ranks would connect too."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        return dist.new_group(ranks, timeout=self.timeout * patience, backend=backend)
 
     def _warm_up(self, models: Iterable[str]) -> None:
         """Use every group once as it will be used, in the same order on all ranks.
