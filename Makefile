@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -84,6 +84,9 @@ LOCKS = cpu operator trainer rollout-cpu rollout-gpu
 
 check-locks: $(STAMP) ## Look for files that two wheels of a lock both install (asks the registry)
 	$(BIN)/python hack/check_locks.py $(LOCKS:%=requirements/%.txt)
+
+check-vllm: $(STAMP) ## Look at both ends of the range of vLLM that the plug-ins are for (asks the registry)
+	$(BIN)/python hack/check_vllm.py
 
 DRILL_SECONDS ?= 600
 

@@ -38,8 +38,9 @@ class RemoteFile(io.RawIOBase):
 
     def __init__(self, client: httpx.Client, url: str, size: int):
         self._client, self._url, self._size, self._place = client, url, size, 0
+        # The piece that was fetched last; the directory is at the end.
         self._start = max(0, size - TAIL)
-        self._tail = self._fetch(self._start, size)
+        self._piece = self._fetch(self._start, size)
 
     def _fetch(self, start: int, end: int) -> bytes:
         # Of a compressed reply the pieces would be those of the compressed form.
@@ -71,10 +72,10 @@ class RemoteFile(io.RawIOBase):
         self._place = max(start, end)
         if start >= end:
             return b""
-        if start < self._start:
-            # What is left of the file: the directory is at its end.
-            self._tail, self._start = self._fetch(start, self._start) + self._tail, start
-        return self._tail[start - self._start : end - self._start]
+        if not self._start <= start <= end <= self._start + len(self._piece):
+            self._start = start
+            self._piece = self._fetch(start, min(self._size, max(end, start + TAIL)))
+        return self._piece[start - self._start : end - self._start]
 
 
 def installed_path(name: str) -> PurePosixPath:

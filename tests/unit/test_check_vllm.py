@@ -1,0 +1,77 @@
+"""`make check-vllm`, on sources that are made up and on the vLLM that is installed; the registry is not asked."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dovetail.rollout import compat
+
+HACK = Path(__file__).parents[2] / "hack"
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    sys.path.insert(0, str(HACK))
+    try:
+        spec = importlib.util.spec_from_file_location("check_vllm", HACK / "check_vllm.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(HACK))
+    return module
+
+
+def test_the_installed_vllm_has_all_that_the_plug_ins_use(vllm):
+    found = vllm.surface(vllm.installed)
+    assert [name for name, what in found.items() if what == "missing"] == []
+    assert found["vllm.entrypoints.launchers.api_server.entry:run_server"] == "(args, uvicorn_kwargs)"
+    assert found["--weight-transfer-config"] == "there"
+    base = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
+    assert found[f"{base}.receive_weights"] == "(self, update_info)"
+
+
+def test_what_another_vllm_lacks_or_has_changed_is_named(vllm):
+    base = "vllm.distributed.weight_transfer.base"
+    logger = "vllm.logger"
+
+    def other(module):
+        text = vllm.installed(module)
+        if module == base:
+            return text.replace("def receive_weights(self, update_info", "def receive_weights(self, update_info, more")
+        if module == logger:
+            return text.replace("def configure_logging_from_args", "def configure")
+        return text
+
+    here, there = vllm.surface(vllm.installed), vllm.surface(other)
+    assert {name: there[name] for name in here if here[name] != there[name]} == {
+        f"{base}:WeightTransferEngine.receive_weights": "(self, update_info, more)",
+        f"{logger}:configure_logging_from_args": "missing",
+    }
+
+
+def test_a_module_that_has_moved_is_found_and_an_optional_one_may_be_missing(vllm):
+    def other(module):
+        if module in compat.OPTIONAL or module in compat.MOVED:
+            return None
+        back = {new: old for old, new in compat.MOVED.items()}
+        return vllm.installed(back.get(module, module))
+
+    here, there = vllm.surface(vllm.installed), vllm.surface(other)
+    differ = {name for name in here if here[name] != there.get(name)}
+    assert all(name.partition(":")[0] in compat.OPTIONAL for name in differ)
+    assert differ
+
+
+def test_both_ends_are_asked_for(vllm, monkeypatch):
+    asked = []
+
+    def run(command, input, **_):
+        asked.append((command[-1], input))
+        return subprocess.CompletedProcess(command, 0, f"vllm=={'0.31.0' if command[-1] == 'lowest' else '0.33.2'}\n")
+
+    monkeypatch.setattr(vllm.subprocess, "run", run)
+    assert vllm.ends() == ["0.31.0", "0.33.2"]
+    assert asked == [("lowest", f"vllm{vllm.supported()}"), ("highest", f"vllm{vllm.supported()}")]
