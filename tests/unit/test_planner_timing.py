@@ -108,3 +108,25 @@ def test_a_ring_uses_the_cards_of_all_its_ranks() -> None:
     assert cluster.ring(4, 8) == 50e9
     assert all_gather(8e9, 4, 1e10) == pytest.approx(15e-6 + 0.75 * 8e9 / 0.8e10)
     assert all_gather(8e9, 1, 1e10) == 0
+
+
+def test_training_without_bfloat16_takes_float32s_time() -> None:
+    """Trainers have no loss scaling, so a V100 trains in float32 and generates in float16."""
+    assert (V100.dtype, V100.training.dtype) == (Dtype.FLOAT16, Dtype.FLOAT32)
+    assert A10.training is A10
+    work = Workload(
+        actor=LLAMA_7B,
+        reference=LLAMA_7B,
+        reward=None,
+        critic=None,
+        batch=64,
+        mini_batch=64,
+        epochs=1,
+        prompt=Lengths.fixed(512),
+        response=Lengths.fixed(512),
+    )
+    costs = GPUCosts(work, Inventory((Pool("v", V100, 1, 8),)))
+    share = Share("v", 0, 8, 1, 1, 1, 2, True)
+    floor = 3 * LLAMA_7B.forward_flops(64 * 1024, 512) / (8 * V100.flops[Dtype.FLOAT32])
+    assert costs.step("actor_training", share).work > floor
+    assert costs.memory.training_job("actor_training", share, 0).dtype is Dtype.FLOAT32

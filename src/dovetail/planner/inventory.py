@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
@@ -37,6 +37,12 @@ class Pool:
     @property
     def gpus(self) -> int:
         return self.nodes * self.per_node
+
+    @property
+    def training(self) -> Pool:
+        """As trainers use its GPUs."""
+        mine = self.gpu.training
+        return self if mine is self.gpu else replace(self, gpu=mine)
 
     def link(self, ranks: int) -> float:
         """Bytes per second between `ranks` neighbouring ranks: within a node, or else over the network."""

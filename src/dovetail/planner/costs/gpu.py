@@ -185,6 +185,7 @@ class GPUCosts:
         key = task, share.at(0)
         if key not in self._inference:
             work, pool = self.work, self.inventory[share.pool]
+            pool = pool.training if task in TRAINING else pool
             shape, head = work.needed(task)
             prompt, response = work.prompt.mean, work.response.mean
             tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
@@ -229,7 +230,7 @@ class GPUCosts:
         return self._steps[key]
 
     def _step(self, task: Task, share: Share) -> Step:
-        work, pool, c = self.work, self.inventory[share.pool], self.constants
+        work, pool, c = self.work, self.inventory[share.pool].training, self.constants
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
         trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))

@@ -230,7 +230,7 @@ class GPUMemoryModel:
             shape,
             head,
             _layout(share.pp, share.tp, share.dp),
-            self.inventory[share.pool].gpu.dtype,
+            self.inventory[share.pool].gpu.training.dtype,
             tokens=min(share.micro_batch, sequences) * self.work.longest,
             micro_batches=count,
             in_flight=min(share.pp - stage, count),

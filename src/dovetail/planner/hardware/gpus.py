@@ -6,7 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -51,8 +51,15 @@ class GPU:
 
     @property
     def dtype(self) -> Dtype:
-        """What `Auto` means on it: bfloat16 where it can, else float16."""
-        return Dtype.BFLOAT16 if self.bf16 else Dtype.FLOAT16
+        """What `Auto` means on it: bfloat16 where it can, else float16; float32 where there is neither."""
+        return next(d for d in (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32) if d in self.flops)
+
+    @property
+    def training(self) -> GPU:
+        """As trainers use it: they train in float32 where there is no bfloat16."""
+        if self.bf16 or Dtype.FLOAT32 not in self.flops:
+            return self
+        return replace(self, flops={Dtype.FLOAT32: self.flops[Dtype.FLOAT32]})
 
     @property
     def peer(self) -> float:

@@ -91,7 +91,7 @@ def groups_inventory(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = Non
     trainers = [g for g in spec.groups if Role.TRAINER in g.roles]
     pools = [_pool(g, measured) for g in spec.groups if Role.TRAINER not in g.roles]
     mine = [_pool(g, measured) for g in trainers]
-    slowest = min((p.gpu for p in mine), key=lambda g: (g.flops[g.dtype], g.memory))
+    slowest = min((p.gpu for p in mine), key=lambda g: (g.training.flops[g.training.dtype], g.memory))
     least = replace(slowest, memory=min(p.gpu.memory for p in mine))
     per_node = min(p.per_node for p in mine)
     count = sum(p.gpus for p in mine)

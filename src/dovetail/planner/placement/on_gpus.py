@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.manifest.checks.batching import BatchRule, batch_rules
 from dovetail.manifest.sizes import trained_models, world_size
-from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import TRAINING, Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
@@ -199,7 +199,7 @@ def _fitting(
 ) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
     """Seconds of a step in each stage together, each in the fastest way that fits. Or the first job that does not
     fit, with its task."""
-    dtype = pool.gpu.dtype if pool.gpu.bf16 else Dtype.FLOAT32
+    dtype = pool.gpu.training.dtype
     seconds, checkpointed = 0.0, set()
     for rule in (rule for rule in batch_rules(spec) if rule.model == model):
         job = training_job(spec, rule, shape, layout, dtype)
