@@ -131,8 +131,7 @@ def compile_search() -> None:
     """Compile the planner's kernels, before the ranks are forked and wait for each other."""
     layouts = shared_layouts({m: Parallelism(pp=2) for m in ("actor", "critic")}, True)
     counts = {"actor": 2, "critic": 2}
-    problem, halves = (training_problem(layouts, counts, 1, split=split) for split in (False, True))
-    choose_schedule(problem, halves, FAMILIES, Effort(workers=1, scale=0.01))
+    choose_schedule(training_problem(layouts, counts, 1), FAMILIES, Effort(workers=1, scale=0.01))
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -160,7 +159,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
         rounds(bench, rows, {n: s for n, s in plan(bench, times, c, reverse).items() if n in here(reverse)})
     ours = torch_rounds(bench)
     rows["serial, torch's 1F1B"] = {"seconds": ours, "predicted": rows["serial"]["predicted"], "peaks": None}
-    problem = problem_of(bench, times, c, False)
+    problem = problem_of(bench, times, c)
     result = {"rows": rows, "latency": c, "limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
     bench.groups.barrier()
     bench.groups.close()
@@ -172,14 +171,15 @@ def here(reverse: bool) -> tuple[str, ...]:
     return ("serial", "zero-bubble", "fused", "fused-split") if reverse else ("stitched",)
 
 
-def problem_of(bench: Bench, times: Times, c: float, split: bool) -> Problem:
-    return training_problem(bench.layouts, bench.counts, 1, times, split=split, communication=c)
+def problem_of(bench: Bench, times: Times, c: float) -> Problem:
+    return training_problem(bench.layouts, bench.counts, 1, times, communication=c)
 
 
 def split_cost(bench: Bench, times: Times, c: float) -> float:
     """How much longer both halves of a backward take than the whole, later stages only: the first has no halves."""
-    whole, halves = (problem_of(bench, times, c, split) for split in (False, True))
-    ratio = [(halves.array(m, "backward") / whole.array(m, "backward"))[1:].mean() for m in (0, 1)]
+    problem, fields = problem_of(bench, times, c), ("input_gradient", "weight_gradient", "backward")
+    arrays = [[problem.array(m, field)[1:] for field in fields] for m in (0, 1)]
+    ratio = [((first + second) / whole).mean() for first, second, whole in arrays]
     return float(sum(ratio) / 2 - 1)
 
 
@@ -187,9 +187,7 @@ def plan(bench: Bench, times: Times, c: float, reverse: bool) -> dict[str, Found
     """The families' schedules for these times, rank 0's for all: searches may end unlike."""
     found = None
     if bench.rank == 0:
-        problem, halves = (problem_of(bench, times, c, split) for split in (False, True))
-        effort = Effort(workers=1, scale=0.1)
-        choice = choose_schedule(problem, halves, FAMILIES, effort, reverse)
+        choice = choose_schedule(problem_of(bench, times, c), FAMILIES, Effort(workers=1, scale=0.1), reverse)
         found = {
             name: (s.makespan, s.peaks.tolist(), encode(rank_actions(s, bench.layouts)))
             for name, s in choice.schedules.items()

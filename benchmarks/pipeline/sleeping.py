@@ -66,7 +66,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
         names = [n for n in FAMILIES if n not in rows and not n.endswith("split")]
         lists = None
         if rank == 0:
-            choice = choose_schedule(problem, problem, names, Effort(workers=1, scale=0.1, memory=False), reverse)
+            choice = choose_schedule(problem, names, Effort(workers=1, scale=0.1, memory=False), reverse)
             lists = {n: (s.makespan, encode(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
         for name, (predicted, words) in groups.broadcast_json(lists).items():
             mine = StoredSchedule(name, settings["mini_batches"], words).actions()[rank]

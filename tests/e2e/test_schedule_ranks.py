@@ -73,7 +73,7 @@ def make_case(number: int) -> list[dict[str, Any]]:
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 10 * number + together)
             names = [n for n in PINS["Auto"] if n.endswith("-rolled") == (together == 2)]
-            choice = choose_schedule(problem, problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
+            choice = choose_schedule(problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
             for name, found in choice.schedules.items():
                 schedules[name] = (together, letters(found, layouts))
         where = {name: layout.model_dump() for name, layout in layouts.items()}

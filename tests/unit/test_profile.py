@@ -16,8 +16,8 @@ from dovetail.local.rundir import RunDir
 from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError
 from dovetail.pipelines import FAMILIES, ProblemError, family_instance
-from dovetail.planner.measured import profiled_problem, stage_layers
-from dovetail.planner.training_schedule import Times, shared_layouts, training_problem
+from dovetail.planner.measured import stage_layers
+from dovetail.planner.training_schedule import Times, profiled_problem, shared_layouts, training_problem
 from dovetail.protocol.messages import ModelRef, StageTimes
 from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.profile import measure_link, measure_model
@@ -104,7 +104,7 @@ def profile(**models):
 
 
 def test_stages_take_the_times_of_their_layers_and_ends():
-    problem = profiled_problem(profile(actor=model(), critic=model(scale=0.5)), ("actor", "critic"), (4, 2), 8, 2)
+    problem = profiled_problem(profile(actor=model(), critic=model(scale=0.5)), (4, 2), 8, 2)
     critic = problem.models[1]
     assert (critic.pipelines, critic.micro_batches) == (2, 4)
     # Six layers in four stages: 2, 2, 1, 1; a micro-batch of 2 lies between those measured.
@@ -134,7 +134,6 @@ def test_layers_are_split_as_the_trainer_splits_them(layers, stages):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"names": ("actor", "judge")}, "the profile has no judge, only actor, critic"),
         ({"stages": (4, 3)}, "the critic's 3 pipeline stages do not divide 4"),
         ({"stages": (4, 2), "micro_batches": 3}, "3 micro-batches cannot be divided among the critic's 2 pipelines"),
         ({"stages": (8, 8)}, "8 pipeline stages need at least 8 layers, the actor has 6; use fewer"),
@@ -142,7 +141,7 @@ def test_layers_are_split_as_the_trainer_splits_them(layers, stages):
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(changes, sentence):
-    given = {"names": ("actor", "critic"), "stages": (2, 2), "micro_batches": 4, "micro_batch": 1} | changes
+    given = {"stages": (2, 2), "micro_batches": 4, "micro_batch": 1} | changes
     with pytest.raises(ProblemError, match=sentence):
         profiled_problem(profile(actor=model(), critic=model()), **given)
 
@@ -231,9 +230,9 @@ def test_a_job_begins_with_the_profile_and_goes_on_with_what_it_measures():
     assert measured.array(0, "forward").tolist() == [[1.0, 1.0]] * 2
     assert measured.latencies[0, 1] == measured.latencies[1, 0] == 0.75
     # Halves that were never run: the profile's shares of what was measured.
-    halves = training_problem(layouts, counts, 1, times, split=True)
-    assert halves.array(0, "input_gradient")[1] == pytest.approx([4 * 0.5, 4 * 0.5], rel=0.1)
-    assert halves.array(0, "backward")[1, 0] == pytest.approx(4 * 1.1)
+    first, second = (measured.array(0, field)[1] for field in ("input_gradient", "weight_gradient"))
+    assert first == pytest.approx([4 * 0.5, 4 * 0.5], rel=0.1)
+    assert first + second == pytest.approx([4 * 1.1] * 2)
 
 
 def test_a_profile_of_other_models_is_refused():

@@ -87,7 +87,7 @@ def test_rank_lists_are_what_the_executor_accepts(
     counts = {name: sequences // layout.dp for name, layout in placed.items()}
     problem = training_problem(placed, counts, mini_batches)
     families = ["serial", "overlapped", "stitched", "stitched-rolled"]
-    choice = choose_schedule(problem, problem, families, Effort(scale=0.01), reverse)
+    choice = choose_schedule(problem, families, Effort(scale=0.01), reverse)
     for found in choice.schedules.values():
         lists = rank_actions(found, placed)
         assert len(lists) == world_size(placed["actor"])

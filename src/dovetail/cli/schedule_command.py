@@ -178,13 +178,12 @@ def _problem(memory: float | None, **numbers: Any) -> Problem:
 
 def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> Problem:
     from dovetail.cli.profile_command import read_profile
-    from dovetail.planner.measured import profiled_problem
+    from dovetail.planner.training_schedule import profiled_problem
 
     read = read_profile(path)
     stages = (numbers["actor_stages"], numbers["critic_stages"])
     return profiled_problem(
         read,
-        ("actor", "critic"),
         stages,
         numbers["micro_batches"],
         micro_batch_size,

@@ -1,4 +1,4 @@
-"""From a measured profile to a problem: times of real stages, which differ at both ends of a pipeline."""
+"""From a measured profile to the times of real stages, which differ at both ends of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,47 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dovetail.pipelines import Floats, Model, Problem, ProblemError
+from dovetail.pipelines import Floats, ProblemError
 from dovetail.protocol.profile import ModelTimes, PassTimes, Profile
+from dovetail.protocol.weights import layer_range
 
 # Seconds, where nothing was measured: a problem's times are above 0.
 _NO_TIME = 1e-9
-
-
-def profiled_problem(
-    profile: Profile,
-    names: tuple[str, str],
-    stages: tuple[int, int],
-    micro_batches: int,
-    micro_batch: int,
-    *,
-    mini_batches: int = 1,
-    memory_limit: float | None = None,
-) -> Problem:
-    """The problem of training `names` (actor first), in seconds and bytes.
-
-    `stages` pp1, pp2; `micro_batches`: of an actor pipeline and mini-batch, of `micro_batch` sequences; the critic's
-    follow from K1 * M1 = K2 * M2. Raises ProblemError for numbers that do not fit and for what was not measured."""
-    ranks = max(stages)
-    models = []
-    for name, pp in zip(names, stages, strict=True):
-        if name not in profile.models:
-            raise ProblemError(f"the profile has no {name}, only {', '.join(profile.models)}; measure it")
-        if ranks % pp:
-            raise ProblemError(f"the {name}'s {pp} pipeline stages do not divide {ranks}")
-        pipelines, total = ranks // pp, ranks // stages[0] * micro_batches
-        if total % pipelines:
-            raise ProblemError(
-                f"{total} micro-batches cannot be divided among the {name}'s {pipelines} pipelines of {pp} stages"
-            )
-        models.append(_model(name, profile.models[name], pp, pipelines, total // pipelines, micro_batch))
-    latency = transfer_seconds(profile, names[0], micro_batch)
-    return Problem((models[0], models[1]), latency, mini_batches, memory_limit)
-
-
-def _model(name: str, times: ModelTimes, pp: int, pipelines: int, count: int, size: int) -> Model:
-    known = {kind: values[None, :, None] for kind, values in stage_times(name, times, pp, size).items()}
-    return Model(name, pp, count, known["F"], known["B"], known["bytes"], pipelines, known["I"], known["W"])
 
 
 def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, Floats]:
@@ -78,13 +43,12 @@ def transfer_seconds(profile: Profile, name: str, micro_batch: int) -> float:
 
 
 def stage_layers(name: str, layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as the trainer splits them: the extra ones to the early stages. Raises ProblemError."""
+    """Layers of each stage, as the trainer splits them. Raises ProblemError."""
     if stages > layers:
         raise ProblemError(
             f"{stages} pipeline stages need at least {stages} layers, the {name} has {layers}; use fewer"
         )
-    base, extra = divmod(layers, stages)
-    return [base + (index < extra) for index in range(stages)]
+    return [len(layer_range(layers, index, stages)) for index in range(stages)]
 
 
 def _at(measured: Sequence[PassTimes], size: int) -> PassTimes:

@@ -204,15 +204,13 @@ def training_problem(
     mini_batches: int,
     times: Times | None = None,
     *,
-    split: bool = False,
     communication: float | None = None,
     memory_limit: float | None = None,
     whole: float | None = None,
 ) -> Problem:
-    """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `split`: with the times of a
-    backward in two halves. `communication`: seconds of a message, by default what `times` knows of it. `whole`:
-    units of a whole model's forward where no times are known (default: the positions). Raises ProblemError where the
-    numbers do not fit together."""
+    """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `communication`: seconds
+    of a message, by default what `times` knows of it. `whole`: units of a whole model's forward where no times are
+    known (default: the positions). Raises ProblemError where the numbers do not fit together."""
 
     known = times or Times()
     sizes, sized = known, known.complete("bytes", layouts, micro_batches)
@@ -242,17 +240,16 @@ def training_problem(
             share = np.full(shape, 0.5)
             share[:, 0, :] = NO_INPUT_GRADIENT
             halves = longer * share, longer * (1 - share)
-        backward = halves[0] + halves[1] if split else np.maximum(both, least)
         size = sizes.array(name, "bytes", layout, count, mini_batches) if sized else None
         return Model(
             name,
             layout.pp,
             count,
             forward,
-            backward,
+            np.maximum(both, least),
             np.full(shape, unit) if size is None else size,
             layout.pipelines,
-            input_gradient=halves[0] if split else None,
+            *halves,
             first=_offset(name, layouts),
         )
 
@@ -262,18 +259,44 @@ def training_problem(
     return Problem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
 
 
-def choose_schedule(
-    problem: Problem, halves: Problem, families: Sequence[str], effort: Effort, reverse: bool | None = None
-) -> Choice:
-    """The fastest of `families` that fits; `halves` is the problem with split backwards' times. `reverse`: only those
-    of that placement (a serial schedule runs in both). Raises ProblemError where none fits."""
+def profiled_problem(
+    profile: Profile,
+    stages: tuple[int, int],
+    micro_batches: int,
+    micro_batch: int,
+    *,
+    mini_batches: int = 1,
+    memory_limit: float | None = None,
+) -> Problem:
+    """The problem of training actor and critic by a profile's times, in seconds and bytes.
+
+    `stages` pp1, pp2; `micro_batches`: of an actor pipeline and mini-batch, of `micro_batch` sequences; the critic's
+    follow from K1 * M1 = K2 * M2. Raises ProblemError for numbers that do not fit and for what was not measured."""
+    ranks, layouts, counts = max(stages), {}, {}
+    total = ranks // stages[0] * micro_batches
+    for name, pp in zip(("actor", "critic"), stages, strict=True):
+        if ranks % pp:
+            raise ProblemError(f"the {name}'s {pp} pipeline stages do not divide {ranks}")
+        pipelines = ranks // pp
+        if total % pipelines:
+            raise ProblemError(
+                f"{total} micro-batches cannot be divided among the {name}'s {pipelines} pipelines of {pp} stages"
+            )
+        layouts[name], counts[name] = Layout(pp=pp, dp=pipelines, pipelines=pipelines), total // pipelines
+    times = Times()
+    times.assume(profile, layouts, micro_batch)
+    return training_problem(layouts, counts, mini_batches, times, memory_limit=memory_limit)
+
+
+def choose_schedule(problem: Problem, families: Sequence[str], effort: Effort, reverse: bool | None = None) -> Choice:
+    """The fastest of `families` that fits. `reverse`: only those of that placement (a
+    serial schedule runs in both). Raises ProblemError where none fits."""
     names = [n for n in family_names(problem) if n in families and placeable(FAMILIES[n], reverse)]
 
     def finder(_: Problem, name: str, share: Effort) -> Schedule:
         family = FAMILIES[name]
         # A serial schedule is the same either way; its words are placed as the ranks are.
-        family = replace(family, reverse=bool(reverse)) if is_serial(family) else family
-        return find(halves if family.split else problem, family, share)
+        return find(problem, replace(family, reverse=bool(reverse)) if is_serial(family) else family, share)
 
     return choose(problem, effort, names, finder)
 

@@ -208,15 +208,15 @@ class Scheduling:
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
-        free, free_halves = (training_problem(either, counts, together, times, split=split) for split in (False, True))
+        free = training_problem(either, counts, together, times)
         in_bytes = times.complete("bytes", either, counts)
         limit = self._limit(free, in_bytes)
-        problem, halves = (replace(p, memory_limit=limit) for p in (free, free_halves))
+        problem = replace(free, memory_limit=limit)
         effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
         pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
         split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
         names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
-        choice = choose_schedule(problem, halves, names, effort)
+        choice = choose_schedule(problem, names, effort)
         choice.refused.update(dict.fromkeys(split, SPLIT_RECOMPUTES))
         own = self._dedicated(choice, times, size, together, limit)
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
@@ -229,15 +229,15 @@ class Scheduling:
             family = self._placement(found)
             self._place(family.reverse, own if family is DEDICATED else None)
         here = {n: s for n, s in found.items() if self._runs(n)}
-        best = self._turned(min(here.values(), key=_rank), problem, halves, effort)
+        best = self._turned(min(here.values(), key=_rank), problem, effort)
         now = None if self._current is None else here.get(self._current.family)
         if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
             if self._current is None or best.family != self._current.family:
                 self._log("schedule.chosen", family=best.family, makespan=best.makespan, measured=times.measured)
             self._current = best
         else:
-            self._current = self._turned(now, problem, halves, effort)
-        self._write(choice, choose_schedule(free, free, ["serial"], effort, self._reverse).best, in_bytes)
+            self._current = self._turned(now, problem, effort)
+        self._write(choice, choose_schedule(free, ["serial"], effort, self._reverse).best, in_bytes)
 
     def _dedicated(
         self, choice: Choice, times: Times, size: int, together: int, limit: float | None
@@ -272,11 +272,11 @@ class Scheduling:
                 best = other
         return family_of(best.family)
 
-    def _turned(self, found: Schedule, problem: Any, halves: Any, effort: Effort) -> Schedule:
+    def _turned(self, found: Schedule, problem: Problem, effort: Effort) -> Schedule:
         """A serial schedule, which runs either way, for the way that the stages are placed."""
         if self._apart or found.instance.reverse == self._reverse:
             return found
-        return choose_schedule(problem, halves, [found.family], effort, self._reverse).best
+        return choose_schedule(problem, [found.family], effort, self._reverse).best
 
     # ------------------------------------------------------------ report
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dovetail.planner.chunks import chunk_rows
+from dovetail.planner.costs.steps import Step, together
 from dovetail.protocol.profile import Machine
 
 NEVER = float("inf")
 _TINY = 1e-9
+# Of the pipeline's filling, what a fused schedule leaves.
+FILLING = 0.5
 
 
 @dataclass(frozen=True)
@@ -230,31 +233,28 @@ def training_seconds(work: Work, machine: Machine) -> float:
 
 
 def _passes(work: Work, machine: Machine) -> float:
-    """Seconds of the passes of all optimizer steps on an idle machine. With pipeline stages: 1F1B, model by model
-    (Serial); both models together by PUZZLE's equation 1 (TimeSharing); with half of the pipeline's filling hidden
-    too (Fused); or each model on its own ranks (Dedicated)."""
-    stages = []
+    """Seconds of the passes of all optimizer steps on an idle machine: model by model (Serial), both models on the same
+    ranks (TimeSharing, Fused), or each on its own (Dedicated)."""
+    steps = []
     for model in work.models:
-        cost = machine.training.models[model]
-        stages.append((work.executed * cost.fixed + work.tokens * cost.each) / work.pp)
-    busy = sum(stages)
-    if work.schedule == "Dedicated" and len(stages) > 1:
-        return _apart(work, stages) + exposed_messages(work) * machine.training.message
-    if work.pp == 1:
-        return busy
-    fills = {"Serial": busy, "TimeSharing": max(stages)}.get(work.schedule, max(stages) / 2) / work.micro_batches
-    return busy + (work.pp - 1) * fills + exposed_messages(work) * machine.training.message
+        cost, count = machine.training.models[model], work.steps * work.micro_batches
+        each = (work.executed * cost.fixed + work.tokens * cost.each) / (work.pp * count)
+        steps.append(Step(work.pp, work.micro_batches, each / 3, 2 * each / 3, 0.0, 0.0))
+    messages = exposed_messages(work) * machine.training.message
+    if len(steps) == 1:
+        return work.steps * steps[0].alone + messages
+    actor, critic = steps
+    if work.schedule == "Dedicated":
+        divided = (max(_on(work, actor, n), _on(work, critic, work.ranks - n)) for n in range(1, work.ranks))
+        return work.steps * min(divided) + messages
+    return work.steps * together(actor, critic, work.schedule, FILLING) + messages
 
 
-def _apart(work: Work, stages: list[float]) -> float:
-    """Seconds of the slower model, if the ranks are divided in the best way."""
-
-    def alone(stage: float, ranks: int) -> float:
-        pp = max(1, min(work.pp, ranks // work.dp))
-        return stage * work.ranks / ranks * (1 + (pp - 1) / work.micro_batches)
-
-    actor, critic = stages
-    return min(max(alone(actor, n), alone(critic, work.ranks - n)) for n in range(1, work.ranks))
+def _on(work: Work, step: Step, ranks: int) -> float:
+    """Seconds of a step on some of the ranks."""
+    longer = work.ranks / ranks
+    stages = max(1, min(work.pp, ranks // work.dp))
+    return replace(step, stages=stages, forward=longer * step.forward, backward=longer * step.backward).alone
 
 
 def exposed_messages(work: Work) -> int:

@@ -18,7 +18,6 @@ from dovetail.planner.costs.overlap import exposed_inference
 from dovetail.planner.costs.passes import (
     DEFAULT,
     Constants,
-    Step,
     TimingError,
     all_gather,
     pass_seconds,
@@ -26,8 +25,8 @@ from dovetail.planner.costs.passes import (
     shared_prompt,
     straggling,
     swap,
-    together,
 )
+from dovetail.planner.costs.steps import Step, together
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload

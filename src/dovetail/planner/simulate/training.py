@@ -25,7 +25,7 @@ from dovetail.pipelines import (
 from dovetail.planner.candidate import Candidate, Share
 from dovetail.planner.costs.generation import Floats
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.costs.passes import Step
+from dovetail.planner.costs.steps import Step
 from dovetail.planner.workload import Ints, Lengths
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused"}
