@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.packing import Packing
+from dovetail.models.routing import replays
 from dovetail.models.vocabulary import project
 
 Head = Literal["lm", "value", "lm+value"]
@@ -79,6 +80,9 @@ class PipelineStage(nn.Module):
         if self.is_first:
             _take(source, body, (self.family.embedding, *self.family.entry))
         body.layers = nn.ModuleDict({str(i): source.layers[i] for i in self.layer_ids})
+        if self.family.experts is not None:
+            for layer in body.layers.values():
+                replays(layer, self.family.experts)
         self.rotary_type = None if self.family.learnt_positions else type(source.rotary_emb)
         self.rotary: Any = None
         if self.is_last:
@@ -141,12 +145,16 @@ class PipelineStage(nn.Module):
         lengths: Sequence[int] | None = None,
         wanted: Tensor | None = None,
         prefixes: Sequence[int | None] | None = None,
+        routing: Tensor | None = None,
     ) -> Tensor | Outputs:
         """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
 
         With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other, of which some may
         go on from another one (`prefixes`: see `dovetail.models.packing`). Without, (B, T[, H]): every row is a
         sequence, right-padded; outputs at pad positions mean nothing.
+
+        `routing` (total, layers of the whole model, experts of a token) of whole numbers: the experts to use, -1 where
+        the model chooses itself (`dovetail.models.routing`).
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
@@ -165,6 +173,8 @@ class PipelineStage(nn.Module):
         for number, layer in zip(self.layer_ids, body.layers.values(), strict=True):
             if rotations:
                 extra["position_embeddings"] = rotations[self._kind(number)]
+            if routing is not None:
+                extra["routing"] = routing[:, number]
             hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
         if not self.is_last:
             return hidden

@@ -34,10 +34,12 @@ def read(arrays: Arrays, name: str, dtype: torch.dtype, shape: tuple[int | None,
 
 @dataclass(frozen=True)
 class Sequences:
-    """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T."""
+    """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T. `routing` (N, T, layers, experts of a token)
+    int16: the experts that the rollout chose, -1 where they are not known; None if none are."""
 
     tokens: Tensor
     lengths: Tensor
+    routing: Tensor | None = None
 
     @staticmethod
     def read(arrays: Arrays, prefix: str = "") -> Sequences:
@@ -68,7 +70,9 @@ class Sequences:
         tokens = self.tokens[index, :width]
         inside = torch.arange(width) < lengths.unsqueeze(1)
         places = wanted[:, :width][inside].nonzero().squeeze(1)
-        return Packed(tokens[inside].unsqueeze(0), tuple(lengths.tolist()), places, shifted(tokens)[inside][places])
+        routing = None if self.routing is None else self.routing[index, :width][inside]
+        targets = shifted(tokens)[inside][places]
+        return Packed(tokens[inside].unsqueeze(0), tuple(lengths.tolist()), places, targets, routing)
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,14 @@ class Packed:
     """Sequences laid out one after the other: `tokens` (1, total) int64, and their `lengths`, which add up to total.
 
     `wanted` (n,) int64: positions in 0..total-1 whose outputs matter, ascending; `targets` (n,) int64: the token after
-    each of them (any, after a sequence's last)."""
+    each of them (any, after a sequence's last). `routing` (total, layers, experts of a token): the experts that the
+    rollout chose, if they are known."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
     wanted: Tensor
     targets: Tensor
+    routing: Tensor | None = None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.manifest.model_families.family import LinearPart, ModelFamily
+from dovetail.manifest.model_families.family import Experts, LinearPart, ModelFamily
 from dovetail.manifest.model_families.gemma import GEMMA2, GEMMA3
 from dovetail.manifest.model_families.gpt_neox import GPT_NEOX
 from dovetail.manifest.model_families.gpt_oss import GPT_OSS
@@ -14,7 +14,7 @@ from dovetail.manifest.model_families.qwen2 import QWEN2
 from dovetail.manifest.model_families.qwen3 import QWEN3
 from dovetail.manifest.model_families.qwen3_moe import QWEN3_MOE
 
-__all__ = ["MODEL_FAMILIES", "LinearPart", "ModelFamily"]
+__all__ = ["MODEL_FAMILIES", "Experts", "LinearPart", "ModelFamily"]
 
 # By `model_type` of config.json.
 MODEL_FAMILIES: dict[str, ModelFamily] = {

@@ -51,13 +51,14 @@ EXPERTS_APART = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_p
 class Experts:
     """A mixture of experts in place of each layer's MLP. Names in config.json: `count`, the first that is there;
     `chosen`, how many a token gets; `inner`, the inner width of one. `router`: transformers' name of the module that
-    chooses. `bias`: experts and router have biases. `apart`: how files hold the parameters that transformers keeps for
-    all experts (none: alike)."""
+    chooses; `over_chosen`: its weights are a softmax over a token's own experts, not over all. `bias`: experts and
+    router have biases. `apart`: how files hold the parameters that transformers keeps for all experts (none: alike)."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
     inner: str = "moe_intermediate_size"
     router: str = "gate"
+    over_chosen: bool = False
     bias: bool = False
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS_APART)
 

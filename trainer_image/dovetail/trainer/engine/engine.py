@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
+from dovetail.models.routing import take_counts
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.engine import checkpoint
@@ -159,6 +160,10 @@ class Engine:
         mine = {
             name: _sum(pipe.stats) for name, pipe in pipes.items() if pipe.stage.is_last and not pipe.groups.tp_rank
         }
+        for name, pipe in pipes.items():
+            other, every = take_counts(pipe.stage)
+            if every and not pipe.groups.tp_rank:
+                mine.setdefault(name, {}).update(routing_differs=other, routing_chosen=every)
         total: dict[str, dict[str, float]] = {name: {} for name in work}
         for failed, part, there in self.groups.share_json([error, mine, steps]):
             error = error or failed

@@ -245,6 +245,7 @@ class Executor:
         key = (action.model, action.micro_batch)
         inputs = packed.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
         wanted = packed.wanted.to(pipe.device, non_blocking=True) if pipe.stage.is_last else None
+        routing = None if packed.routing is None else packed.routing.to(pipe.device, non_blocking=True)
         if arrived is not None and training:
             inputs.requires_grad_(True)
         if pipe.before_forward is not None:
@@ -259,7 +260,7 @@ class Executor:
             meter if training else nullcontext(),
         ):
             with peer_errors(f"a forward pass of {action.model}"):
-                output = pipe.stage(inputs, packed.lengths, wanted)
+                output = pipe.stage(inputs, packed.lengths, wanted, routing=routing)
             if pipe.stage.is_last and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")

@@ -4,7 +4,7 @@ Every rank does this for the global batch by itself: it is cheap, and whitening 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ class PPOSamples:
         if n and int(prompts.min()) < 1:
             raise BadCommand("every prompt needs at least one token: batch array 'prompt_lengths' holds a 0")
         sequences = Sequences.checked(tokens, prompts + responses, "prompt_lengths + response_lengths")
+        if "routed_experts" in arrays:
+            routing = read(arrays, "routed_experts", torch.int16, (*tokens.shape, None, None))
+            sequences = replace(sequences, routing=routing)
         rollout = read(arrays, "rollout_logprobs", torch.float32, (n, None))
         width = rollout.shape[1]
         if int(responses.min()) < 0 or int(responses.max()) > width:
@@ -104,6 +107,7 @@ class PPOSamples:
             "groups": self.groups.int(),
             "finished": self.finished,
             "old_logprobs": old_logprobs,
+            "routed_experts": self.sequences.routing,
         }
         return {name: table.numpy() for name, table in tables.items() if table is not None}
 

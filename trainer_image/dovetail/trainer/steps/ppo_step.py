@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dovetail.manifest.critic import value_coef
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.reward import ppo_config
 from dovetail.models import Outputs
 from dovetail.protocol.messages import Action, Step
@@ -88,6 +90,8 @@ def prepare_step(context: Context, step: Step) -> Run:
     here = [name for name in models if name in context.engine.models]
     for name in here:
         context.check_vocabulary(context.model(name), samples.sequences)
+    if "actor" in here:
+        _check_routing(context.model("actor").config, samples.sequences)
     ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
     minis = _mini_batches(context, step, samples, here, ptx)
     if len(minis) % step.mini_batches or (ptx is not None and step.mini_batches > 1):
@@ -120,6 +124,23 @@ def prepare_step(context: Context, step: Step) -> Run:
         return _train(context, samples, goals, ptx, minis, schedule, models)
 
     return run
+
+
+def _check_routing(config: Any, sequences: Sequences) -> None:
+    """Raises BadCommand for experts that the actor has not."""
+    if sequences.routing is None:
+        return
+    experts = MODEL_FAMILIES[config.model_type].experts
+    if experts is None:
+        raise BadCommand(f"the batch has 'routed_experts', but the actor, a {config.model_type} model, has no experts")
+    found = list(sequences.routing.shape[2:])
+    if found != (wanted := [config.num_hidden_layers, getattr(config, experts.chosen)]):
+        raise BadCommand(
+            f"batch array 'routed_experts' is of {found} layers and experts a token, the actor of {wanted}"
+        )
+    # transformers knows the number of experts by both names.
+    if int(sequences.routing.max()) >= getattr(config, experts.count[0]):
+        raise BadCommand(f"batch array 'routed_experts' holds expert {int(sequences.routing.max())}, which is none")
 
 
 def _check_returns(learns_values: bool, goals: Targets) -> None:
@@ -211,6 +232,8 @@ def _train(
         metrics |= {name: mean(totals, name, "tokens") for name in totals if context.loss.reports(name)}
         if "kl_loss" in totals:
             metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
+        if totals.get("routing_chosen"):
+            metrics["routing_differs"] = mean(totals, "routing_differs", "routing_chosen")
         if totals.get("mismatch_tokens"):
             for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
                 metrics[name] = mean(totals, name, "mismatch_tokens")
@@ -321,6 +344,7 @@ def _critic_micro_batch(
     context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
     packed, keep = _responses(samples, rows)
+    packed = replace(packed, routing=None)  # the experts are the actor's
     return MicroBatch(packed, _value_part(context, goals, mini, rows, keep))
 
 

@@ -1,0 +1,132 @@
+"""Routing replay: a trainer that is told which experts the rollout chose uses these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_models_stage import ref
+from torch import Tensor
+
+from dovetail.manifest.types import ScratchModel, Stage
+from dovetail.models import PipelineStage, build_stage
+from dovetail.models.recompute import recompute
+from dovetail.models.routing import take_counts
+from dovetail.protocol.messages import Load, ModelRef
+from dovetail.protocol.wire import pack, unpack
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import VOCABULARY, job, load_command, ppo_batch
+
+FAMILIES = ("qwen3_moe", "gpt_oss")
+LENGTHS = (7, 4)
+
+
+def choices(stages: list[PipelineStage]) -> list[Tensor]:
+    """What each layer's router chooses in the passes that follow, (tokens, 2)."""
+    found: list[Tensor] = []
+    for stage in stages:
+        for layer in stage.body.layers.values():
+            router = getattr(layer.mlp, stage.family.experts.router)
+            router.register_forward_hook(lambda _module, _inputs, output: found.append(output[2]))
+    return found
+
+
+def run(stages: list[PipelineStage], tokens: Tensor, routing: Tensor | None) -> Tensor:
+    hidden = tokens
+    for stage in stages:
+        hidden = stage(hidden, LENGTHS, routing=routing)
+    return hidden
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_given_experts_are_used(family: str) -> None:
+    tokens = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    whole = [build_stage(ref(family, initializer_range=0.5)).requires_grad_(True)]
+    used = choices(whole)
+    plain = run(whole, tokens, None)
+    own = torch.stack(used, 1)
+    assert take_counts(whole[0]) == (0.0, 0.0)
+    # The router's own choice changes nothing, and where none is given it is taken.
+    for given in (own, torch.full_like(own, -1)):
+        assert torch.equal(run(whole, tokens, given), plain)
+    assert take_counts(whole[0]) == (0.0, own.numel())
+    # Others are used, with one pipeline stage and with two, and with layers that run again in the backward pass.
+    other = own.clone()
+    other[3:5, 2] = (own[3:5, 2] + 1) % 4
+    differ = int((own[3:5, 2].unsqueeze(2) != other[3:5, 2].unsqueeze(1)).all(2).sum())
+    used.clear()
+    changed = run(whole, tokens, other)
+    assert torch.equal(torch.stack(used, 1), other)
+    assert take_counts(whole[0]) == (differ, own.numel())
+    torch.testing.assert_close(changed[:, :3], plain[:, :3])
+    assert not torch.allclose(changed[:, 3:5], plain[:, 3:5])
+    changed.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in whole[0].named_parameters()}
+    halves = [build_stage(ref(family, initializer_range=0.5), rank, 2).requires_grad_(True).train() for rank in (0, 1)]
+    for half in halves:
+        recompute(half)
+    found = run(halves, tokens, other)
+    torch.testing.assert_close(found, changed)
+    found.square().mean().backward()
+    for half in halves:
+        for name, parameter in half.named_parameters():
+            if half.checkpoint_name(name) == name:
+                torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+
+
+MOE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+}
+
+
+def load() -> Load:
+    scratch = ScratchModel(architecture="qwen3_moe", config=MOE)
+    base = load_command(Stage.PPO)
+    return base.model_copy(update={"models": {**base.models, "actor": ModelRef(head="lm", scratch=scratch, seed=0)}})
+
+
+def test_a_ppo_step_replays_and_says_what_differs() -> None:
+    arrays = unpack(ppo_batch(1))
+    shape = (*arrays["tokens"].shape, 2, 2)
+    given = np.stack([np.zeros(shape[:-1], np.int16), np.ones(shape[:-1], np.int16)], -1)
+    changes: dict[str, float] = {}
+    losses = []
+    for name, routing in (("none", None), ("unknown", np.full(shape, -1, np.int16)), ("given", given)):
+        batch = pack(arrays if routing is None else {**arrays, "routed_experts": routing})
+        with LocalTrainer(job()) as trainer:
+            trainer.metrics(load())
+            metrics = trainer.metrics(trainer.step(Stage.PPO, 1, batch, ["actor", "critic"], 4, kl_coef=0.05))
+        changes[name] = metrics.get("routing_differs", -1.0)
+        losses.append((metrics["mismatch_abs"], metrics["policy_loss"]))
+    assert losses[0] == losses[1] != losses[2]
+    assert changes["none"] == changes["unknown"] == -1.0
+    # Two of four experts at random: half of them are others.
+    assert 0.3 < changes["given"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("routing", "sentence"),
+    [
+        (np.zeros((3, 2), np.int16), "layers and experts a token"),
+        (np.full((2, 2), 4, np.int16), "holds expert 4, which is none"),
+    ],
+)
+def test_experts_that_are_not_there(routing: np.ndarray, sentence: str) -> None:
+    arrays = unpack(ppo_batch(1))
+    routed = np.broadcast_to(routing, (*arrays["tokens"].shape, *routing.shape)).copy()
+    batch = pack({**arrays, "routed_experts": routed})
+    with LocalTrainer(job()) as trainer:
+        trainer.metrics(load())
+        result = trainer.execute(trainer.step(Stage.PPO, 1, batch, ["actor", "critic"], 4, kl_coef=0.05))
+    assert sentence in str(result.error)
