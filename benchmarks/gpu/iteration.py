@@ -100,6 +100,7 @@ def _runner(scale: Scale, layers: int, groups: Groups, data: bytes, count: int) 
     spec = {
         "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
         "ppo": {"globalBatchSize": count, "miniBatchSize": count, "microBatchSize": min(scale.sequences, count)},
+        "trainer": {"compile": "Auto" if scale.compiles else "Never"},
         "generation": {"maxTokens": 2 * scale.tokens},
     }
     client: Any = _Batches(data)

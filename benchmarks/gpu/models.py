@@ -63,7 +63,8 @@ def one_rank() -> Iterator[Groups]:
 
 def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **spec: Any) -> Engine:
     """A PPO engine that holds these models."""
-    fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], **spec}
+    trainer = {"compile": "Auto" if scale.compiles else "Never"}
+    fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "trainer": trainer, **spec}
     made = Engine(RLHFJobSpec.model_validate(fields), groups)
     refs = {name: reference(scale, layers, HEADS[name]) for name in models}
     with random_weights():

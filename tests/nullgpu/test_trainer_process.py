@@ -68,7 +68,9 @@ def test_a_pod_of_two_ranks_trains_all_stages(
 ) -> None:
     """Two pipeline stages: SFT, reward model and PPO, with evaluation, checkpoint, export and a new start from it."""
     environment = {**null_gpu_environment, "NULLGPU_MEETINGS": str(tmp_path / "meetings")}
-    ranks = PodOfRanks(tmp_path, job(groups=GROUPS), layouts(pp=2), environment=environment)
+    ranks = PodOfRanks(
+        tmp_path, job(groups=GROUPS, trainer={"compile": "Never"}), layouts(pp=2), environment=environment
+    )
     coordinator: FakeCoordinator = ranks.coordinator
     with ranks:
         for stage, batch in ((Stage.SFT, sft_batch(1)), (Stage.REWARD, reward_batch(1)), (Stage.PPO, ppo_batch(1))):

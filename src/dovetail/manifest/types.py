@@ -405,6 +405,23 @@ class PlanPins(Model):
     )
 
 
+class Trainer(Model):
+    """How trainer ranks compute on GPUs. On CPUs none of this changes anything."""
+
+    compile: Literal["Auto", "Never"] = Field(
+        default="Auto",
+        description="torch.compile makes fewer and larger kernels of each layer. The first steps take longer. Auto: on "
+        "GPUs, where the image has a C compiler, for models without adapters, tensor parallelism and activation "
+        "checkpointing, and where the schedule splits no backward pass.",
+    )
+    deterministic: bool = Field(
+        default=True,
+        description="A step that is repeated, after a failure or by dovetail debug replay, gives the same bits. An "
+        "operation of a loss of your own that has no deterministic form fails. false: faster kernels may add up "
+        "numbers in another order each time.",
+    )
+
+
 class Checkpoint(Model):
     """When to save everything, and where."""
 
@@ -497,6 +514,7 @@ class RLHFJobSpec(Model):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
+    trainer: Trainer = Field(default_factory=Trainer, description="How trainer ranks compute on GPUs.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
     samples: SampleLog = Field(default_factory=SampleLog, description="Which responses are kept and shown as text.")

@@ -22,6 +22,7 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stag
 from dovetail.protocol.messages import Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.command_runner import CommandRunner
+from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
@@ -90,6 +91,7 @@ def engine_of(
     lora: bool = False,
     recompute: bool = False,
     layers: int = 2,
+    compiling: bool = False,
 ) -> Engine:
     """A PPO engine with actor and critic, loaded. `layouts`: those of the load."""
     planned = {n: x if world_size(x) == place.world else Parallelism(dp=place.world) for n, x in layouts.items()}
@@ -100,6 +102,7 @@ def engine_of(
         "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
         "ppo": {"ema": 0.9, "actor_optimizer": optimizer, "critic_optimizer": optimizer},
         "plan": {"sharding": "Always"},  # small as these models are
+        "trainer": {"compile": "Auto" if compiling else "Never"},
         "models": {name: {"lora": adapters} for name in layouts},
     }
     engine = Engine(RLHFJobSpec.model_validate(spec), groups)
@@ -193,8 +196,9 @@ def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
     """What each of three PPO iterations asks of the GPU: old log-probabilities, two epochs of two mini-batches."""
     layouts = {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
-    spec = job(plan={"sharding": "Always"}).spec
+    spec = job(plan={"sharding": "Always"}, trainer={"compile": "Never"}).spec
     client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    choose_algorithms(spec.trainer.deterministic)
     runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
     per_step = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     actions = serial_1f1b(layouts, dict.fromkeys(layouts, per_step // dp), list(layouts))

@@ -63,6 +63,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     import torch
 
     from dovetail.trainer.algorithms.policy import rehearse_loss
+    from dovetail.trainer.determinism import choose_algorithms
     from dovetail.trainer.functions import rehearse_advantages
     from dovetail.trainer.rank.heartbeat import HeartbeatThread
     from dovetail.trainer.rank.life import Rank
@@ -72,10 +73,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
         rehearse_loss(job.spec.ppo)
         rehearse_advantages(ppo_config(job.spec))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    # Replays must end in the same bits. `warn_only`: a few CUDA kernels have no deterministic form.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    choose_algorithms(job.spec.trainer.deterministic)
     torch.manual_seed(job.spec.seed)
 
     incarnation = uuid.uuid4().hex

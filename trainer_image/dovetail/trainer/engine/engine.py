@@ -80,6 +80,7 @@ class Engine:
                     weights=command.checkpoint is None,
                     always_shard=self.spec.plan.sharding == "Always",
                     checkpointing=name in command.recompute,
+                    compiling=self.spec.trainer.compile == "Auto",
                 )
             self.stage = command.stage
             if self.averages and "actor" in self.models:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dovetail.manifest.types import Optimizer, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source
+from dovetail.models.compiled import can_compile, compile_layers
 from dovetail.models.recompute import recompute
 from dovetail.models.stage import Head
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
@@ -53,10 +54,12 @@ class EngineModel:
         weights: bool = True,
         always_shard: bool = False,
         checkpointing: bool = False,
+        compiling: bool = False,
     ) -> Self:
         """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
         parameters stay uninitialised, for a saved checkpoint to fill; frozen ones are always read. `checkpointing`:
-        layers keep only their input and run again in the backward pass."""
+        layers keep only their input and run again in the backward pass. `compiling`: layers are compiled on
+        GPUs, where that is known to work."""
         compute = compute_dtype(trained.dtype, device)
         stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
         if trained.lora is not None:
@@ -66,6 +69,8 @@ class EngineModel:
         split = split_stage(stage, groups.tp_mesh)
         if checkpointing:
             recompute(stage)
+        elif compiling and device.type == "cuda" and trained.lora is None and groups.tp_size == 1 and can_compile():
+            compile_layers(stage)
         replicated = is_replicated(stage, compute, device, always_shard)
         if not replicated:
             shard(stage, groups, compute, device)

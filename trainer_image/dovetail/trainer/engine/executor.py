@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dovetail.models import PipelineStage
+from dovetail.models.compiled import use_compiled
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
@@ -205,6 +206,8 @@ class Executor:
         self._splits = {action.model for action in actions if action.kind == "I"}
         if checkpointed := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
             raise ValueError(f"the schedule splits backwards of {checkpointed[0]}, which has activation checkpointing")
+        for model, pipe in self.pipes.items():
+            use_compiled(pipe.stage, model not in self._splits)
         for index, action in enumerate(actions):
             for ahead in actions[index : index + 1 + self.window]:
                 self._post(ahead)
