@@ -103,7 +103,7 @@ def test_unknown_products_and_configurations_are_named():
     data["models"]["actor"]["source"] = {"path": "/models/gpt2"}
     read = RLHFJobSpec.model_validate(data)
     assert make_plan(read).prediction is None  # nothing is known of it
-    with pytest.raises(ConfigError, match=r"spec.models.actor.source: model_type 'gpt2' is not supported"):
+    with pytest.raises(ConfigError, match=r"spec.models.actor.source: model type 'gpt2' is not supported"):
         shapes(read, {"actor": {"model_type": "gpt2"}})
     with pytest.raises(PlanError, match=r"spec.models.actor.source: the model's hidden_size is 'wide'"):
         make_plan(read, configs={"actor": {"model_type": "llama", "hidden_size": "wide"}})
