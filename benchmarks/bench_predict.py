@@ -33,7 +33,7 @@ from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.costs.cpu_fit import Observed, fit
-from dovetail.planner.placement.on_cpus import predicted_phases
+from dovetail.planner.placement.on_cpus import predict_iteration
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.profile import Machine
 
@@ -91,7 +91,7 @@ def predicted(job: RLHFJob, machine: Machine) -> dict[str, float]:
     plan = make_plan(job.spec)
     placement = job.spec.plan.placement
     assert placement != "Auto"
-    phases = predicted_phases(job.spec, machine, models, plan.parallelism["actor"], placement)
+    phases = predict_iteration(job.spec, machine, models, plan.parallelism["actor"], placement).phases
     return {**phases, "seconds": sum(phases.values())}
 
 

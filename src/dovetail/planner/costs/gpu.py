@@ -5,7 +5,7 @@ test compares the two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,7 +27,7 @@ from dovetail.planner.costs.passes import (
     swap,
 )
 from dovetail.planner.costs.steps import Step, together
-from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload
 
@@ -139,10 +139,6 @@ class GPUCosts:
             return Option(share, self.inference(task, share) + self.swap(task, share), 0.0, need, None, mine)
         except TimingError as error:
             return Option(share, 0.0, 0.0, need, str(error))
-
-    def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
-        """Bytes of a GPU of the pool for the footprints of these tasks, and for them where one serves."""
-        return self.memory.rooms(tasks, pool)
 
     # ------------------------------------------------------------ generation and inference
 

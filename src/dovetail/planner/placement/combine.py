@@ -175,7 +175,7 @@ class Filling:
             pieces = cells([ranking.places[at][1].range for at in mine])
             for places in dict.fromkeys(tuple(mine[i] for i in on) for _, on in pieces):
                 tasks = [ranking.places[at][0] for at in places]
-                self._cells.append(_Cell(places, *costs.rooms(tasks, costs.inventory[pool])))
+                self._cells.append(_Cell(places, *costs.memory.rooms(tasks, costs.inventory[pool])))
 
     def fits(self, chosen: Sequence[Option]) -> bool:
         """Whether an option for each place fits with the others."""

@@ -9,6 +9,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules, pinned_lay
 from dovetail.manifest.sizes import trained_models, trainer_world, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.limits import every_layout
 from dovetail.planner.placement.placed import Infeasible, Placed
 
 
@@ -49,11 +50,9 @@ def _check_pinned(
 
 def _most_data_parallel(model: str, world: int, rules: list[BatchRule], layers: int | None) -> Parallelism:
     """With as few pipeline stages as share every batch evenly."""
-    for pp in range(1, world + 1):
-        if world % pp or (layers is not None and pp > layers):
-            continue
-        if all(rule.problem(world // pp) is None for rule in rules):
-            return Parallelism(pp=pp, dp=world // pp)
+    for layout in every_layout(world, (1,), world if layers is None else layers):
+        if all(rule.problem(layout.dp) is None for rule in rules):
+            return layout
     first = next((p for rule in rules if (p := rule.problem(world))), None)
     raise Infeasible(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
 

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
+from dovetail.planner.placement.limits import every_layout
 from dovetail.protocol.plan import Layout
 
 
@@ -41,9 +42,6 @@ def same_batches(layouts: Mapping[str, Parallelism], division: Mapping[str, Layo
 
 def _part(whole: Parallelism, ranks: int, micro_batches: int) -> Layout | None:
     """The model on `ranks` tensor-parallel groups of its own: with its dp, else with as few stages as can be."""
-    stages = [pp for pp in range(1, min(whole.pp, ranks) + 1) if ranks % pp == 0 == micro_batches % (ranks // pp)]
-    kept = [pp for pp in stages if ranks // pp == whole.dp]
-    if not stages:
-        return None
-    pp = (kept or stages)[0]
-    return Layout(pp=pp, dp=ranks // pp, tp=whole.tp)
+    found = [each for each in every_layout(ranks, (1,), whole.pp) if micro_batches % each.dp == 0]
+    best = min(found, key=lambda each: each.dp != whole.dp, default=None)
+    return None if best is None else Layout(pp=best.pp, dp=best.dp, tp=whole.tp)

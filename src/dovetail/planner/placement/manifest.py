@@ -13,7 +13,7 @@ from dovetail.planner.candidate import Placement, Schedule, Task
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.placement.division import divisions
-from dovetail.planner.placement.limits import MIGRATIONS, Limits
+from dovetail.planner.placement.limits import MIGRATIONS, Limits, every_layout
 from dovetail.planner.placement.structures import part_sizes
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
@@ -135,49 +135,32 @@ def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: 
     if True not in limits.apart or "critic_training" not in limits.layouts:
         return limits
     trainers, pins = inventory.pools[0], pinned_shares(spec)
-    shared = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     found = dict(limits.layouts)
     for model, task in _TRAINING.items():
-        parts = pins[task] if pins else _on_parts(spec, model, trainers, shared, shapes[model])
-        found[task] = (*found[task], *parts)
+        degrees = _degrees(spec, model, trainers, shapes[model])
+        every = (e for part in part_sizes(trainers) for e in every_layout(part, degrees, shapes[model].layers))
+        found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
     return replace(limits, layouts=found)
-
-
-def _on_parts(
-    spec: RLHFJobSpec, model: str, trainers: Pool, micro_batches: int, shape: ModelShape
-) -> list[Parallelism]:
-    return [
-        Parallelism(pp=pp, tp=tp, dp=part // (pp * tp))
-        for part in part_sizes(trainers)
-        for tp in _degrees(spec, model, trainers, shape)
-        for pp in range(1, min(part // tp, shape.layers) + 1)
-        if part % (pp * tp) == 0 == micro_batches % (part // (pp * tp))
-    ]
 
 
 def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
     """`limits` without what spec.plan rules out."""
-    placement, fusion = spec.plan.placement, spec.plan.inter_stage_fusion
+    placement, fusion, together = spec.plan.placement, spec.plan.inter_stage_fusion, spec.plan.intra_stage_fusion
+    # Pinned layouts, and layouts of a placement pinned to Flattening, use all ranks.
+    divided = pinned_layouts(spec) is None and placement != "Flattening"
+    apart = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)
     return replace(
         limits,
         placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
-        schedules=_SCHEDULES[spec.plan.intra_stage_fusion],
-        apart=_apart(spec),
+        schedules=_SCHEDULES[together],
+        apart=apart,
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         # Values of a shared body come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
         shared_body=shares_body(spec),
         recompute=RECOMPUTE[spec.plan.recompute],
     )
-
-
-def _apart(spec: RLHFJobSpec) -> tuple[bool, ...]:
-    """Whether actor and critic may train on different ranks. Pinned layouts, and layouts of a placement pinned to
-    Flattening, use all ranks."""
-    pin = spec.plan.intra_stage_fusion
-    if pin != "Auto":
-        return (pin == "Dedicated",)
-    return (False, True) if pinned_layouts(spec) is None and spec.plan.placement != "Flattening" else (False,)
 
 
 def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
@@ -214,14 +197,8 @@ def allowed_layouts(
     pinned one, if any."""
     rules = [rule for rule in batch_rules(spec) if rule.model == model]
     pins = pinned_layouts(spec)
-    found = [
-        Parallelism(pp=pp, tp=tp, dp=ranks // (pp * tp))
-        for tp in degrees
-        for pp in range(1, min(ranks, layers or ranks) + 1)
-        if ranks % (pp * tp) == 0
-    ]
     return [
         layout
-        for layout in found
+        for layout in every_layout(ranks, degrees, layers or ranks)
         if all(rule.problem(layout.dp) is None for rule in rules) and (pins is None or pins[model][1] == layout)
     ]

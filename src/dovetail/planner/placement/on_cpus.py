@@ -54,7 +54,11 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: 
     both = [layout for layout in allowed["actor"] if all(layout in allowed[m] for m in models)]
     if not both or not all(allowed.values()):
         return None
-    found = [_option(spec, machine, models, layout, placement) for placement in _placements(spec) for layout in both]
+    found = [
+        predict_iteration(spec, machine, models, layout, placement)
+        for placement in _placements(spec)
+        for layout in both
+    ]
     plain = next((f for f in found if f.placement != "Interleaving"), found[0])
     best = min(found, key=lambda f: f.seconds)
     if not worth(best.seconds, plain.seconds, best.work.steps):
@@ -67,7 +71,9 @@ PlacementName = Literal["Flattening", "Interleaving", "Separation"]
 
 
 @dataclass(frozen=True)
-class _Option:
+class Predicted:
+    """`work`: of the first lengths that were drawn. `phases`: seconds by the coordinator's names."""
+
     placement: PlacementName
     layout: Parallelism
     work: Work
@@ -92,28 +98,15 @@ def _placements(spec: RLHFJobSpec) -> Iterator[PlacementName]:
         yield "Interleaving"
 
 
-def predicted_phases(
+def predict_iteration(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
-) -> dict[str, float]:
-    """Seconds of an iteration's phases with the trained `models` laid out so, the mean over lengths that are drawn."""
-    found = [seconds(work, machine) for work in _drawn(spec, machine, models, layout, placement)]
-    return {name: sum(f[name] for f in found) / len(found) for name in found[0]}
-
-
-def _drawn(
-    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
-) -> Iterator[Work]:
+) -> Predicted:
+    """An iteration with the trained `models` laid out so: the mean over lengths that are drawn."""
     pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
     rng = np.random.default_rng(spec.seed)
-    for _ in range(DRAWS):
-        yield work_of(pinned, models, layout, *_lengths(spec, machine, rng))
-
-
-def _option(
-    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
-) -> _Option:
-    work = next(_drawn(spec, machine, models, layout, placement))
-    return _Option(placement, layout, work, predicted_phases(spec, machine, models, layout, placement))
+    works = [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
+    found = [seconds(work, machine) for work in works]
+    return Predicted(placement, layout, works[0], {name: sum(f[name] for f in found) / DRAWS for name in found[0]})
 
 
 def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -164,7 +157,7 @@ def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> 
     return "Fused" if pin == "Auto" else pin
 
 
-def _prediction(spec: RLHFJobSpec, machine: Machine, best: _Option, others: Sequence[_Option]) -> Prediction:
+def _prediction(spec: RLHFJobSpec, machine: Machine, best: Predicted, others: Sequence[Predicted]) -> Prediction:
     phases = {{"weights": "transfer"}.get(name, name): value for name, value in best.phases.items()}
     return Prediction(
         placement=best.placement,
@@ -185,7 +178,7 @@ def _prediction(spec: RLHFJobSpec, machine: Machine, best: _Option, others: Sequ
     )
 
 
-def _tasks(spec: RLHFJobSpec, machine: Machine, best: _Option) -> Iterator[PredictedTask]:
+def _tasks(spec: RLHFJobSpec, machine: Machine, best: Predicted) -> Iterator[PredictedTask]:
     """Each as long as its own processes take, if they had the machine to themselves."""
     rollouts = "+".join(g.name for g in spec.groups if Role.ROLLOUT in g.roles)
     trainers = "+".join(g.name for g in spec.groups if Role.TRAINER in g.roles)
