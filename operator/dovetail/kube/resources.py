@@ -27,10 +27,14 @@ class Resource:
         """The first two fields of an object of this kind."""
         return {"apiVersion": self.api_version, "kind": self.kind}
 
+    @property
+    def base(self) -> str:
+        """The path of the kind's group and version, where the API server lists its kinds."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
     def path(self, namespace: str | None = None, name: str = "", subresource: str = "") -> str:
         """The path of one object, of all in a namespace, or of all in the cluster."""
-        base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        parts = [base, *(["namespaces", namespace] if namespace else []), self.plural]
+        parts = [self.base, *(["namespaces", namespace] if namespace else []), self.plural]
         return "/".join([*parts, *(p for p in (name, subresource) if p)])
 
 

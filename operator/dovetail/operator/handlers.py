@@ -20,9 +20,10 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
 
     Run this in a thread of its own: kopf takes over the main thread's signals and cancels the tasks in its loop."""
     feed = _Feed(controller, loop)
-    with direct_watches(feed.give), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(
-            kopf.operator(
+
+    async def work() -> None:
+        try:
+            await kopf.operator(
                 registry=make_registry(feed.give),
                 settings=make_settings(),
                 standalone=True,
@@ -30,7 +31,11 @@ def watch(controller: Controller, loop: asyncio.AbstractEventLoop, namespaces: t
                 namespaces=namespaces,
                 stop_flag=stop,
             )
-        )
+        finally:
+            stop.set()  # a thread of kopf's waits for it, and the runner would wait for that thread
+
+    with direct_watches(feed.give), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work())
 
 
 # Events of one job come in bursts: its pods start together.

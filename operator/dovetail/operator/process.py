@@ -13,9 +13,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dovetail.kube import coordinator_http
-from dovetail.kube.connection import connect
+from dovetail.kube.connection import KubeError, connect
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
+from dovetail.operator.cluster.kinds import missing_kinds, until_changed
 from dovetail.operator.cluster.leader import LEASE, Lock, lead
 from dovetail.operator.controller import Controller
 from dovetail.operator.handlers import watch
@@ -113,7 +114,6 @@ async def _guard(lock: Lock, work: object) -> None:
 async def _operate(settings: OperatorSettings, client: Client, metrics: OperatorMetrics, health: ProbeHealth) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner = Planner(settings.planner_seconds, problems=image_check(settings))
-    stop = threading.Event()
     async with coordinator_http.session() as session:
         coordinators = CoordinatorPoller(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)
@@ -121,14 +121,38 @@ async def _operate(settings: OperatorSettings, client: Client, metrics: Operator
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(controller.run())
-                loop = asyncio.get_running_loop()
-                await asyncio.to_thread(watch, controller, loop, settings.namespaces, stop)
-                raise RuntimeError("the watches ended")
+                await _watch(controller, client, settings.namespaces)
         finally:
-            stop.set()
             health.controller = None
             await coordinators.close()
             await planner.close()
+
+
+async def _watch(controller: Controller, client: Client, namespaces: tuple[str, ...]) -> None:
+    """Watch all kinds that the API server has, and begin anew when it gets or loses one. Raises when a watch dies for
+    another reason."""
+    loop = asyncio.get_running_loop()
+    while True:
+        missing = await missing_kinds(client)
+        for resource in missing:
+            log("kind.missing", kind=resource.kind, api_version=resource.api_version)
+        stop = threading.Event()
+        watching = asyncio.create_task(asyncio.to_thread(watch, controller, loop, namespaces, stop))
+        noticing = asyncio.create_task(until_changed(client, missing))
+        try:
+            await asyncio.wait({watching, noticing}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done() and await missing_kinds(client) == missing:
+                raise watching.exception() or RuntimeError("the watches ended")
+        finally:
+            stop.set()
+            noticing.cancel()
+        await asyncio.wait({watching, noticing})
+        log("kinds.changed")
+        try:
+            await controller.resync()
+        except KubeError as error:  # a new kind cannot be listed at once; the watch will
+            log("resync.failed", error=str(error))
+            await controller.look_at_all()
 
 
 async def _serve(settings: OperatorSettings, metrics: OperatorMetrics, health: ProbeHealth) -> web.AppRunner:

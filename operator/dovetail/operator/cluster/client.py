@@ -29,6 +29,16 @@ class Client:
     async def get(self, resource: Resource, namespace: str, name: str) -> Object:
         return await self._call("GET", resource.path(namespace, name))
 
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the API server has this kind of objects."""
+        try:
+            found = await self._call("GET", resource.base)
+        except KubeError as error:
+            if error.status != 404:
+                raise
+            return False
+        return any(each["name"] == resource.plural for each in found["resources"])
+
     async def find(self, kind: str, namespace: str, name: str) -> Object | None:
         """The object of that name; None if there is none. The operator may not get most kinds, but list them."""
         if kind != SECRET.kind:

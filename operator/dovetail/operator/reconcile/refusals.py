@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from dovetail.kube.resources import VOLUME_CLAIM
@@ -10,13 +11,16 @@ from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.conditions import Conditions, JobEvent
 
 
-def taken(kind: str, name: str) -> str:
-    """An object with a name that the job needs is not the job's."""
-    use = " To use the claim, name it in spec.checkpoint.volume." if kind == VOLUME_CLAIM.kind else ""
-    return (
-        f"{kind} {name} exists and does not belong to this job, so the operator leaves it alone. "
-        f"Delete or rename it, or give the job another name.{use}"
-    )
+def taken(things: Sequence[tuple[str, str]]) -> str:
+    """Objects with names that the job needs are not the job's. `things`: kind and name of each."""
+    claimed = any(kind == VOLUME_CLAIM.kind for kind, _ in things)
+    use = " To use the claim, name it in spec.checkpoint.volume." if claimed else ""
+    them = " and ".join(f"{kind} {name}" for kind, name in things)
+    if len(things) > 1:
+        told = f"{them} exist and do not belong to this job, so the operator leaves them alone. Delete or rename them"
+    else:
+        told = f"{them} exists and does not belong to this job, so the operator leaves it alone. Delete or rename it"
+    return f"{told}, or give the job another name.{use}"
 
 
 def forged(name: str) -> str:

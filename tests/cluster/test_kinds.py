@@ -1,0 +1,58 @@
+"""The operator on an API server that gets and loses JobSet while the operator runs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.cluster import KubeCluster, wait_for
+from helpers.operator_process import install, kubeconfig, operator, preserving
+from helpers.rlhfjobs import condition, create, quickstart
+
+SPACE = "kinds"
+JOBSETS = "jobsets.jobset.x-k8s.io"
+
+
+@pytest.fixture
+def server(api_server: KubeCluster) -> Iterator[KubeCluster]:
+    """Without JobSet."""
+    if api_server.name is None:
+        pytest.skip("this test removes the JobSet controller's CustomResourceDefinition")
+    api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
+    install(api_server, [SPACE])
+    api_server.kubectl("wait", "--for=condition=Established", "crd/rlhfjobs.dovetail.dev", "--timeout=60s")
+    api_server.kubectl("delete", "crd", JOBSETS, "--ignore-not-found", "--wait=true")
+    yield api_server
+    api_server.kubectl("delete", "rlhfjobs", "--all", "-n", SPACE, "--wait=true", "--timeout=60s")
+
+
+def finish(server: KubeCluster, name: str) -> None:
+    done = {"type": "Completed", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    patch = json.dumps({"status": {"conditions": [done]}})
+    server.kubectl("patch", "jobset", name, "-n", SPACE, "--subresource=status", "--type=merge", "-p", patch)
+
+
+def test_jobset_may_be_installed_after_the_operator_and_come_back(server: KubeCluster, tmp_path: Path) -> None:
+    with operator(kubeconfig(server, tmp_path), tmp_path, "one", [SPACE]) as process:
+        wait_for("leadership", process.leads)
+        for name in ("first", "second"):
+            assert create(server, quickstart(name, SPACE)).returncode == 0
+            wait_for(
+                "a sentence",
+                lambda name=name: (
+                    "install the JobSet controller" in condition(server, "Scheduled", name, SPACE).get("message", "")
+                ),
+            )
+            server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
+            wait_for("the JobSet", lambda name=name: server.try_kubectl("get", "jobset", name, "-n", SPACE).stdout)
+            finish(server, name)
+            # A watch tells it; the operator lists JobSets every ten minutes only.
+            wait_for(
+                "the end", lambda name=name: condition(server, "Completed", name, SPACE).get("status") == "True", 60
+            )
+            if name == "first":
+                before = len(process.events("kind.missing"))
+                server.kubectl("delete", "crd", JOBSETS, "--wait=true")
+                wait_for("notice", lambda before=before: len(process.events("kind.missing")) > before)
+        assert process.stop() == 0, "it was the same process all the time"
