@@ -67,8 +67,14 @@ def test_a_layout_trains(null_gpu: Run, name: str) -> None:
 
 
 def test_groups_of_gpu_tensors_have_no_gloo_beside_nccl(null_gpu: Run) -> None:
-    for names in null_gpu("backends", "trainer.backends", world=2).good():
-        assert names == ["cuda:nccl"] * 4
+    for found in null_gpu("backends", "trainer.backends", world=2).good():
+        assert found["backends"] == ["cuda:nccl"] * 4
+
+
+def test_every_group_has_the_deadline_of_the_trainer(null_gpu: Run) -> None:
+    """Also those of the mesh, which torch would give 10 minutes. Sums of gradients wait longer, by choice."""
+    for found in null_gpu("backends", "trainer.backends", world=2).good():
+        assert found["deadlines"] == [20 * 240.0, *[240.0] * 6]
 
 
 @pytest.mark.parametrize("name", ["adapters", "all"])

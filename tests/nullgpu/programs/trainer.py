@@ -165,15 +165,17 @@ def train(
     return found
 
 
-def backends(place: Place) -> list[str]:
-    """Backends of the groups that only tensors on the GPU go through."""
+def backends(place: Place) -> dict[str, Any]:
+    """Backends of the groups that only tensors on the GPU go through, and the deadlines of all in seconds."""
     layouts = {name: Parallelism(pp=place.world) for name in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
     model = groups.model["actor"]
     found = [model.everyone, model.tied, model.forward_in, model.forward_out, model.backward_in, model.backward_out]
     names = [str(dist.get_backend_config(group)) for group in found if group is not None]
+    every = [*found, *(model.mesh.get_group(name) for name in model.mesh.mesh_dim_names or ())]
+    deadlines = [g._get_backend(groups.device).options._timeout.total_seconds() for g in every if g is not None]
     groups.close()
-    return names
+    return {"backends": names, "deadlines": deadlines}
 
 
 def spans(place: Place) -> dict[str, tuple[float, float]]:

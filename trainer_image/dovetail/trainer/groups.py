@@ -190,12 +190,13 @@ class Groups:
         pp, dp, tp = coordinates(self.rank, layout) if here else (-1, -1, -1)
         # torch's caches take meshes of the same ranks and names for one, with one's groups.
         tensor = f"tp-{next(_FORMED)}"
+        names: tuple[str, ...] = ("pp", "dp", tensor)
+        grid = ranks
         if pipelines > 1:
-            names: tuple[str, ...] = ("pp", "copies", "dp", tensor)
-            mesh = DeviceMesh(self.device.type, ranks.view(layout.pp, pipelines, shards, -1), mesh_dim_names=names)
-        else:
-            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("pp", "dp", tensor))
-        replicas = mesh.get_group("dp" if pipelines == 1 else "copies") if here else None
+            names = ("pp", "copies", "dp", tensor)
+            grid = ranks.view(layout.pp, pipelines, shards, -1)
+        along = [self._groups_along(grid, dim) for dim in range(grid.ndim)]
+        replicas = along[1]
         if 1 < pipelines < layout.dp:
             for stage in range(layout.pp):
                 for t in range(layout.tp):
@@ -220,6 +221,8 @@ class Groups:
         if not here:
             self.elsewhere[name] = layout
             return
+        # Not made by DeviceMesh: its groups have torch's deadline of 10 or 30 minutes.
+        mesh = DeviceMesh.from_group([g for g in along if g is not None], self.device.type, grid, mesh_dim_names=names)
         self.model[name] = ModelGroups(
             name=name,
             layout=layout,
@@ -242,6 +245,15 @@ class Groups:
             backward_out=edges.get(("backward", pp - 1)),
             tied=tied,
         )
+
+    def _groups_along(self, grid: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
+        """Make the groups of all lines of ranks along one dimension; that of this rank, if it is in the grid. The first
+        dimension's also takes tensors in host memory."""
+        mine = None
+        for line in grid.movedim(dim, -1).flatten(0, -2).tolist():
+            group = dist.new_group(line, timeout=self.timeout) if dim == 0 else self._new_group(line)
+            mine = group if self.rank in line else mine
+        return mine
 
     def _new_group(self, ranks: list[int], patience: int = 1) -> dist.ProcessGroup:
         """A group for tensors on the trainer's device alone: on GPUs it has no Gloo, whose ranks would connect too."""
