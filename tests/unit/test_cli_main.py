@@ -62,6 +62,7 @@ def test_help_lists_every_command():
     assert result.exit_code == 0
     listed = [line.split()[0] for line in result.output.split("Commands:")[1].splitlines() if line.strip()]
     assert listed == [
+        "init",
         "run",
         "samples",
         "chat",

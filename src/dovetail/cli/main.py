@@ -11,6 +11,7 @@ import click
 from dovetail.cli.debug import debug
 from dovetail.cli.doctor_command import doctor
 from dovetail.cli.extras import version as installed_version
+from dovetail.cli.init_command import init
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
 from dovetail.cli.profile_command import profile
@@ -92,7 +93,7 @@ def version() -> None:
     click.echo(f"dovetail {installed_version()}")
 
 
-COMMANDS = (run, samples, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
+COMMANDS = (init, run, samples, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
 for command in COMMANDS:
     cli.add_command(command)
 

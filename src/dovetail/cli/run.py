@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dovetail.cli.extras import Extra, require
 from dovetail.cli.job import load_job, manifest_argument, seed_option, set_option
+from dovetail.coordinator.store.sample_files import files
 from dovetail.local.launcher import Launcher
 from dovetail.local.progress import Display, make_display
 from dovetail.local.report.report import write_report
@@ -118,6 +119,8 @@ def run_job(
     show(console, read_summary(run_dir))
     console.print()
     console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
+    if files(run_dir):
+        console.print(f"Samples: dovetail samples {run_dir}", highlight=False, soft_wrap=True)
     console.print(f"Chat:    dovetail chat {run_dir}", highlight=False, soft_wrap=True)
     return 0
 

@@ -1,0 +1,172 @@
+"""What `dovetail init` writes: a commented manifest, five records of each data set, and a reward function. Pure."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Literal
+
+Method = Literal["sft", "ppo", "grpo"]
+
+_WHAT = {
+    "sft": "Supervised fine-tuning: the model learns to answer as the demonstrations do.",
+    "ppo": "RLHF in three stages: SFT on demonstrations, a reward model on preferences, and PPO on prompts.",
+    "grpo": "GRPO: the model answers each prompt several times, and a Python function scores the answers.",
+}
+_SUMS = [(2, 3), (4, 4), (7, 2), (5, 6), (9, 1)]
+_ASKED = ["Name a colour.", "Name a fruit.", "Name a river.", "Name a metal.", "Name a planet."]
+_ANSWERS = ["Red is a colour.", "An apple is a fruit.", "The Nile is a river.", "Iron is a metal.", "Mars is a planet."]
+
+REWARDS = '''"""Rewards for GRPO.
+
+A function gets a list of prompts, a list of responses, and one list for each other field of the prompts' records (here:
+answer). It returns one number for each response."""
+
+
+def correct(prompts: list[str], responses: list[str], answer: list[str], **fields: list) -> list[float]:
+    """1 if the response contains the right answer."""
+    return [1.0 if right in response else 0.0 for response, right in zip(responses, answer)]
+
+
+def short(prompts: list[str], responses: list[str], **fields: list) -> list[float]:
+    """Between 0 for a long response and 1 for an empty one."""
+    return [1.0 / (1.0 + len(response) / 100.0) for response in responses]
+'''
+
+
+def _jsonl(records: Sequence[object]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def _demonstrations() -> str:
+    return _jsonl([{"prompt": p, "response": r} for p, r in zip(_ASKED, _ANSWERS, strict=True)])
+
+
+def _preferences() -> str:
+    pairs = zip(_ASKED, _ANSWERS, strict=True)
+    return _jsonl([{"prompt": p, "chosen": r, "rejected": "I will not say."} for p, r in pairs])
+
+
+def starter(
+    method: Method, name: str, model: str | None = None, model_is_folder: bool = False, data: str | None = None
+) -> dict[str, str]:
+    """The files by name. `model`: a folder or a hub's repository; without it, a tiny model from random weights. `data`:
+    the user's own records in place of five examples."""
+    files = {"job.yaml": _manifest(method, name, _source(model, model_is_folder), model is None, data)}
+    if data is not None:
+        return files | ({"rewards.py": REWARDS} if method == "grpo" else {})
+    if method == "grpo":
+        sums = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
+        return files | {"prompts.jsonl": _jsonl(sums), "rewards.py": REWARDS}
+    files["demonstrations.jsonl"] = _demonstrations()
+    if method == "ppo":
+        files |= {"preferences.jsonl": _preferences(), "prompts.jsonl": _jsonl([{"prompt": p} for p in _ASKED])}
+    return files
+
+
+def _source(model: str | None, folder: bool) -> str:
+    if model is not None:
+        return f"source: {{{'path' if folder else 'huggingFace'}: {json.dumps(model)}}}"
+    return (
+        "# A tiny model from random weights shows that everything works. It learns nothing of use. Take a real one:\n"
+        "# source: {huggingFace: Qwen/Qwen2.5-0.5B}   or   source: {path: /models/mine}\n"
+        "source:\n"
+        "  scratch:\n"
+        "    architecture: llama\n"
+        "    config: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,\n"
+        "      num_key_value_heads: 2, max_position_embeddings: 512}"
+    )
+
+
+def _data(method: Method, data: str | None) -> str:
+    def source(name: str) -> str:
+        return f"[{{path: {json.dumps(data or name)}}}]"
+
+    lines = []
+    if method != "grpo":
+        lines.append(f"demonstrations: {source('demonstrations.jsonl')}  # prompt and response")
+    if method == "ppo":
+        lines.append(f"preferences: {source('preferences.jsonl')}  # prompt, chosen and rejected")
+    if method != "sft":
+        fields = "prompt; the reward function gets all other fields" if method == "grpo" else "prompt"
+        lines.append(f"prompts: {source('prompts.jsonl')}  # {fields}")
+    if data is not None and method == "ppo":
+        lines.append("# The stages share the file. No record is used by two of them.")
+        lines.append("split: {sft: 2, reward: 4, ppo: 4}")
+    return "\n".join(lines)
+
+
+_REWARD = """\
+reward:
+  # The score is the weighted sum. dovetail samples shows what each function gave to each response.
+  functions:
+  - {function: "rewards:correct", needs: Sample}
+  - {function: "rewards:short", needs: Sample, weight: 0.1}"""
+
+_SUPERVISED = """\
+{stage}:
+  steps: {steps}
+  batchSize: 8
+  microBatchSize: 4  # lower it if memory does not suffice
+  optimizer: {{learningRate: {rate}}}"""
+
+
+def _ppo(method: Method, scratch: bool) -> str:
+    rate = "1.0e-3" if scratch else "1.0e-6"
+    if method == "grpo":
+        return (
+            "ppo:\n  # Prompts in an iteration: globalBatchSize / samplesPerPrompt.\n  advantage: grpo\n"
+            f"  samplesPerPrompt: 4\n  iterations: {5 if scratch else 100}\n"
+            "  globalBatchSize: 16\n  miniBatchSize: 16\n  microBatchSize: 4\n  kl: {coef: 0.01}\n"
+            f"  actorOptimizer: {{learningRate: {rate}}}"
+        )
+    return (
+        f"ppo:\n  iterations: {5 if scratch else 100}\n  globalBatchSize: 16\n  miniBatchSize: 16\n"
+        "  microBatchSize: 4\n  # Higher keeps the model nearer to what it was after SFT.\n  kl: {coef: 0.05}\n"
+        f"  actorOptimizer: {{learningRate: {rate}}}\n  criticOptimizer: {{learningRate: {rate}}}"
+    )
+
+
+def _manifest(method: Method, name: str, source: str, scratch: bool, data: str | None) -> str:
+    def at(indent: int, text: str) -> str:
+        return textwrap.indent(text, " " * indent)
+
+    models = [f"    actor:\n{at(6, source)}"]
+    if method == "grpo":
+        models.append(at(4, _REWARD))
+    if scratch:
+        models.append("    tokenizer: {train: {vocabSize: 300}}")
+    stages = {"sft": ["sft"], "ppo": ["sft", "reward", "ppo"], "grpo": ["ppo"]}[method]
+    steps = 20 if scratch else 200
+    rate = "1.0e-3" if scratch else "1.0e-5"
+    parts = [_SUPERVISED.format(stage=stage, steps=steps, rate=rate) for stage in stages if stage != "ppo"]
+    if "ppo" in stages:
+        parts.append(_ppo(method, scratch))
+        parts.append(f"generation:\n  maxTokens: {32 if scratch else 512}\n  temperature: 1.0")
+    roles = "{name: trainers, roles: [trainer], replicas: 1}"
+    groups = f"groups:\n# GPUs: gpu: {{product: NVIDIA-A100-SXM4-80GB, perPod: 1}} in a group\n- {roles}"
+    if "ppo" in stages:
+        groups += "\n- {name: rollouts, roles: [rollout], replicas: 1}"
+    parts.append(groups)
+    shows = f"dovetail samples runs/{name}" if "ppo" in stages else f"dovetail chat runs/{name} --model sft"
+    commands = [
+        ("dovetail validate job.yaml", "checks this file"),
+        ("dovetail run job.yaml", "runs it on this machine"),
+        (shows, "shows what the model says"),
+        (f"dovetail explain RLHFJob.spec.{stages[-1]}", "describes a field, and the fields below it"),
+    ]
+    width = max(len(command) for command, _ in commands)
+    lengths = "maxPromptTokens: 64\nmaxTokens: 128" if scratch else "maxPromptTokens: 512\nmaxTokens: 1024"
+    return (
+        f"# {_WHAT[method]}\n"
+        + "".join(f"#   {command:<{width}}  {what}\n" for command, what in commands)
+        + "apiVersion: dovetail.dev/v1alpha1\n"
+        "kind: RLHFJob\n"
+        f"metadata: {{name: {name}}}\n"
+        "spec:\n"
+        f"  stages: [{', '.join(stages)}]\n"
+        "  models:\n" + "\n".join(models) + "\n  data:\n" + at(4, _data(method, data)) + "\n" + at(4, lengths) + "\n"
+        "    # This share of the records is never trained on. Losses of the report are measured on it.\n"
+        f"    heldOut: {0.2 if data is None else 0.05}\n" + "\n".join(at(2, part) for part in parts) + "\n"
+    )

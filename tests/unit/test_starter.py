@@ -1,0 +1,84 @@
+"""`dovetail init`: what it writes is a valid job, and a reward function that can be called."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from dovetail.cli.init_command import job_name
+from dovetail.cli.main import cli
+from dovetail.coordinator.data.formats import detect
+
+
+def init(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["init", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(("method", "stages"), [("sft", ["sft"]), ("ppo", ["sft", "reward", "ppo"]), ("grpo", ["ppo"])])
+def test_each_method_begins_with_a_valid_job_and_its_data(method: str, stages: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "My Job"
+    done = init(method, folder)
+    assert done.exit_code == 0, done.output
+    assert f"cd {folder} && dovetail run job.yaml" in done.output
+    checked = CliRunner().invoke(cli, ["validate", str(folder / "job.yaml")])
+    assert checked.exit_code == 0, checked.output
+    document = yaml.safe_load((folder / "job.yaml").read_text())
+    assert document["metadata"]["name"] == "my-job"
+    assert document["spec"]["stages"] == stages
+    for sources in (document["spec"]["data"].get(name) for name in ("demonstrations", "preferences", "prompts")):
+        for source in sources or ():
+            lines = (folder / source["path"]).read_text().splitlines()
+            assert len(lines) == 5
+            assert {detect(json.loads(line), "line") for line in lines} <= {"PromptResponse", "ChosenRejected"}
+    again = init(method, folder)
+    assert again.exit_code == 2
+    assert "job.yaml exists" in again.stderr
+
+
+def test_the_reward_functions_reward_what_they_say(tmp_path: Path) -> None:
+    assert init("grpo", tmp_path / "sums").exit_code == 0
+    spec = importlib.util.spec_from_file_location("rewards_of_init", tmp_path / "sums/rewards.py")
+    assert spec is not None
+    assert spec.loader is not None
+    rewards = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rewards)
+    asked = json.loads((tmp_path / "sums/prompts.jsonl").read_text().splitlines()[0])
+    assert rewards.correct([asked["prompt"]] * 2, ["It is 5.", "It is 6."], answer=[asked["answer"]] * 2) == [1.0, 0.0]
+    shorter, longer = rewards.short([""] * 2, ["a", "a" * 100], answer=["5"] * 2)
+    assert shorter > longer
+
+
+def test_a_model_and_data_of_ones_own_are_named_in_the_manifest(tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "Hello?", "chosen": "Hello!", "rejected": "No."}\n' * 40)
+    done = init("ppo", tmp_path / "job", "--model", "Qwen/Qwen2.5-0.5B", "--data", data)
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "job/prompts.jsonl").exists()
+    spec = yaml.safe_load((tmp_path / "job/job.yaml").read_text())["spec"]
+    assert spec["models"]["actor"]["source"] == {"huggingFace": "Qwen/Qwen2.5-0.5B"}
+    assert "tokenizer" not in spec["models"]
+    for name in ("demonstrations", "preferences", "prompts"):
+        assert (tmp_path / "job" / spec["data"][name][0]["path"]).resolve() == data
+    (tmp_path / "model").mkdir()
+    assert init("sft", tmp_path / "other", "--model", tmp_path / "model").exit_code == 0
+    source = yaml.safe_load((tmp_path / "other/job.yaml").read_text())["spec"]["models"]["actor"]["source"]
+    assert source == {"path": str(tmp_path / "model")}
+
+
+def test_a_model_that_is_neither_a_folder_nor_a_hubs_is_refused(tmp_path: Path) -> None:
+    done = init("sft", tmp_path / "job", "--model", "gpt2")
+    assert done.exit_code == 2
+    assert "is no folder, and no model of a hub" in done.stderr
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("My Job", "my-job"), ("2024_run", "job-2024-run"), ("___", "job"), ("a" * 90, "a" * 40)]
+)
+def test_the_jobs_name_is_made_of_the_folders(folder: str, name: str, tmp_path: Path) -> None:
+    assert job_name(tmp_path / folder) == name
