@@ -17,6 +17,7 @@ from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, layer_range, load_config
 from dovetail.models.names import in_files
 from dovetail.protocol.messages import ModelRef
+from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 
 COMMON = {
     "vocab_size": 64,
@@ -160,6 +161,28 @@ def test_packed_sequences_equal_padded_ones_in_outputs_and_gradients(
         for name, gradient in gradients.items():
             largest = float(gradient.abs().max())  # of some, as of keys' biases, 0
             torch.testing.assert_close(total[name], gradient, atol=1e-6 + 1e-5 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backward_in_two_halves_gives_the_whole_one_s_gradients(family: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stage = build_stage(ref(family), 1, 3).requires_grad_(True)
+    inputs, gradient = (torch.randn(1, 11, 32, generator=generator) for _ in range(2))
+    found = []
+    for halves in (False, True):
+        given = inputs.clone().requires_grad_(True)
+        output = stage(given, (7, 4))
+        if halves:
+            weights = list(stage.parameters())
+            output = output.clone() if is_view(output) else output
+            _, groups = stage_backward_input([output], [gradient], [given], iter(weights))
+            stage_backward_weight(iter(weights), groups)
+        else:
+            output.backward(gradient)
+        found.append({"inputs": given.grad} | {name: p.grad for name, p in stage.named_parameters()})
+        stage.zero_grad()
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_a_loss_that_wants_no_output_has_no_gradient() -> None:

@@ -103,12 +103,22 @@ def test_parameters_are_those_of_the_stages_that_are_trained(tmp_path: Path, nam
             assert trained_parameters(job, stage) == (count, count), (name, head, pp, stage)
 
 
-def test_adapters_are_counted_as_they_are_injected(tmp_path: Path) -> None:
-    config = load_config(reference(tmp_path, CONFIGS["llama"], "value"))
-    for adapter in (LoRA(rank=4), LoRA(rank=2, target_modules=["q_proj", "down_proj"])):
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama", ["q_proj", "down_proj"]),
+        ("gemma3_text", ["q_proj", "down_proj"]),
+        ("phi3", ["qkv_proj", "gate_up_proj"]),
+        ("gpt_neox", ["query_key_value", "dense_4h_to_h"]),
+        ("qwen3_moe", ["q_proj", "o_proj"]),  # experts and routers stay frozen
+    ],
+)
+def test_adapters_are_counted_as_they_are_injected(tmp_path: Path, name: str, targets: list[str]) -> None:
+    config = load_config(reference(tmp_path, CONFIGS[name], "value"))
+    for adapter in (LoRA(rank=4), LoRA(rank=2, target_modules=targets)):
         module = PipelineStage(config, "value", 1, 2)
         lora.inject(module, adapter)
-        job = Training(ModelShape.of(CONFIGS["llama"]), "value", Parallelism(pp=2), Dtype.FLOAT32, 64, lora=adapter)
+        job = Training(ModelShape.of(CONFIGS[name]), "value", Parallelism(pp=2), Dtype.FLOAT32, 64, lora=adapter)
         total = sum(p.numel() for p in module.parameters())
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         assert trained_parameters(job, 1) == (total, trained)

@@ -136,13 +136,15 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
-def test_sharded_stages_give_the_same_bits(mesh: DeviceMesh, compute: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "compute"), [("llama", torch.bfloat16), ("llama", torch.float32), ("gpt_oss", torch.float32)]
+)
+def test_sharded_stages_give_the_same_bits(mesh: DeviceMesh, architecture: str, compute: torch.dtype) -> None:
     groups: Any = SimpleNamespace(tp_size=1, mesh={"dp": mesh["dp"]})
     cpu: Any = SimpleNamespace(type="sharded")  # one rank in float32 is not sharded on CPUs
     found = []
     for way in (False, True):
-        stage = made("llama", way)
+        stage = made(architecture, way)
         shard(stage, groups, compute, CPU if compute is torch.bfloat16 else cpu)
         assert is_sharded(stage)
         assert recomputes(stage) is way
