@@ -351,6 +351,9 @@ def test_servers_can_hand_over_keys_and_values_unless_the_models_layers_differ_i
     setup.reserved[0].close()
     mixed = CONFIG | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     assert server.kv_setup(env(tmp_path), mixed, True, "float32", 1) is None
+    # What lies behind a window is gone.
+    for windows in ({"model_type": "mistral", "sliding_window": 8}, {"model_type": "gemma3_text"}):
+        assert server.kv_setup(env(tmp_path), CONFIG | windows, True, "float32", 1) is None
 
 
 def test_our_routes_go_before_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:

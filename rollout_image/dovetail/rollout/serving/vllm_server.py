@@ -22,6 +22,7 @@ from typing import Any
 from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.process import my_capability
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
+from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.env import ProcessEnv
@@ -249,8 +250,10 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 
 def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: str, ranks: int) -> KVSetup | None:
     """How this server of `ranks` tensor parallel ranks hands its KV cache to others; None for models with several
-    kinds of layers, whose caches vLLM lays out by kind only without such a connector."""
-    if len(set(config.get("layer_types") or ())) > 1:
+    kinds of layers, whose caches vLLM lays out by kind only without such a connector, and for models with windows:
+    vLLM frees what lies behind a window, and moves of the rest are not tested."""
+    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    if len(set(config.get("layer_types") or ())) > 1 or (family is not None and family.windowed(config)):
         return None
     item_bytes = 4 if dtype == "float32" else 2
     return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))

@@ -137,7 +137,8 @@ class ModelFamily:
 
     def windowed(self, config: Mapping[str, Any]) -> int:
         """How many layers of a `config.json` attend to `sliding_window` tokens only."""
-        layers, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+        layers = int(config.get("num_hidden_layers", self.defaults["num_hidden_layers"]))
+        kinds = config.get("layer_types")
         if self.windows == "never" or not config.get("sliding_window", self.defaults.get("sliding_window")):
             return 0
         if kinds:
