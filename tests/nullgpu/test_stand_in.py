@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
     ("do", "words"),
     [
         ("unlike_sizes", ("a send of 32 bytes", "a receive of 16 bytes")),
+        ("unlike_order", ("a send of 32 bytes", "a receive of 16 bytes")),
         ("unlike_kinds", ("an all-reduce of 32 bytes", "a broadcast of 32 bytes")),
+        ("unlike_roots", ("a broadcast of 32 bytes", "root")),
     ],
 )
 def test_a_mismatch_names_both_ranks(null_gpu: Run, do: str, words: tuple[str, ...]) -> None:
@@ -22,6 +24,12 @@ def test_a_mismatch_names_both_ranks(null_gpu: Run, do: str, words: tuple[str, .
     assert all(ended.statuses), ended.log
     assert "rank 0 and rank 1 are at odds" in ended.log
     assert all(word in ended.log for word in words), ended.log
+
+
+def test_a_communicator_waits_for_all_of_its_ranks(null_gpu: Run) -> None:
+    early, late = null_gpu("late", "nccl.late", world=2).good()
+    came, went_on = late[0], early[1]
+    assert went_on >= came
 
 
 def test_a_hang_says_what_it_waits_for(null_gpu: Run) -> None:
