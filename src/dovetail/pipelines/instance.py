@@ -64,6 +64,15 @@ class Instance:
         """Passes of one rank."""
         return int(self.kinds * self.total.sum())
 
+    def holds(self, orders: Ints) -> bool:
+        """Whether orders have exactly the passes of the instance on every rank."""
+        if orders.shape != (self.ranks, self.length) or orders.min() < 0:
+            return False
+        counts = np.zeros(2 * KINDS, np.int64)
+        for m in (0, 1):
+            counts[KINDS * m : KINDS * m + self.kinds] = self.total[m]
+        return all(np.array_equal(np.bincount(order, minlength=2 * KINDS), counts) for order in orders)
+
 
 def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Coupling) -> Instance:
     """Arrays of a problem. `reverse`: the critic's pipelines run against the actor's, inside each block of ranks."""

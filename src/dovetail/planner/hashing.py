@@ -1,7 +1,9 @@
-"""Hashes of what caches are asked for a hundred thousand times."""
+"""What the search asks for a hundred thousand times is worked out once: hashes, and figures of a share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,3 +27,18 @@ def hashed_once(cls: type[T]) -> type[T]:
     cls.__hash__ = once  # type: ignore[assignment]
     cls.__getstate__ = state  # type: ignore[assignment]
     return cls
+
+
+def known_share(method: Callable[[Any, Any, Any], T]) -> Callable[[Any, Any, Any], T]:
+    """For a method of (task, share) whose answer depends on the share's layout, and not on where the share begins: it
+    is asked once for each, with a share that begins at GPU 0."""
+
+    @wraps(method)
+    def once(self: Any, task: Any, share: Any) -> T:
+        answers: dict[Any, T] = self.__dict__.setdefault(f"_known_{method.__name__}", {})
+        key = task, share.at(0)
+        if key not in answers:
+            answers[key] = method(self, *key)
+        return answers[key]
+
+    return once

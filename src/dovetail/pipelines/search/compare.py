@@ -14,7 +14,6 @@ from dovetail.pipelines.problem import Problem, ProblemError
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.find import find
 from dovetail.pipelines.search.rounds import Effort
-from dovetail.pipelines.simulate import KINDS
 
 VERSION = 2
 """Of the search. Answers that an older search has kept are not used."""
@@ -114,8 +113,7 @@ def _read(problem: Problem, family: str, text: str | None) -> Schedule | None:
         entry = json.loads(text or "")
         instance = family_instance(problem, family_of(family))
         orders = np.array(entry["words"], dtype=np.int64)
-        counts = np.array([np.bincount(order, minlength=2 * KINDS) for order in orders])
-        if orders.shape != (instance.ranks, instance.length) or (counts.max(0) != counts.min(0)).any():
+        if not instance.holds(orders):
             return None
         found = evaluate(instance, orders, family, str(entry["how"]))
         same = found.peaks.min() >= 0 and abs(found.makespan - entry["makespan"]) <= 1e-6 * found.makespan

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule
-from dovetail.pipelines.instance import Instance, lower_bound
+from dovetail.pipelines.instance import lower_bound
 from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.exact import time_unit
@@ -31,7 +31,7 @@ from dovetail.pipelines.search.levels import (
 )
 from dovetail.pipelines.search.rounds import UNLIMITED, Effort, Rounds, rank
 from dovetail.pipelines.search.steady_state import drop, restore, shorten, unroll
-from dovetail.pipelines.simulate import KINDS, Ints
+from dovetail.pipelines.simulate import Ints
 
 
 class _Search(Rounds):
@@ -155,17 +155,6 @@ class _Search(Rounds):
                         break
 
 
-def _same_shape(instance: Instance, start: Schedule | None) -> Ints | None:
-    """The orders of a known schedule, if they hold exactly the passes of the instance."""
-    if start is None or start.orders.shape != (instance.ranks, instance.length) or start.orders.min() < 0:
-        return None
-    counts = np.zeros(2 * KINDS, np.int64)
-    for m in (0, 1):
-        counts[KINDS * m : KINDS * m + instance.kinds] = instance.total[m]
-    same = all((np.bincount(order, minlength=2 * KINDS) == counts).all() for order in start.orders)
-    return start.orders if same else None
-
-
 def _unrolled(problem: Problem, family: Family, effort: Effort, pool: ThreadPoolExecutor) -> Ints | None:
     """Orders from a schedule of fewer micro-batches, found in a third of the time."""
     fewer = shorten(problem, family)
@@ -188,7 +177,8 @@ def find(problem: Problem, family: Family, effort: Effort, start: Schedule | Non
         return replace(fixed_schedule(problem, family), seconds=effort.clock() - started)
     instance = family_instance(problem, family)
     with ThreadPoolExecutor(effort.workers) as pool:
-        starts = (_same_shape(instance, start), _unrolled(problem, family, effort, pool))
+        known = start.orders if start is not None and instance.holds(start.orders) else None
+        starts = (known, _unrolled(problem, family, effort, pool))
         left = replace(effort, seconds=effort.seconds - (effort.clock() - started))
         best = _Search(instance, family, left, pool).run([orders for orders in starts if orders is not None])
     if best is None:

@@ -27,6 +27,7 @@ from dovetail.planner.costs.passes import (
     swap,
 )
 from dovetail.planner.costs.steps import Step, together
+from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload
@@ -84,8 +85,6 @@ class GPUCosts:
         self.memory = GPUMemoryModel(work, inventory)
         self._max_samples = max_samples
         self._servers: dict[tuple[Share, int], Servers] = {}
-        self._inference: dict[tuple[Task, Share], float] = {}
-        self._steps: dict[tuple[Task, Share], Step] = {}
 
     # ------------------------------------------------------------ for the search
 
@@ -175,20 +174,17 @@ class GPUCosts:
                 found += [(task, share, together) for share in shares]
         return found
 
+    @known_share
     def inference(self, task: Task, share: Share) -> float:
         """A forward pass over all samples. A scorer computes a prompt once for its samples, a trainer for each."""
-        key = task, share.at(0)
-        if key not in self._inference:
-            work, pool = self.work, self.inventory[share.pool]
-            pool = pool.training if task in TRAINING else pool
-            shape, head = work.needed(task)
-            prompt, response = work.prompt.mean, work.response.mean
-            tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
-            context = (prompt + response) / 2
-            stage, gather, hop = pass_seconds(shape, head, key[1], pool, tokens, context, self.constants)
-            count = -(-work.batch // (share.dp * share.micro_batch))
-            self._inference[key] = (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
-        return self._inference[key]
+        work, pool = self.work, self.inventory[share.pool]
+        pool = pool.training if task in TRAINING else pool
+        shape, head = work.needed(task)
+        prompt, response = work.prompt.mean, work.response.mean
+        tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
+        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, (prompt + response) / 2, self.constants)
+        count = -(-work.batch // (share.dp * share.micro_batch))
+        return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
 
     # ------------------------------------------------------------ training
 
@@ -213,18 +209,13 @@ class GPUCosts:
             self.step("critic_training", critic[0]) if critic and self.work.critic else None,
         )
 
+    @known_share
     def step(self, task: Task, share: Share) -> Step:
         """An optimizer step of the model that a training task trains, by 1F1B.
 
         A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
         rank with most tokens count. Weights are gathered and gradients reduced once a step, under ZeRO-3 in each
         pass."""
-        key = task, share.at(0)
-        if key not in self._steps:
-            self._steps[key] = self._step(task, key[1])
-        return self._steps[key]
-
-    def _step(self, task: Task, share: Share) -> Step:
         work, pool, c = self.work, self.inventory[share.pool].training, self.constants
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
