@@ -41,11 +41,11 @@ def copies(trainer: LocalTrainer, model: str) -> Weights:
     return {name: tensor.clone() for name, tensor in trainer.runner.engine.weights(model)}
 
 
-def publish(trainer: LocalTrainer, seconds: float, here: bool = True) -> Weights:
+def publish(trainer: LocalTrainer, seconds: float, here: bool = True, dtype: str | None = None) -> Weights:
     """The actor as a receiver gets it."""
     offers: queue.Queue[Offer] = queue.Queue()
     trainer.client.offer = offers.put  # type: ignore[attr-defined]
-    who = Receiver(name="r", kind="rollout", models=["actor"], rank_offset=1)
+    who = Receiver(name="r", kind="rollout", models=["actor"], rank_offset=1, dtype=dtype)
     command = Publish(id="publish", version=1, epoch=next(EPOCHS), receivers=[who], deadline_seconds=seconds)
 
     def receive() -> Weights:
@@ -59,7 +59,7 @@ def publish(trainer: LocalTrainer, seconds: float, here: bool = True) -> Weights
         result = trainer.execute(command)
         assert result.ok == here, result.error
         assert (result.probe is not None) == here
-        trainer.probe = result.probe  # type: ignore[attr-defined]
+        trainer.probe, trainer.sent = result.probe, result.metrics  # type: ignore[attr-defined]
         return receiving.result()
 
 
@@ -162,3 +162,14 @@ def test_a_publish_that_fails_leaves_the_same_weights(trainer: LocalTrainer) -> 
     publish(trainer, 1.0, here=False)
     for model, weights in expected.items():
         assert equal(copies(trainer, model), weights), model
+
+
+def test_matrices_travel_in_the_dtype_of_a_server(trainer: LocalTrainer) -> None:
+    """They are the bits that the server would make of float32; other servers later get float32."""
+    trainer.metrics(load_command(Stage.PPO))
+    whole = publish(trainer, 60.0, dtype="float32")
+    nbytes = trainer.sent["bytes"]  # type: ignore[attr-defined]
+    half = publish(trainer, 60.0, dtype="bfloat16")
+    assert equal(half, {name: x.bfloat16() if x.dim() > 1 else x for name, x in whole.items()})
+    assert trainer.sent["bytes"] < 0.6 * nbytes  # type: ignore[attr-defined]
+    assert equal(publish(trainer, 60.0), whole)

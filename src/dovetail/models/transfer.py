@@ -279,12 +279,12 @@ def message_bytes(bucket: Bucket) -> int:
 
 
 def pack_into(buffer: torch.Tensor, bucket: Bucket, tensors: list[torch.Tensor]) -> None:
-    """Copy `tensors` (in the bucket's order; any device) to their places in `buffer` (uint8) and append its
-    checksum."""
+    """Copy `tensors` (in the bucket's order; any device) to their places in `buffer` (uint8), as the dtypes that the
+    bucket says, and append its checksum."""
     for spec, offset, tensor in zip(bucket_specs(bucket), bucket.offsets, tensors, strict=True):
         end = offset + spec.nbytes
         if spec.nbytes:
-            buffer[offset:end].view(tensor.dtype).view(spec.extent).copy_(tensor)
+            _view(buffer, offset, spec).copy_(tensor)
         buffer[end : offset + aligned(spec.nbytes)].zero_()
     buffer[bucket.nbytes : message_bytes(bucket)].view(torch.int64).copy_(checksum(buffer[: bucket.nbytes]))
 

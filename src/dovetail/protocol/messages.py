@@ -173,6 +173,7 @@ class Receiver(Message):
     models: list[str] = Field(description="Models that it takes. Rollouts take the actor, scorers the critic.")
     rank_offset: int = Field(description="Its first rank in every communicator. The sender is rank 0.")
     world: int = 1
+    dtype: str | None = Field(default=None, description="In which it holds them, if it says so.")
 
 
 class Publish(Message):

@@ -110,6 +110,7 @@ class WeightSender:
         self._wholes: dict[str, list[Bucket]] = {}
         self._shares: dict[str, dict[int, list[Bucket]]] = {}
         self._layouts: dict[str, Layout] = {}
+        self._dtypes: dict[str, str | None] = {}  # in which matrices are sent, None: as they are
         self._lines: dict[str, _Line] = {}
         self._buffers: list[torch.Tensor] = []
 
@@ -136,7 +137,9 @@ class WeightSender:
         sender can publish again with a new epoch."""
         deadline = Deadline(command.deadline_seconds)
         models = sorted({m for r in command.receivers for m in r.models} & set(weights))
-        iterations = {model: self._plan(model, weights[model]) for model in models}
+        iterations = {
+            model: self._plan(model, weights[model], serving_dtype(command.receivers, model)) for model in models
+        }
         segments = []
         problem = None
         try:
@@ -201,8 +204,8 @@ class WeightSender:
 
     # ------------------------------------------------------------ parts of publish
 
-    def _plan(self, model: str, source: Source | Parts) -> Iterable[Part]:
-        """Make sure that the model's bucket plan is known; returns the iteration to send."""
+    def _plan(self, model: str, source: Source | Parts, dtype: str | None) -> Iterable[Part]:
+        """Make sure that the model's bucket plan is known, with matrices in `dtype`; returns the iteration to send."""
         layout = source.layout if isinstance(source, Parts) else Layout()
         if isinstance(source, Parts):
             iterate = source.iterate
@@ -212,11 +215,11 @@ class WeightSender:
         else:
             held = [_whole((name, tensor.detach())) for name, tensor in source]
             iterate = lambda: held  # noqa: E731
-        if model not in self._wholes or self._layouts[model] != layout:
-            self._layouts[model] = layout
+        if model not in self._wholes or (self._layouts[model], self._dtypes[model]) != (layout, dtype):
+            self._layouts[model], self._dtypes[model] = layout, dtype
             specs, tp_dims = [], {}
             for part in iterate():
-                specs.append(_spec(part))
+                specs.append(_spec(part, dtype))
                 if part.tp_dim is not None:
                     tp_dims[part.name] = part.tp_dim
             self._wholes[model] = plan_buckets(specs, self._bucket_bytes)
@@ -302,7 +305,7 @@ class WeightSender:
 
     def _next(self, model: str, parts: Iterator[Part], spec: TensorSpec) -> Part:
         part = next(parts, None)
-        if part is None or _spec(part) != spec:
+        if part is None or _spec(part, self._dtypes[model]) != spec:
             name = "nothing" if part is None else part.name
             self._changed(model, f"gave {name} where {spec.name} {list(spec.shape)} was planned")
         return part
@@ -343,8 +346,19 @@ def _whole(named: Named) -> Part:
     return Part(name, shape, tuple((0, n) for n in shape), tensor)
 
 
-def _spec(part: Part) -> TensorSpec:
-    return TensorSpec(part.name, str(part.tensor.dtype).removeprefix("torch."), tuple(part.shape))
+def serving_dtype(receivers: Iterable[Receiver], model: str) -> str | None:
+    """The dtype of 16 bits in which all receivers of the model hold it. Cast before they are sent, weights are the same
+    bits there, and half as many bytes travel. None: they differ, or hold something else."""
+    held = {receiver.dtype for receiver in receivers if model in receiver.models}
+    (dtype,) = held if len(held) == 1 else (None,)
+    return dtype if dtype in ("bfloat16", "float16") else None
+
+
+def _spec(part: Part, dtype: str | None) -> TensorSpec:
+    """What is sent of the part. Vectors stay as they are: servers hold some in float32, and they are small."""
+    own = str(part.tensor.dtype).removeprefix("torch.")
+    sent = dtype if dtype and own == "float32" and len(part.shape) > 1 else own
+    return TensorSpec(part.name, sent, tuple(part.shape))
 
 
 def _cut(part: Part, box: Box | None) -> torch.Tensor:

@@ -61,6 +61,7 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
                 models=[model],
                 rank_offset=offsets[model],
                 world=target.world,
+                dtype=target.dtype,
             )
         )
         offsets[model] += target.world
