@@ -227,17 +227,28 @@ def test_value_head_starts_at_zero_and_survives_export(family: str, tmp_path: Pa
     torch.testing.assert_close(scores, values.gather(1, lengths[:, None] - 1)[:, 0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 10_000, 2**30])
-def test_exported_shards_load_in_transformers(shard_bytes: int, tmp_path: Path) -> None:
-    stages = [build_stage(ref("qwen3", tie_word_embeddings=False), rank, 2) for rank in range(2)]
+# Files of the last two hold experts one by one, and the head under another name.
+@pytest.mark.parametrize(
+    ("family", "shard_bytes"),
+    [("qwen3", 1), ("qwen3", 10_000), ("qwen3", 2**30), ("qwen3_moe", 10_000), ("gpt_neox", 10_000)],
+)
+def test_exported_shards_load_in_transformers(family: str, shard_bytes: int, tmp_path: Path) -> None:
+    stages = [build_stage(ref(family, tie_word_embeddings=False), rank, 2) for rank in range(2)]
     manifests = [
-        HuggingFaceWriter(tmp_path, part, shard_bytes).write(stage.named_parameters(), torch.float32)
+        HuggingFaceWriter(tmp_path, part, shard_bytes).write(
+            in_files(stage.family, stage.named_parameters()), torch.float32
+        )
         for part, stage in enumerate(stages)
     ]
     HuggingFaceWriter(tmp_path).finish(manifests, stages[0].config, "lm", torch.float32, None)
     assert not list(tmp_path.glob("part-*"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert type(model).__name__ == stages[0].family.causal_lm
+    written = (
+        json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"] if shard_bytes < 2**30 else {}
+    )
+    assert ("embed_out.weight" in written) is (family == "gpt_neox")
+    assert ("model.layers.2.mlp.experts.3.up_proj.weight" in written) is (family == "qwen3_moe")
     tokens = torch.randint(1, 64, (2, 7))
     torch.testing.assert_close(model(tokens).logits, stages[1](stages[0](tokens)))
 
