@@ -3,9 +3,10 @@
     python hack/check_vllm.py [VERSION ...]
 
 The range is `dovetail.rollout.versions`. Of a wheel only the modules in question are read, some 2 MB of 300. Looked at
-are the names that `dovetail.rollout` imports or lists in its `compat`, and the parameters of these functions and of the
-methods that its classes override; they must be those of the vLLM that is installed, which the tests run. What a
-function does is not looked at. Exit code 1 for a difference, 2 where a wheel cannot be read."""
+are the names that `dovetail.rollout` imports or lists in its `compat`, the parameters of these functions and of the
+methods that its classes override, the arguments that the server is given, and the routes that the coordinator asks.
+They must be those of the vLLM that is installed, which the tests run. What a function does is not looked at. Exit code
+1 for a difference, 2 where a wheel cannot be read."""
 
 from __future__ import annotations
 
@@ -28,9 +29,15 @@ from dovetail.rollout.versions import DISTRIBUTIONS, supported
 
 PLUGINS = Path(compat.__file__).parent
 # Where vLLM lists the arguments of its server.
-ARGUMENTS = ("vllm.engine.arg_utils", "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.common.cli_args")
-# A module's source by its name; None where there is no such module.
+ARGUMENTS = ("vllm.engine.arg_utils", "vllm.entrypoints.launchers.cli_args")
+# What the coordinator asks servers for beside our own routes (docs/extending.md).
+ROUTES = (
+    *("/inference/v1/generate", "/inference/v1/abort_requests", "/pause", "/resume", "/init_weight_transfer_engine"),
+    *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+)
+# A module's source by its name; None where there is no such module. By ROUTERS: those of all routers together.
 Sources = Callable[[str], str | None]
+ROUTERS = "routers"
 
 
 def used() -> dict[str, set[str]]:
@@ -39,7 +46,7 @@ def used() -> dict[str, set[str]]:
     for path in PLUGINS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            if module.split(".")[0] == "vllm" and module not in compat.MOVED.values():
+            if module.split(".")[0] == "vllm":
                 found.setdefault(module, set()).update(alias.name for alias in node.names)
     for private in compat.PRIVATE:
         module, _, name = private.name.partition(":")
@@ -74,10 +81,6 @@ def surface(sources: Sources) -> dict[str, str]:
     found = {}
     for module, names in sorted(used().items()):
         text = sources(module)
-        if text is None:
-            text = sources(compat.MOVED.get(module, module))
-        if text is None and module in compat.OPTIONAL:
-            continue
         tree = ast.parse(text) if text is not None else None
         for name in sorted(names):
             node = _find(tree, name, module, sources) if tree is not None else None
@@ -90,7 +93,8 @@ def surface(sources: Sources) -> dict[str, str]:
     for flag in sorted(flags()):
         there = flag in arguments or flag.removeprefix("--").replace("-", "_") in arguments
         found[flag] = "there" if there else "missing"
-    return found
+    routers = sources(ROUTERS) or ""
+    return found | {route: "there" if f'"{route}"' in routers else "missing" for route in ROUTES}
 
 
 def _find(tree: ast.AST, name: str, module: str, sources: Sources) -> ast.AST | None:
@@ -143,6 +147,9 @@ def installed(module: str) -> str | None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
+    if module == ROUTERS:
+        routers = Path(spec.origin).parent.glob("entrypoints/**/api_router.py")
+        return "".join(path.read_text(encoding="utf-8") for path in routers)
     path = Path(spec.origin).parent.joinpath(*module.split(".")[1:])
     found = next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
     return found.read_text(encoding="utf-8") if found is not None else None
@@ -152,6 +159,9 @@ def in_wheel(wheel: zipfile.ZipFile) -> Sources:
     files = set(wheel.namelist())
 
     def read(module: str) -> str | None:
+        if module == ROUTERS:
+            routers = (n for n in files if n.startswith("vllm/entrypoints/") and n.endswith("/api_router.py"))
+            return "".join(wheel.read(name).decode() for name in routers)
         path = module.replace(".", "/")
         name = next((n for n in (f"{path}.py", f"{path}/__init__.py") if n in files), None)
         return wheel.read(name).decode() if name is not None else None
@@ -181,7 +191,7 @@ def differences(version: str, client: httpx.Client, expected: dict[str, str]) ->
     return [
         f"{name} is {found.get(name, 'missing')}, where the tests have {expected[name]}"
         for name in expected
-        if found.get(name, "missing") != expected[name] and name.partition(":")[0] not in compat.OPTIONAL
+        if found.get(name, "missing") != expected[name]
     ]
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.rollout import compat
-
 HACK = Path(__file__).parents[2] / "hack"
 
 
@@ -52,17 +50,14 @@ def test_what_another_vllm_lacks_or_has_changed_is_named(vllm):
     }
 
 
-def test_a_module_that_has_moved_is_found_and_an_optional_one_may_be_missing(vllm):
+def test_a_route_that_another_vllm_lacks_is_named(vllm):
+    """As in vLLM 0.31, which has all names and parameters."""
+
     def other(module):
-        if module in compat.OPTIONAL or module in compat.MOVED:
-            return None
-        back = {new: old for old, new in compat.MOVED.items()}
-        return vllm.installed(back.get(module, module))
+        return vllm.installed(module).replace("/inference/v1/abort_requests", "/abort_requests")
 
     here, there = vllm.surface(vllm.installed), vllm.surface(other)
-    differ = {name for name in here if here[name] != there.get(name)}
-    assert all(name.partition(":")[0] in compat.OPTIONAL for name in differ)
-    assert differ
+    assert {name for name in here if here[name] != there[name]} == {"/inference/v1/abort_requests"}
 
 
 def test_both_ends_are_asked_for(vllm, monkeypatch):

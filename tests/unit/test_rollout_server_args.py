@@ -356,28 +356,6 @@ def test_servers_can_hand_over_keys_and_values_unless_the_models_layers_differ_i
         assert server.kv_setup(env(tmp_path), CONFIG | windows, True, "float32", 1) is None
 
 
-def test_our_routes_go_before_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.32 replaces its own by a plug-in's; 0.31 takes the first that it has."""
-    from fastapi import FastAPI
-    from fastapi.testclient import TestClient
-
-    monkeypatch.setattr(STATE, "arrived", None)
-    app, told = FastAPI(), []
-
-    @app.post("/finish_weight_update")
-    async def theirs() -> dict[str, str]:
-        return {"message": "theirs"}
-
-    async def finish(version: str) -> None:
-        told.append(version)
-
-    app.state.engine_client = SimpleNamespace(finish_weight_update=finish)
-    InfoRoutes().attach_router(app)
-    answer = TestClient(app).post("/finish_weight_update", json={"weight_version": "3"})
-    assert answer.json() == {"message": "Weight update finished"}
-    assert (told, STATE.arrived) == (["3"], 3)
-
-
 def test_the_state_that_is_reported_carries_the_ability() -> None:
     state = ServerState(name="r", kv=KVAbility(transport="tcp", ports=[1], layout="x", token_bytes=8))
     assert KVAbility.model_validate(json.loads(json.dumps(state.abilities()))["kv"]) == state.kv

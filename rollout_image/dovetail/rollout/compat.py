@@ -6,7 +6,6 @@ vLLM is imported inside the functions: a scorer, which has none of it, shares th
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 from dovetail.models.compat import Private
@@ -102,9 +101,6 @@ PRIVATE = (
         "a request that is aborted leaves its KV cache blocks; one that ends otherwise does not",
     ),
 )
-# Where a later vLLM has some of these modules, and which ones an earlier vLLM lacks: the plug-ins do without these.
-MOVED = {"vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args"}
-OPTIONAL = ("vllm.entrypoints.rl.online.metrics",)
 
 
 def registered_backends() -> Any:
@@ -204,20 +200,15 @@ def pack_experts(model: Any) -> None:
 
 
 def weight_operation(name: str) -> Any:
-    """A context in which vLLM measures a weight operation, `start` or `finish`; vLLM 0.31 does not measure any."""
-    try:
-        from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
-    except ModuleNotFoundError:
-        return nullcontext()
+    """A context in which vLLM measures a weight operation, `start` or `finish`."""
+    from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
+
     return weight_operation_metrics().record(name)
 
 
 def parse_serve_arguments(arguments: list[str], program: str) -> Any:
     """vLLM's own parse and check of the arguments of `vllm serve`, logging set up as they say."""
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    except ModuleNotFoundError:  # since vLLM 0.33
-        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

