@@ -333,10 +333,10 @@ def test_names_columns_and_selectors(server, namespace):
     mark_planned(server, namespace, "one")
     for word in ("rlhf", "rlhfjob", "rlhfjobs", "dovetail"):
         head, *rows = server.kubectl("get", word, "-n", namespace).splitlines()
-        assert head.split() == [*("NAME", "STAGE", "ITERATION", "REWARD", "SAMPLES/S", "RUNNING", "COMPLETED", "AGE")]
+        assert head.split() == [*("NAME", "STATE", "STAGE", "ITERATION", "REWARD", "SAMPLES/S", "AGE")]
         assert [row.split()[0] for row in rows] == ["one", "two"]
     wide = server.kubectl("get", "rlhf", "-n", namespace, "-o", "wide").splitlines()[0].split()
-    assert {"KL", "FAILED", "SUSPENDED"} <= set(wide)
+    assert {"KL", "RUNNING", "COMPLETED", "REASON", "SUSPENDED"} <= set(wide)
     chosen = server.kubectl("get", "rlhf", "-n", namespace, "--field-selector", "spec.suspend=true", "-o", "name")
     assert chosen.split() == ["rlhfjob.dovetail.dev/two"]
 

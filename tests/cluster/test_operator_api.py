@@ -154,18 +154,23 @@ def answers(process: OperatorProcess) -> bool:
         return False
 
 
-@contextmanager
-def a_running_pod(server: KubeCluster, uid: str) -> Iterator[None]:
-    """Of job demo, as the operator sees it; nothing runs here. The Job is one of its JobSet's, and makes the pod."""
-    where = ("-n", NAMESPACES[0])
-    jobset = server.get("jobset", "demo", *where)
+def make_job(server: KubeCluster, uid: str, group: str) -> None:
+    """What the JobSet controller would make for a group of job demo."""
+    jobset = server.get("jobset", "demo", "-n", NAMESPACES[0])
     owner = {key: jobset[key] for key in ("apiVersion", "kind")} | {"name": "demo", "controller": True}
-    labels = names.labels("demo", uid, "train")
-    metadata = {"name": "demo-train-0", "labels": labels}
+    labels = names.labels("demo", uid, group)
+    metadata = {"name": f"demo-{group}-0", "labels": labels}
     metadata |= {"ownerReferences": [owner | {"uid": jobset["metadata"]["uid"]}]}
     pod = {"containers": [{"name": "dovetail", "image": "none"}], "restartPolicy": "Never"}
     spec = {"template": {"metadata": {"labels": labels}, "spec": pod}}
     server.apply({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}, namespace=NAMESPACES[0])
+
+
+@contextmanager
+def a_running_pod(server: KubeCluster, uid: str) -> Iterator[None]:
+    """Of job demo, as the operator sees it; nothing runs here. The Job is one of its JobSet's, and makes the pod."""
+    where = ("-n", NAMESPACES[0])
+    make_job(server, uid, "train")
     words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=demo-train-0")
     found = wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"]
     patch = json.dumps({"status": {"phase": "Running"}})
@@ -284,6 +289,27 @@ def test_a_finished_job_expires(server: KubeCluster, leader: OperatorProcess) ->
     wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
     finish(server)
     wait_for("the job gone", lambda: server.get("rlhfjob", "demo", "-n", NAMESPACES[0]) is None)
+
+
+def test_a_quota_without_pods_is_told(server: KubeCluster, leader: OperatorProcess) -> None:
+    """By the Job controller, in an Event about its Job."""
+    where = ("-n", NAMESPACES[0])
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "no-pods", "namespace": NAMESPACES[0]}}
+    submit(server, quota | {"spec": {"hard": {"pods": "0"}}})
+    try:
+        wait_for("the quota", lambda: server.get("resourcequota", "no-pods", *where).get("status", {}).get("hard"))
+        submit(server, manifest())
+        uid = server.get("rlhfjob", "demo", *where)["metadata"]["uid"]
+        wait_for("the JobSet", lambda: owned(server, "jobset", uid))
+        make_job(server, uid, "coordinator")
+        wait_for("a sentence", lambda: condition(server, "Scheduled").get("reason") == "PodsRefused")
+        said = condition(server, "Scheduled")["message"]
+        assert said.startswith("Job demo-coordinator-0 cannot make its pods: pods ")
+        assert "exceeded quota: no-pods" in said
+        assert server.get("rlhfjob", "demo", *where)["status"]["state"] == "Planned"
+    finally:
+        server.kubectl("delete", "resourcequota", "no-pods", *where)
+        server.kubectl("delete", "job", "demo-coordinator-0", *where, "--ignore-not-found")
 
 
 def test_objects_that_the_api_server_refuses_are_told(server: KubeCluster, leader: OperatorProcess) -> None:

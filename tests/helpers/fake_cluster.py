@@ -202,7 +202,10 @@ class FakeCluster:
                 self.objects["Job", name] = {
                     "kind": "Job",
                     "metadata": {"name": name, "namespace": "default", "uid": name, **template["metadata"]}
-                    | {"ownerReferences": [controlled("JobSet", jobset["metadata"]["uid"])]},
+                    | {
+                        "creationTimestamp": self.stamp(),
+                        "ownerReferences": [controlled("JobSet", jobset["metadata"]["uid"])],
+                    },
                     "spec": template["spec"],
                     "status": {},
                     "owner": ("JobSet", "demo"),

@@ -115,7 +115,7 @@ def test_rules_read_fields_that_exist_and_that_defaults_fill_or_has_guards():
 
 def test_columns_and_names():
     assert [c["name"] for c in VERSION["additionalPrinterColumns"] if c["priority"] == 0] == [
-        *("Stage", "Iteration", "Reward", "Samples/s", "Running", "Completed", "Age")
+        *("State", "Stage", "Iteration", "Reward", "Samples/s", "Age")
     ]
     assert VERSION["subresources"] == {"status": {}}
     assert crd()["metadata"]["name"] == "rlhfjobs.dovetail.dev"

@@ -245,3 +245,55 @@ def test_pods_are_made_anew_from_a_template_that_changed_while_the_job_was_suspe
     jobs = {job["name"]: job["template"]["spec"] for job in cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"]}
     assert jobs["train"]["template"]["spec"]["containers"][0]["image"] == "other:2"
     assert cluster.condition("Running")["status"] == "True"
+
+
+QUOTA = 'Error creating: pods "demo-train-0-0-" is forbidden: exceeded quota: none, requested: pods=1, used: pods=0'
+
+
+def without_pods(**spec):
+    """A job whose trainers' Job may not make its pod."""
+    cluster = a_cluster(**spec)
+    cluster.reconcile()
+    cluster.step()
+    cluster.remove("Pod", cluster.pod("trainer")["metadata"]["name"])
+    cluster.mounts["demo-train-0"] = QUOTA
+    return cluster
+
+
+def test_a_job_that_may_not_make_its_pods_is_explained():
+    cluster = without_pods()
+    assert cluster.reconcile().requeue == 10, "Events tell of it, which are not watched"
+    for kind in ("Scheduled", "Running"):
+        assert cluster.condition(kind)["reason"] == "PodsRefused"
+    said = cluster.condition("Scheduled")["message"]
+    assert said == "Job demo-train-0 cannot make its pods: " + QUOTA.removeprefix("Error creating: ")
+
+
+def test_the_start_timeout_counts_from_when_the_job_wants_pods():
+    cluster = without_pods(failurePolicy={"startTimeoutSeconds": 60})
+    cluster.reconcile()
+    for pod in cluster.pods():
+        cluster.unschedulable(pod)
+    cluster.pass_time(50)
+    cluster.reconcile()
+    assert not cluster.over()
+    for pod in cluster.pods():  # new pods do not wait anew
+        pod["metadata"]["creationTimestamp"] = cluster.stamp()
+    cluster.pass_time(11)
+    cluster.reconcile()
+    assert cluster.condition("Failed")["status"] == "True"
+    assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
+
+
+def test_a_suspended_job_does_not_want_pods():
+    cluster = without_pods(failurePolicy={"startTimeoutSeconds": 60})
+    cluster.reconcile()
+    cluster.edit(suspend=True)
+    cluster.reconcile()
+    cluster.step()
+    cluster.pass_time(1000)
+    cluster.edit(suspend=False)
+    cluster.reconcile()
+    cluster.step()
+    cluster.reconcile()
+    assert not cluster.over()

@@ -29,7 +29,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
 from dovetail.operator.reconcile.children import Children, Object, parse_time, sizes
-from dovetail.operator.reconcile.conditions import JobEvent
+from dovetail.operator.reconcile.conditions import JobEvent, state
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
 from dovetail.operator.reconcile.reconcile import (
@@ -284,6 +284,7 @@ class Controller:
     async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> float | None:
         """Write the status if it says something new, and then the events of what is new. Seconds until the job wants
         to be looked at again, for that or because it is too soon."""
+        status = status.model_copy(update={"state": state(status.conditions)})
         wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
         if wanted == document.get("status"):
             return None

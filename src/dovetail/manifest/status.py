@@ -85,6 +85,11 @@ class RLHFJobStatus(Observed):
         description="One entry for each type; see each condition's reason and message.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
+    state: str | None = Field(
+        default=None,
+        max_length=16,
+        description="Completed, Failed, Suspended, Running, Scheduled, Planned or Pending: the first that holds.",
+    )
     stage: str | None = Field(default=None, max_length=16, description="Stage under way: sft, reward or ppo.")
     iteration: int | None = Field(
         default=None, ge=0, description="Finished PPO iterations, or steps of the stage under way."

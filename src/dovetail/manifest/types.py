@@ -460,7 +460,8 @@ class FailurePolicy(Model):
     start_timeout_seconds: PositiveInt | None = Field(
         default=None,
         description="On a cluster: the job fails when a pod that it cannot start without waits longer than this for "
-        "a node or an image. null: it waits for ever.",
+        "a node or an image, or may not be made. Until the job has run, the time counts from when it wants pods. "
+        "null: it waits for ever.",
     )
 
 

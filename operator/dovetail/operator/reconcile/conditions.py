@@ -38,6 +38,13 @@ class JobEvent:
     message: str
 
 
+def state(conditions: Sequence[Condition]) -> str:
+    """The job's state in one word: the first of these conditions that is true."""
+    held = {c.type for c in conditions if c.status == "True"}
+    states = ("Completed", "Failed", "Suspended", "Running", "Scheduled", "Planned")
+    return next((each for each in states if each in held), "Pending")
+
+
 class Conditions:
     """Collects the conditions of one reconciliation on top of the last ones."""
 

@@ -131,6 +131,7 @@ class _Reconciler:
     ) -> None:
         self._seen = seen
         self._context = context
+        self._old = status
         self._conditions = conditions
         self._status = status
         self._now = now
@@ -228,11 +229,13 @@ class _Reconciler:
         done = sum(p.get("status", {}).get("phase") == "Succeeded" for p in self._pods)
         scheduled = done + sum(is_true(p, "PodScheduled") for p in pods)
         ready = done + sum(is_ready(p) for p in pods)
-        cause = rootcause.worst(self._pods, self._seen.mounts) if ready < expected else None
+        cause = None
+        if ready < expected:
+            cause = rootcause.worst(self._pods, self._seen.mounts) or self._refused()
         told = cause.sentence if cause else ""
         if scheduled >= expected:
             self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
-        elif cause and cause.reason == reasons.UNSCHEDULABLE:
+        elif cause and cause.reason in (reasons.UNSCHEDULABLE, reasons.PODS_REFUSED):
             self._conditions.set("Scheduled", False, cause.reason, told)
         else:
             self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")
@@ -242,7 +245,7 @@ class _Reconciler:
             count = f"{ready} of {expected} pods are ready"
             reason = cause.reason if cause else reasons.STARTING
             self._conditions.set("Running", False, reason, f"{count}; {told}" if told else count)
-        if any(rootcause.creating(p) for p in pods):
+        if any(rootcause.creating(p) for p in pods) or rootcause.lacking(self._children):
             self._requeue.append(rootcause.LOOK_SECONDS)
         started = self._status.start_time
         if started is None and any(p.get("status", {}).get("phase") == "Running" for p in pods):
@@ -300,16 +303,23 @@ class _Reconciler:
     def _never_started(self) -> PlanRefused | None:
         limit = self._context.job.spec.failure_policy.start_timeout_seconds
         causes = [c for p in live(self._pods) if (c := rootcause.cause(p, self._seen.mounts)) is not None and c.waiting]
+        causes += [cause] if (cause := self._refused()) is not None else []
         if limit is None or not causes:
             return None
         cause = min(causes, key=lambda c: c.since)
         since = parse_time(cause.since) or self._now
+        wanted = next((c for c in self._old.conditions if c.type == "Suspended" and c.status == "False"), None)
+        if self._status.start_time is None and wanted is not None:
+            since = min(since, wanted.last_transition_time)  # its pods may have been replaced since
         left = (since + timedelta(seconds=limit) - self._now).total_seconds()
         if left <= 0:
             text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
             return PlanRefused(cause.reason, text)
         self._requeue.append(left)
         return None
+
+    def _refused(self) -> rootcause.Cause | None:
+        return rootcause.refused(self._children, self._seen.mounts)
 
     # ------------------------------------------------------------ objects
 

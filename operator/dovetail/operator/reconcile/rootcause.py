@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from dovetail.kube import names
+from dovetail.kube.resources import JOB, JOBSET, POD
 from dovetail.manifest.types import Role
 from dovetail.operator.reconcile import reasons
-from dovetail.operator.reconcile.children import Object, condition, deleting, is_ready, is_true, label, parse_time
+from dovetail.operator.reconcile.children import (
+    Children,
+    Object,
+    condition,
+    deleting,
+    is_ready,
+    is_true,
+    label,
+    parse_time,
+    sizes,
+)
 from dovetail.protocol.process_names import COORDINATOR
 
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
@@ -66,6 +78,33 @@ def creating(pod: Object) -> bool:
         return False
     states = [c.get("state", {}).get("waiting") or {} for c in status.get("containerStatuses") or []]
     return all(state.get("reason") in _CREATING for state in states)
+
+
+def lacking(children: Children) -> list[Object]:
+    """The Jobs of a JobSet that runs which have fewer pods than they should."""
+    found: list[Object] = []
+    for jobset in children.of(JOBSET.kind):
+        if jobset["spec"].get("suspend") or deleting(jobset):
+            continue
+        pods = Counter(label(pod, names.JOB_NAME_LABEL) for pod in children.of(POD.kind) if not deleting(pod))
+        for name, size in sizes(jobset).items():
+            job = children.get(JOB.kind, f"{jobset['metadata']['name']}-{name}-0")
+            if job is None or is_true(job, "Failed") or is_true(job, "Complete"):
+                continue
+            if pods[job["metadata"]["name"]] < size:
+                found.append(job)
+    return found
+
+
+def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
+    """Why a Job may not make its pods: a quota, Pod Security, a class or an account that is missing. `told`: what the
+    Job controller said, by the Job's uid."""
+    for job in lacking(children):
+        if said := told.get(str(job["metadata"].get("uid"))):
+            text = f"Job {job['metadata']['name']} cannot make its pods: {said.removeprefix('Error creating: ')}"
+            since = str(job["metadata"].get("creationTimestamp", ""))
+            return Cause(reasons.PODS_REFUSED, text[:LONGEST_MESSAGE], since, True)
+    return None
 
 
 def failed_at(pod: Object) -> datetime | None:

@@ -24,14 +24,15 @@ MAX_STRING, MAX_ITEMS, MAX_PROPERTIES = 1024, 64, 256
 Schema = dict[str, Any]
 
 _COLUMNS = (
+    ("State", "string", ".status.state", "Completed, Failed, Suspended, Running, Scheduled, Planned or Pending", 0),
     ("Stage", "string", ".status.stage", "Stage under way", 0),
     ("Iteration", "integer", ".status.iteration", "Finished iterations or steps of the stage", 0),
     ("Reward", "number", ".status.reward", "Mean score of the last iteration", 0),
     ("KL", "number", ".status.kl", "Mean KL from the reference, nats per sample", 1),
     ("Samples/s", "number", ".status.samplesPerSecond", "Throughput of the last iteration", 0),
-    ("Running", "string", '.status.conditions[?(@.type=="Running")].status', "Whether all processes work", 0),
-    ("Completed", "string", '.status.conditions[?(@.type=="Completed")].status', "Whether all stages are done", 0),
-    ("Failed", "string", '.status.conditions[?(@.type=="Failed")].reason', "Why the job failed", 1),
+    ("Running", "string", '.status.conditions[?(@.type=="Running")].status', "Whether all processes work", 1),
+    ("Completed", "string", '.status.conditions[?(@.type=="Completed")].status', "Whether all stages are done", 1),
+    ("Reason", "string", '.status.conditions[?(@.type=="Failed")].reason', "Why the job failed", 1),
     ("Suspended", "boolean", ".spec.suspend", "Whether the job may run", 1),
     ("Age", "date", ".metadata.creationTimestamp", "Since the job was created", 0),
 )
