@@ -176,3 +176,17 @@ def test_compiled_layers_launch_less(null_gpu: Run) -> None:
     for name, most in budget.items():
         assert (eight[name] - four[name]) / 4 <= most, name
     assert four["mallocs"] == eight["mallocs"] == 0 < first["mallocs"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_waits_for_a_lost_peer_names_it_and_lives(null_gpu: Run, told: bool) -> None:
+    """torch would end the process. The peer dies, which the coordinator tells, or it freezes, which nobody tells."""
+    ended = null_gpu(f"lost-{told}", "trainer.loses_a_peer", world=2, patience=30, told=told)
+    assert ended.statuses == [0, 3], f"{ended.statuses} {ended.waits}\n{ended.log}"
+    found = ended.results[0]
+    assert found["events"] == ["groups.aborted"]
+    assert found["world"] == 1
+    if told:
+        assert found["error"] == "trainer-1 joined again"
+    else:
+        assert found["error"].startswith("trainer rank 1 was lost while receiving from it: nothing came for")

@@ -86,7 +86,8 @@ def test_a_restarted_rank_ends_the_generation_and_its_command() -> None:
         again = asyncio.create_task(group.join(join(1, "b2")))
         with pytest.raises(TrainerLost, match="trainer-1 joined again"):
             await running
-        assert group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1)).generation == 2
+        beat = group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1))
+        assert (beat.generation, beat.reason) == (2, "trainer-1 joined again")
         with pytest.raises(StaleGeneration):
             await group.next(NextRequest(generation=1))
         survivor = await group.join(join(0, "a"))

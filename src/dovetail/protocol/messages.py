@@ -264,6 +264,7 @@ class HeartbeatReply(Message):
         default=None,
         description="The current generation. A rank that sees a newer one than its own leaves its collectives.",
     )
+    reason: str = Field(default="", description="Why the generation before it ended: it names the rank that was lost.")
     cancelled: str | None = Field(
         default=None, description="Id of a publish to give up, because a receiver that it waits for has failed."
     )
@@ -314,9 +315,11 @@ class Offer(Message):
 
     version: int
     epoch: int
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl"] = Field(
+        description="gloo: tensors are in host memory. nccl: on GPUs, and each receiver gets the link that it can use."
+    )
     segments: list[Segment]
-    deadline_seconds: float = 120.0
+    deadline_seconds: float = Field(default=120.0, description="It counts the time that the bytes take.")
 
 
 class Receive(Message):

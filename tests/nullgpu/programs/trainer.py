@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
-from worker import DEADLINE, Place
+from worker import DEADLINE, Place, free_port
 
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
-from dovetail.protocol.messages import Load, ModelRef, Step
+from dovetail.protocol.messages import Heartbeat, HeartbeatReply, Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.groups import Groups
+from dovetail.trainer.groups import Groups, PeerLost
 from dovetail.trainer.packed_batches import Sequences
+from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 LLAMA = {
@@ -176,6 +179,51 @@ def backends(place: Place) -> dict[str, Any]:
     deadlines = [g._get_backend(groups.device).options._timeout.total_seconds() for g in every if g is not None]
     groups.close()
     return {"backends": names, "deadlines": deadlines}
+
+
+def loses_a_peer(place: Place, told: bool) -> Any:
+    """Rank 1 stops in its first forward pass. Rank 0 hears it from the coordinator if `told`. Else a wait of its GPU
+    passes the groups' deadline, of two seconds. Returns what rank 0 raised, and the world that it then forms."""
+    layouts = {name: Parallelism(pp=2) for name in ("actor", "critic")}
+    engine = engine_of(place, layouts)
+    stopped, over = place.folder / "stopped", place.folder / "over"
+
+    def stop(*_: Any) -> None:
+        stopped.touch()
+        while not told and not over.exists():
+            time.sleep(0.01)
+        os._exit(3)
+
+    class Coordinator:
+        def heartbeat(self, _: Heartbeat) -> HeartbeatReply:
+            lost = told and stopped.exists()
+            return HeartbeatReply(generation=2 if lost else 1, reason="trainer-1 joined again" if lost else "")
+
+    if place.rank:
+        engine.models["actor"].module.register_forward_pre_hook(stop)
+    groups = engine.groups
+    events: list[str] = []
+    beats: Any = Coordinator()
+    heartbeat = HeartbeatThread(beats, "trainer-0", 0, "a", lambda event, **_: events.append(event))
+    if not place.rank:
+        groups.timeout = timedelta(seconds=2)
+        heartbeat.enter(1, DEADLINE, groups)
+        heartbeat.start()
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, 2), list(layouts))[place.rank]
+    error = ""
+    try:
+        with groups.naming_the_lost():
+            engine.run(actions, {name: micro_batches(2) for name in layouts}, 1, lambda *_: None)
+    except PeerLost as lost:
+        error = str(lost)
+    heartbeat.leave()
+    heartbeat.stop()
+    over.touch()
+    groups.close()
+    again = Groups.form("127.0.0.1", free_port(), 0, 1, {"actor": Parallelism()}, DEADLINE)
+    found = {"error": error, "events": events, "world": again.world_size}
+    again.close()
+    return found
 
 
 def spans(place: Place) -> dict[str, tuple[float, float]]:

@@ -216,7 +216,7 @@ class CommandRunner:
             # From the whole batch, so the same on every rank, and before anything was changed.
             error, refused = self._explain(command, problem), True
         except Exception as problem:
-            if is_peer_loss(problem):
+            if is_peer_loss(problem) or self._groups.lost is not None:
                 raise PeerLost(f"{command.id}: {sentence(problem)}") from problem
             error = self._explain(command, problem)
             self._damaged = isinstance(problem, CheckpointDamaged)

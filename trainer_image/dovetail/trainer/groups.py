@@ -6,6 +6,9 @@ import gc
 import itertools
 import json
 import re
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -120,6 +123,12 @@ class Groups:
         self.control: dist.ProcessGroup = None
         self._patient: dist.ProcessGroup = None
         self._store: Any = None
+        # Why the groups were aborted by another thread than the one that uses them.
+        self.lost: str | None = None
+        self._closed = False
+        self._dropping = threading.Lock()
+        # Events of this GPU that wait for a peer, each with a sentence about it and the time since when, in order.
+        self._awaited: deque[tuple[Any, str, float]] = deque()
 
     @classmethod
     def form(
@@ -306,23 +315,76 @@ class Groups:
         self.model.clear()
         self.elsewhere.clear()
         self.control = self._patient = None
-        ways = [dist.destroy_process_group]
-        if self.device.type == "cuda":
-            # Destroying would wait for kernels that wait for the lost peer.
-            ways.insert(0, compat.abort_all_groups)
-        for drop in ways:
-            if dist.is_initialized():
-                # A broken group may refuse; its sockets close with the last reference to it.
-                with suppress(Exception):
-                    drop()
+        with self._dropping:
+            ways = [dist.destroy_process_group]
+            if self.device.type == "cuda":
+                # Destroying would wait for kernels that wait for the lost peer.
+                ways.insert(0, compat.abort_all_groups)
+            for drop in ways:
+                if dist.is_initialized():
+                    # A broken group may refuse; its sockets close with the last reference to it.
+                    with suppress(Exception):
+                        drop()
+            self._closed = True
+            self._awaited.clear()
         self._store = None
         gc.collect()
+
+    # ------------------------------------------------------------ peers that are lost while a GPU waits for them
+
+    def awaiting(self, peer: str) -> None:
+        """What this GPU has been asked to do until now includes a wait for a peer; `peer` is a sentence about it."""
+        event = torch.cuda.Event()
+        event.record()
+        with self._dropping:
+            self._awaited.append((event, peer, time.monotonic()))
+            self._forget_arrived()
+
+    def overdue(self) -> str | None:
+        """One sentence about the first peer that this GPU waits for, longer than the groups' deadline. May be called
+        from any thread."""
+        with self._dropping:
+            self._forget_arrived()
+            if not self._awaited:
+                return None
+            _, peer, since = self._awaited[0]
+        waited = time.monotonic() - since
+        return f"{peer}: nothing came for {waited:.0f} s" if waited > self.timeout.total_seconds() else None
+
+    def abort(self, reason: str) -> None:
+        """End all waits in these groups; the thread that uses them gets PeerLost with the reason. May be called from
+        any thread."""
+        with self._dropping:
+            if self._closed or self.lost is not None:
+                return
+            self.lost = reason
+            with suppress(Exception):
+                compat.abort_all_groups()
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Whatever is raised inside after an `abort` is `PeerLost` with its reason."""
+        try:
+            yield
+        except Exception as error:
+            if self.lost is None:
+                raise
+            raise PeerLost(self.lost) from error
+
+    def _raise_if_lost(self) -> None:
+        if self.lost is not None:
+            raise PeerLost(self.lost)
+
+    def _forget_arrived(self) -> None:
+        while self._awaited and self._awaited[0][0].query():
+            self._awaited.popleft()
 
     # ------------------------------------------------------------ small messages (JSON, never pickle)
 
     def broadcast_json(self, value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
         """`value` of global rank `source`, on every rank of `group` (default: all ranks). Raises `PeerLost`."""
         group = group or self.control
+        self._raise_if_lost()
         with peer_errors("waiting for a message of another trainer rank"):
             data = json.dumps(value).encode() if self.rank == source else b""
             size = torch.tensor([len(data)])
@@ -335,6 +397,7 @@ class Groups:
 
     def gather_json(self, value: Any) -> list[Any] | None:
         """Every rank's value, by rank, on rank 0; None elsewhere. Raises `PeerLost`."""
+        self._raise_if_lost()
         with peer_errors("collecting messages of the trainer ranks"):
             data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]

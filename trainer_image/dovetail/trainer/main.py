@@ -59,6 +59,8 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     for a GPU that torch has no kernels for."""
     my_capability()
     client = CoordinatorClient(env.coordinator, env.token, patience)
+    # torch would end this process when a peer is lost; the heartbeat thread aborts the groups instead.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # Slow imports and settings of torch come after everything that can be wrong with the environment.
     import torch
 

@@ -84,6 +84,7 @@ class TrainerGroup:
     _position: TrainerPosition | None = None
     _last_result: CommandResult | None = None
     _cancelled: str | None = None
+    _why: str = ""  # the last generation ended
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ------------------------------------------------------------ called by the HTTP server
@@ -113,7 +114,7 @@ class TrainerGroup:
         generation, and gives up a publish that a dead coordinator began."""
         self._seen[beat.rank] = self.clock()
         running = self._running.command.id if self._running is not None else ""
-        return HeartbeatReply(generation=self.generation, cancelled=self._cancelled, running=running)
+        return HeartbeatReply(generation=self.generation, reason=self._why, cancelled=self._cancelled, running=running)
 
     async def next(self, request: NextRequest) -> NextReply:
         """Long poll of rank 0. Raises StaleGeneration."""
@@ -142,6 +143,7 @@ class TrainerGroup:
         """End the generation. The surviving ranks learn it from their heartbeats and join again."""
         self.generation += 1
         self.formed = False
+        self._why = why
         self.record_generation(self.generation)
         self._pending.clear()
         self._replies.clear()

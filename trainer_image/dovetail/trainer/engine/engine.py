@@ -288,7 +288,7 @@ class Engine:
             self.groups.meet()
 
     def _executor(self, pipes: dict[str, Pipe]) -> Executor:
-        return Executor(pipes, self.groups.timeout, self.record)
+        return Executor(pipes, self.groups.timeout, self.record, awaiting=self.groups.awaiting)
 
     def _training_pipe(
         self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool

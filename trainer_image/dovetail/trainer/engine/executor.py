@@ -169,7 +169,8 @@ def _number(text: str) -> int:
 
 
 class Executor:
-    """Runs one action list. `window` is how many actions ahead receives are posted; `deadline` bounds every wait.
+    """Runs one action list. `window` is how many actions ahead receives are posted; `deadline` bounds every wait of a
+    CPU. `awaiting` is told about every wait of a GPU, with a sentence about the peer.
 
     After `run`: `watch` has the times of compute by (model, kind, micro-batch), `saved_bytes` the bytes of activations
     by (model, micro-batch), `peak_bytes` the most of these held at once by both models together."""
@@ -181,7 +182,9 @@ class Executor:
         record: Record | None = None,
         window: int = 3,
         clock: Callable[[], float] = time.time,
+        awaiting: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.awaiting = awaiting
         self.pipes, self.deadline, self.record, self.window = pipes, deadline, record, window
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
         self.nccl = device.type == "cuda"
@@ -383,8 +386,9 @@ class Executor:
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
         try:
             if self.nccl:
-                # Orders the streams without blocking this thread; the group's own timeout is the deadline.
+                # Orders the streams without blocking this thread; the heartbeat thread sees to the deadline.
                 work.wait()
+                self.awaiting(f"trainer rank {peer} was lost while {doing} it")
             else:
                 work.wait(self.deadline)
         except RuntimeError as error:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from dovetail.protocol.exit_codes import SUPERSEDED
 from dovetail.protocol.messages import Heartbeat
@@ -15,13 +16,27 @@ from dovetail.trainer.rank.coordinator_client import CoordinatorClient
 INTERVAL_SECONDS = 2.0
 
 
+class Abortable(Protocol):
+    """The process groups of a generation, as the heartbeat thread sees them. Both methods may be called while the main
+    thread waits in a group."""
+
+    def overdue(self) -> str | None:
+        """One sentence about a peer that is waited for longer than the groups' deadline."""
+
+    def abort(self, reason: str) -> None:
+        """End all waits in the groups, which then raise PeerLost with the reason."""
+
+
 class HeartbeatThread:
     """Beats every 2 s from `start` on, for the coordinator; the pulse beats only while the main thread does something.
 
     A rank that waits for a dead peer normally gets a broken connection at once and leaves by itself. For the other
     cases (a frozen peer, one that never came) `superseded` becomes true as soon as the coordinator names a newer
     generation than the one we are in, and if the main thread has not called `leave` within the grace given to
-    `enter`, the process ends with code 75, to be started again: a waiting Gloo collective cannot be interrupted."""
+    `enter`, the process ends with code 75, to be started again: a waiting Gloo collective cannot be interrupted.
+
+    A wait for a GPU can be, and nobody else ends it. So this thread aborts the groups that were given to `enter`, when
+    the generation is over and when they are overdue, which ends it for this rank. The grace begins then, too."""
 
     def __init__(
         self,
@@ -38,6 +53,7 @@ class HeartbeatThread:
         self._lock = threading.Lock()
         self._generation: int | None = None
         self._grace = 0.0
+        self._groups: Abortable | None = None
         self._superseded_at: float | None = None
         self._cancelled: str | None = None
         # The command that the coordinator waits for, and when it was asked.
@@ -53,15 +69,17 @@ class HeartbeatThread:
     def stop(self) -> None:
         self._stop.set()
 
-    def enter(self, generation: int, grace: float) -> None:
-        """This rank now belongs to `generation`, and may take `grace` seconds to leave it once it is over."""
+    def enter(self, generation: int, grace: float, groups: Abortable | None = None) -> None:
+        """This rank now belongs to `generation`, and may take `grace` seconds to leave it once it is over. `groups`:
+        what to abort then."""
         with self._lock:
             self._generation, self._grace, self._superseded_at = generation, grace, None
+            self._groups = groups
 
     def leave(self) -> None:
         """This rank belongs to no generation."""
         with self._lock:
-            self._generation, self._superseded_at = None, None
+            self._generation, self._superseded_at, self._groups = None, None, None
 
     @property
     def superseded(self) -> bool:
@@ -93,10 +111,20 @@ class HeartbeatThread:
                 self._live = None if reply.running is None else (reply.running, asked)
             if generation is None or self._generation != generation:
                 return
-            newer = reply is not None and reply.generation is not None and reply.generation > generation
-            if newer and self._superseded_at is None:
-                self._superseded_at = now
+            groups, lost = self._groups, None
+            if reply is not None and reply.generation is not None and reply.generation > generation:
+                lost = reply.reason or "the coordinator has moved on to a newer generation"
+            elif groups is not None:
+                lost = groups.overdue()
+            if lost is not None:
+                self._groups = None
+                if self._superseded_at is None:
+                    self._superseded_at = now
             stuck = self._superseded_at is not None and now - self._superseded_at >= self._grace
+        if groups is not None and lost is not None:
+            self._log("groups.aborted", generation=generation, reason=lost)
+            # In a thread of its own: if that gets stuck as well, the grace still ends.
+            threading.Thread(target=groups.abort, args=(lost,), name="abort", daemon=True).start()
         if stuck:
             self._log("rank.stuck", generation=generation, message="the generation is over; this process starts anew")
             self._exit(SUPERSEDED)

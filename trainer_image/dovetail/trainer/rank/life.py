@@ -94,14 +94,16 @@ class Rank:
             self.layouts,
             max(LEAST_TIMEOUT_SECONDS, float(self.spec.failure_policy.peer_timeout_seconds)),
         )
-        self.heartbeat.enter(generation, SERVING_GRACE_SECONDS)
+        # A wait for a CPU ends by itself, when the connection breaks or at its deadline.
+        self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)
         self.metrics.generation.set(generation)
         self.log("groups.formed", generation=generation)
         runner = CommandRunner(
             self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled
         )
         try:
-            return self._serve(generation, groups, runner)
+            with groups.naming_the_lost():
+                return self._serve(generation, groups, runner)
         finally:
             # Closing frees the peers that wait for us; models go before the next generation loads its own.
             groups.close()
