@@ -115,5 +115,8 @@ class FakeTrainers:
         probe = Probe(version=command.version, tokens=self.tokens, logprobs=said, dtype=self.dtype)
         return CommandResult(id=command.id, ok=True, probe=probe)
 
+    def extend(self, command: str, timeout: float) -> None:
+        pass
+
     def cancel(self, command: str) -> None:
         self.cancelled.append(command)

@@ -75,6 +75,19 @@ def test_a_rank_of_another_world_is_refused() -> None:
     run(scenario())
 
 
+def test_ranks_with_unlike_versions_of_nccl_are_refused() -> None:
+    async def scenario() -> None:
+        group = make_group()
+        first = asyncio.create_task(group.join(join(0, "a").model_copy(update={"nccl_version": "2.29.7"})))
+        await asyncio.sleep(0)
+        for other in ("2.26.5", None):
+            with pytest.raises(ValueError, match=f"trainer-1 has NCCL {other}, and trainer-0 has 2.29.7; give all"):
+                await group.join(join(1, "b").model_copy(update={"nccl_version": other}))
+        first.cancel()
+
+    run(scenario())
+
+
 def test_a_restarted_rank_ends_the_generation_and_its_command() -> None:
     async def scenario() -> None:
         group = make_group()
@@ -92,6 +105,25 @@ def test_a_restarted_rank_ends_the_generation_and_its_command() -> None:
             await group.next(NextRequest(generation=1))
         survivor = await group.join(join(0, "a"))
         assert (await again).generation == survivor.generation == 2
+
+    run(scenario())
+
+
+def test_a_command_that_turns_out_to_be_longer_gets_more_time() -> None:
+    """A transfer of weights, whose bytes the trainers know."""
+
+    async def scenario() -> None:
+        group = make_group(1)
+        await form(group, "a")
+        running = asyncio.create_task(group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 0.05))
+        await group.next(NextRequest(generation=1))
+        group.extend("another", 0.0)
+        group.extend("x", 60.0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(running), 0.2)
+        group.extend("x", 0.0)
+        with pytest.raises(TrainerLost, match="x took longer than"):
+            await running
 
     run(scenario())
 

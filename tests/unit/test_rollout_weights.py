@@ -354,6 +354,17 @@ def test_the_checksum_sees_moved_rows_and_any_bit() -> None:
     assert torch.equal(checksum(data.clone()), before)
 
 
+def test_more_bytes_have_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sending.SLOWEST, "gloo", 1000.0)
+    world = World([{"critic": (0, 0)}])
+    who, named = RECEIVERS[2:], {"w": torch.zeros(10_000)}
+    sent, _ = run(
+        world, [{"critic": lambda: named.items()}], {"scorer-0": taker(WeightReceiver(), who)}, epoch=1, who=who
+    )
+    assert isinstance(sent[0], dict)
+    assert world.offers[-1].deadline_seconds == pytest.approx(30.0 + 40_000 / 1000.0, abs=1.0)
+
+
 def test_deadlines_count_down() -> None:
     now = [0.0]
     deadline = Deadline(5.0, lambda: now[0])

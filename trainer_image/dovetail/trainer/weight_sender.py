@@ -39,6 +39,8 @@ from dovetail.protocol.weights.layout import Box, Layout, volume
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
 # Senders of one stage. A communicator each: NCCL's take device memory, on vLLM's side too.
 MAX_SENDERS: dict[Backend, int] = {"gloo": 16, "nccl": 4}
+# Bytes a second that a receiver gets at least from all senders together: less than a slow network carries.
+SLOWEST: dict[Backend, float] = {"gloo": 50e6, "nccl": 500e6}
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class WeightSender:
         Tensors are taken from the iteration as late as their bucket is packed, while the one before is on its way: work
         that the iteration does to make them is hidden behind sending.
 
+        The transfer has the command's deadline, and the time that its bytes take at SLOWEST.
+
         Raises TransferError on every rank alike, naming the receivers that did not come where that is known; the
         sender can publish again with a new epoch."""
         deadline = Deadline(command.deadline_seconds)
@@ -163,10 +167,11 @@ class WeightSender:
 
         start = time.monotonic()
         gathered = self._groups.gather_json([s.model_dump(mode="json") for s in segments])
-        problem = None
+        problem, allowed = None, command.deadline_seconds
         if gathered is not None:
             offered = [Segment.model_validate(s) for part in gathered for s in part]
             offered.sort(key=lambda s: (s.model, s.index, s.part))
+            allowed += sum(message_bytes(b) for s in offered for b in s.buckets) / SLOWEST[self._backend]
             try:
                 self._post_offer(
                     Offer(
@@ -174,16 +179,18 @@ class WeightSender:
                         epoch=command.epoch,
                         backend=self._backend,
                         segments=offered,
-                        deadline_seconds=command.deadline_seconds,
+                        deadline_seconds=allowed,
                     )
                 )
             except Exception as error:
                 problem = f"the offer did not reach the coordinator: {error}"
         # One word of rank 0 decides whether anyone goes on.
-        if problem := self._groups.broadcast_json(problem):
+        problem, allowed = self._groups.broadcast_json([problem, allowed])
+        if problem:
             self._drop_lines()
             raise TransferError(problem)
 
+        deadline = Deadline(allowed)
         sent = 0
         for model in models:
             try:

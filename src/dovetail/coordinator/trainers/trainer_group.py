@@ -62,6 +62,7 @@ class _Running:
     command: Command
     sent: bool
     result: asyncio.Future[CommandResult]
+    limit: asyncio.Timeout | None = None
 
 
 @dataclass
@@ -90,11 +91,18 @@ class TrainerGroup:
     # ------------------------------------------------------------ called by the HTTP server
 
     async def join(self, request: JoinRequest) -> JoinReply:
-        """Long poll: the reply's generation is None if the world is not complete yet."""
+        """Long poll: the reply's generation is None if the world is not complete yet. Raises ValueError for a rank that
+        cannot form groups with the others."""
         if request.world_size != self.world_size:
             raise ValueError(
                 f"rank {request.rank} was started for {request.world_size} ranks, the plan has {self.world_size}"
             )
+        for rank, other in self._pending.items():
+            if rank != request.rank and other.request.nccl_version != request.nccl_version:
+                raise ValueError(
+                    f"{request.name} has NCCL {request.nccl_version}, and {other.request.name} has "
+                    f"{other.request.nccl_version}; give all trainer ranks the same image, and GPUs to all or to none"
+                )
         if request.rank in range(self.world_size) and request.incarnation not in self._replies:
             if self.formed:
                 self.end_generation(f"{request.name} joined again")
@@ -196,17 +204,25 @@ class TrainerGroup:
         running = _Running(command, False, asyncio.get_running_loop().create_future())
         self._running = running
         self._notify()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as running.limit:
                 result = await running.result
         except TimeoutError:
+            late = f"{command.id} took longer than {clock() - began:.0f} s"
             if generation == self.generation:
-                self.end_generation(f"{command.id} took longer than {timeout:.0f} s")
-            raise TrainerLost(f"{command.id} took longer than {timeout:.0f} s") from None
+                self.end_generation(late)
+            raise TrainerLost(late) from None
         finally:
             if self._running is running:
                 self._running = None
         return self._checked(result)
+
+    def extend(self, command_id: str, timeout: float) -> None:
+        """Let the command that runs take `timeout` seconds from now."""
+        if self._running is not None and self._running.command.id == command_id and self._running.limit is not None:
+            self._running.limit.reschedule(asyncio.get_running_loop().time() + timeout)
 
     def cancel(self, command_id: str) -> None:
         """Tell the ranks with their next heartbeats to give up a publish that waits for a receiver that has failed."""

@@ -41,11 +41,12 @@ class Target:
 class Published:
     """`errors` by receiver: None if the whole version arrived and a server serves it. `result` is None if the trainers
     failed to send. `blamed`: the receivers that failed first, which may have blocked the others, and those that serve
-    other weights."""
+    other weights. `byte_seconds`: how long its bytes alone may have taken."""
 
     errors: dict[str, str | None]
     result: CommandResult | None
     blamed: frozenset[str] = frozenset()
+    byte_seconds: float = 0.0
 
 
 def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
@@ -69,7 +70,8 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
 
 
 class Publisher:
-    """Keeps the epoch of the communicators. A new epoch begins when receivers, their processes or the trainers' groups
+    """Keeps the epoch of the communicators. `deadline_seconds`: how long a transfer may take besides the time that its
+    bytes take, which the trainers add. A new epoch begins when receivers, their processes or the trainers' groups
     change, and after each failure."""
 
     def __init__(self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float):
@@ -108,6 +110,7 @@ class Publisher:
         sending = asyncio.create_task(self._trainers.execute(command, self._deadline + GRACE_SECONDS))
         errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
         failed: dict[str, float] = {}
+        byte_seconds = 0.0
 
         def fail(name: str, error: str) -> None:
             if CALLED_OFF not in error:
@@ -118,6 +121,10 @@ class Publisher:
             both: set[asyncio.Future[Any]] = {sending, expected}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if expected.done():
+                # The trainers know how many bytes they send.
+                allowed = expected.result().deadline_seconds
+                self._trainers.extend(command.id, allowed + GRACE_SECONDS)
+                byte_seconds = max(0.0, allowed - self._deadline)
                 urls = {t.name: t.url for t in targets}
                 errors = await push_offer(
                     self._session,
@@ -129,7 +136,8 @@ class Publisher:
             result = await sending
         except TrainerError as error:
             self._members = None
-            return Published({name: text or str(error) for name, text in errors.items()}, None, _first(failed))
+            problems: dict[str, str | None] = {name: text or str(error) for name, text in errors.items()}
+            return Published(problems, None, _first(failed), byte_seconds)
         except BaseException:
             self._members = None
             raise
@@ -142,7 +150,7 @@ class Publisher:
         errors |= unproved
         if any(text is not None for text in errors.values()):
             self._members = None
-        return Published(errors, result, _first(failed) | unproved.keys())
+        return Published(errors, result, _first(failed) | unproved.keys(), byte_seconds)
 
     async def _prove(self, version: int, targets: Sequence[Target], result: CommandResult) -> dict[str, str | None]:
         """Probe the servers among `targets`, and let those that pass serve. Returns the errors of the others."""

@@ -49,8 +49,9 @@ class _Doubt:
 
 class WeightSync:
     """`prepare` makes an instance ready for weights (a scorer must first load the models); it may raise OSError.
-    `deadline_seconds`: the limit for weights to instances that are up. `start_seconds`: the limit for the first
-    instance of a kind to come up; infinity if something else limits that. `clock`: monotonic seconds.
+    `deadline_seconds`: the limit for weights to instances that are up, besides the time of their bytes.
+    `start_seconds`: the limit for the first instance of a kind to come up; infinity if something else limits that.
+    `clock`: monotonic seconds.
 
     A transfer goes at once to all instances that lack the version, so an instance that cannot be reached would block
     all others each time. Therefore an instance whose transfer failed gets its weights alone, after the others."""
@@ -92,9 +93,10 @@ class WeightSync:
         self._version = version
         began = self._clock()
         absent = 0.0  # seconds in which nobody was up
+        moving = 0.0  # seconds that the bytes of transfers may have taken
         told: list[str] = []
         while True:
-            await self._round()
+            moving += await self._round()
             missing = [kind for kind in self._kinds if not self._fleet.has_current(kind)]
             if not missing:
                 return
@@ -108,7 +110,7 @@ class WeightSync:
                     f"no {' and no '.join(nobody or missing)} came up within {self._start:.0f} s; see its log: "
                     f"{self._fleet.describe()}"
                 )
-            if self._clock() - began - absent > self._deadline:
+            if self._clock() - began - absent - moving > self._deadline:
                 raise TimeoutError(
                     f"no {' and no '.join(missing)} took weight version {version} within {self._deadline:.0f} s: "
                     f"{self._fleet.describe()}"
@@ -124,11 +126,12 @@ class WeightSync:
             if self._version is not None and not self._lock.locked():
                 await self._round()
 
-    async def _round(self) -> None:
+    async def _round(self) -> float:
+        """One transfer, if an instance lacks the version. Returns how much of its time its bytes may have taken."""
         async with self._lock:
             version = self._version
             if version is None:
-                return
+                return 0.0
             targets = []
             for target in self._chosen(self._fleet.stale_targets(version)):
                 try:
@@ -138,7 +141,7 @@ class WeightSync:
                     continue
                 targets.append(target)
             if not targets:
-                return
+                return 0.0
 
             began = self._clock()
 
@@ -152,9 +155,11 @@ class WeightSync:
 
             published = await self._session.at_target(publish)
             if published is None:
-                return
-        self._judge(version, targets, published, self._clock() - began)
+                return 0.0
+        seconds = self._clock() - began
+        self._judge(version, targets, published, seconds)
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
+        return min(published.byte_seconds, seconds)
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
         """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, half of those
