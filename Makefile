@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
 
 help: ## Show the targets
@@ -176,6 +176,9 @@ bench-gpu-wheels: $(STAMP) ## Wheels in .wheels/ for a machine without a package
 		--python-version $(CARRIED_PYTHON) --implementation cp --platform manylinux_2_17_x86_64 \
 		$(foreach name,$(CARRIED),$$(grep -oE '^$(name)==[^ ;]+' requirements/trainer.txt))
 	@du -sh .wheels
+
+bench-memory-gpu: install ## Memory of 7B to 70B models on the null GPU, beside the planner's
+	$(BIN)/python benchmarks/bench_memory_gpu.py
 
 bench-migration: install ## Moving one sample: its tokens or its keys and values
 	$(BIN)/python benchmarks/bench_migration.py

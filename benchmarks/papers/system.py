@@ -116,9 +116,12 @@ class _Memory(GPUMemoryModel):
     def processes(self, tasks: Iterable[Task]) -> int:
         return 1 if self._system.shared_weights else super().processes(tasks)
 
-    def load(self, task: Task, share: Share, candidate: Candidate | None = None) -> Load:
+    def scored_tokens(self, share: Share) -> int:
+        return share.micro_batch * self.work.longest
+
+    def load(self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None) -> Load:
         """Where weights are shared, those of a training serve generation and the critic's inference on its GPUs."""
-        alone = super().load(task, share)
+        alone = super().load(task, share, stage=stage)
         if candidate is None or not self._system.shared_weights:
             return alone
         if task in TRAINING:

@@ -75,7 +75,7 @@ def test_pipeline_stages_come_where_a_model_does_not_fit_without():
 
 def test_groups_that_are_too_small_are_refused_with_the_number_and_what_helps():
     with pytest.raises(
-        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 52 GiB"
+        PlanError, match=r"needs [\d.]+ GiB per GPU on group t, 32.0 GiB there \(most: .*use GPUs of at least 40 GiB"
     ):
         make_plan(spec(config=LARGE, groups=[group("t", ["trainer"], V100, 4), SEPARATE[1]]))
     with pytest.raises(PlanError, match=r"(generation|reference) on gen\[0:4\].*GiB.*(more memory|offload)"):
@@ -118,6 +118,22 @@ def test_a_pinned_interleaving_is_predicted_with_halves():
     assert [(t.first, t.gpus) for t in reference] == [(0, 2)]
     assert [(t.first, t.gpus) for t in reward] == [(2, 2)]
     assert [r.scores for r in found.rollouts] == [["reference"]] * 2 + [["reward", "critic"]] * 2
+
+
+def test_a_server_takes_what_the_trainers_beside_it_leave():
+    """They keep weights, moments and, until the weights are sent, gradients."""
+    both = [group("all", ["trainer", "rollout"], per_pod=1, replicas=4)]
+    plan = make_plan(spec(groups=both))
+    assert plan.prediction is not None
+    for cell in plan.prediction.memory:
+        parts = [(name.partition("_training: ")[2], size) for name, size in cell.parts.items()]
+        kept = sum(size for name, size in parts if name in ("weights", "optimizer", "moving average"))
+        assert kept > 0.05 * cell.capacity
+        for rollout in plan.rollouts:
+            assert rollout.memory is not None
+            assert 0.05 < rollout.memory <= 0.92 - kept / cell.capacity
+    assert [t.details for t in plan.prediction.tasks if t.task == "generation"] == [["asleep while others work"]]
+    assert [t.details for t in plan.prediction.tasks if t.task == "reference"] == [["weights wait in host memory"]]
 
 
 def test_colocated_groups_are_flattened():

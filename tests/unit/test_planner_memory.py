@@ -26,6 +26,7 @@ from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape, ShapeError
 from dovetail.planner.workload import Lengths, Workload
+from dovetail.protocol.budgets import OFFLOAD_NUMBERS
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora
 from dovetail.trainer.profile.passes import measure_model
@@ -164,12 +165,12 @@ def test_a_rank_by_hand() -> None:
     assert sum(memory.host.values()) == 0
     offloaded = training_memory(replace(job, offload=True, ema="host"), 0)
     assert sum(offloaded.host.values()) == p + p / 2
-    assert offloaded.device_bytes == pytest.approx(memory.device_bytes - 1.03 * p)
-    # With little to compute, the step itself is the peak: masters, gradients and both moments, 16 bytes a weight.
+    assert offloaded.device_bytes == pytest.approx(memory.device_bytes - 1.02 * p)
+    # With little to compute, the step itself is the peak: masters, gradients and a piece of both moments.
     small = replace(job, layout=Parallelism(), lora=None, micro_batches=1, tokens=1, offload=True, head="value")
     stepping = training_memory(small, 0)
     value = p - 32000 * 4096 + 4096
-    assert stepping.device_bytes == pytest.approx(1.03 * 16 * value + 1.5 * GIB)
+    assert stepping.device_bytes == pytest.approx(1.02 * 8 * (value + OFFLOAD_NUMBERS) + 1.0 * GIB, rel=0.01)
     alone = training_memory(Training(shape_of(), "value", Parallelism(), Dtype.FLOAT32, 64, gpu=False), 0)
     assert alone.device["weights"] == alone.device["gradients"] == 4 * value
     assert set(alone.device) == {"weights", "gradients", "optimizer", "activations"}
@@ -244,7 +245,9 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     # Moments that come back for the step may be the peak, whatever the passes need.
     stepping = memory.device.get("optimizer, stepping", 0.0) > 0
     assert device(tokens=job.tokens + 1) > memory.device_bytes or stepping
-    assert device(in_flight=job.in_flight + 1) > memory.device_bytes or stepping
+    # Without more micro-batches, there are no gradients yet when all are under way.
+    if job.micro_batches > job.in_flight + 1:
+        assert device(in_flight=job.in_flight + 1) > memory.device_bytes or stepping
     assert device(fsdp=3) <= device(fsdp=2) + 1e-6 * memory.device_bytes
     assert device(fsdp=1) <= device(fsdp=0) + 1e-6 * memory.device_bytes
     assert device(lora=None) >= memory.device_bytes * 0.999 or job.lora is None
@@ -252,8 +255,10 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     assert device(offload=True) <= device(offload=False)
     assert device(ema=None) <= device(ema="host") <= device(ema="device")
     if job.sharded:
-        wider = job.layout.model_copy(update={"dp": 2 * job.layout.dp})
-        assert device(layout=wider) <= memory.device_bytes
+        # A second rank needs communicators, and gathers and reduces on streams of their own.
+        wide = job.layout.model_copy(update={"dp": 2 * job.layout.dp})
+        wider = job.layout.model_copy(update={"dp": 4 * job.layout.dp})
+        assert device(layout=wider) <= device(layout=wide)
     longer = replace(job, shape=replace(job.shape, layers=job.shape.layers + job.layout.pp))
     assert training_memory(longer, stage).device_bytes > memory.device_bytes
 

@@ -84,7 +84,7 @@ def test_ppo_s_plan_says_it_with_the_memory_and_a_third_more_time() -> None:
     assert "activation checkpointing" not in never.details
     assert never.seconds < always.seconds < 1.4 * never.seconds
     parts = {name for memory in predictions[0].memory for name in memory.parts} if predictions[0] else set()
-    assert "actor_training: activations of a layer" in parts
+    assert "actor_training: a layer's backward" in parts
 
 
 @pytest.mark.parametrize(("replicas", "models"), [(10, set()), (8, {"actor"})])

@@ -150,6 +150,9 @@ def test_a_server_sleeps_where_it_shares_gpus_with_trainers(tmp_path: Path) -> N
     shared = arguments(tmp_path, on_cpu=False, vllmArgs=["--gpu-memory-utilization", "0.6"], **both)
     assert "--enable-sleep-mode" in shared
     assert [b for a, b in pairwise(shared) if a == "--gpu-memory-utilization"] == ["0.4", "0.6"], "the group's own wins"
+    made = job(**both)
+    planned = server.vllm_arguments(env(tmp_path), made, made.spec.groups[0], CONFIG, False, "bfloat16", memory=0.27)
+    assert value(planned, "--gpu-memory-utilization") == "0.27", "what the plan says that trainers leave"
     assert "--enable-sleep-mode" not in arguments(tmp_path, on_cpu=False, gpu={"product": "A", "perPod": 1})
     assert "--enable-sleep-mode" not in arguments(tmp_path, roles=["trainer", "rollout"])
 

@@ -119,6 +119,15 @@ def test_settings_come_from_the_job(tmp_path: Path) -> None:
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
     assert scorer.read_settings(env) == scorer.Settings(0.7, Dtype.FLOAT16, on_gpu=False)
+    # Beside a server that sleeps its weights wait in host memory: always beside trainers, else if vllmArgs say so.
+    for more, shared in (
+        ({"roles": ["trainer", "rollout"]}, True),
+        ({"vllmArgs": ["--enable-sleep-mode"]}, True),
+        ({}, False),
+    ):
+        groups[0] = {"name": "v100", "roles": ["rollout"], "gpu": {"product": "Tesla-V100", "perPod": 1}, **more}
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        assert scorer.read_settings(env).shared is shared
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(ValueError, match=r"job\.json"):
         scorer.read_settings(env)

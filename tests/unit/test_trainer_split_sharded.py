@@ -16,7 +16,7 @@ from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.stage import Head
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
-from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard, take_split_gradients
+from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard, take_gradients, take_split_gradients
 
 HIDDEN, COUNT = 32, 4
 CONFIG = {
@@ -36,8 +36,9 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head = "lm") -> dict[str, torch.Tensor]:
-    """Of two mini-batches' sum on stage `rank` of 3; `order`: B, or I and W of the micro-batches of one."""
+def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head, alone: bool) -> dict[str, torch.Tensor]:
+    """Of two mini-batches' sum on stage `rank` of 3; `order`: B, or I and W of the micro-batches of one. `alone`: as a
+    rank that has nobody to reduce with, though FSDP2 could."""
     scratch = ScratchModel(architecture="llama", config=CONFIG)
     stage: PipelineStage = build_stage(ModelRef(head=head, scratch=scratch, seed=5), rank, 3)
     if head == "lm+value":
@@ -48,7 +49,7 @@ def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head = "lm") -> dic
     assert is_sharded(stage)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        set_last_backward(stage, False)
+        set_last_backward(stage, False, alone)
         saved = []
         for _ in range(COUNT):
             hidden = torch.randn(1, 7, HIDDEN, generator=generator).to(COMPUTE).requires_grad_(True)
@@ -64,23 +65,28 @@ def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head = "lm") -> dic
             hidden, output, gradient = saved[number]
             weights = (p for p in stage.parameters() if p.requires_grad)
             if kind == "B":
-                set_last_backward(stage, last)
+                set_last_backward(stage, last, alone)
                 torch.autograd.backward(output, gradient)
             elif kind == "I":
                 _, halves[number] = stage_backward_input([output], [gradient], [hidden], weights)
             else:
                 stage_backward_weight(weights, halves.pop(number))
-                take_split_gradients(stage, COMPUTE, CPU, last)
+                take_split_gradients(stage, COMPUTE, CPU, last, alone)
+        if alone:
+            take_gradients(stage)
     found: dict[str, Any] = {name: parameter.grad for name, parameter in stage.named_parameters()}
     return {name: gradient.full_tensor() for name, gradient in found.items()}
 
 
 @pytest.mark.parametrize(("rank", "head"), [(1, "lm"), (2, "lm"), (2, "lm+value")])
-@pytest.mark.parametrize("order", ["IWIWIWIW", "IIIIWWWW", "IIWIWIWW"])
+@pytest.mark.parametrize(
+    ("order", "alone"),
+    [("IWIWIWIW", False), ("IIIIWWWW", False), ("IIWIWIWW", False), ("IIWIWIWW", True), ("BBBB", True)],
+)
 def test_split_backwards_of_sharded_stages_give_the_same_bits(
-    mesh: DeviceMesh, rank: int, head: Head, order: str
+    mesh: DeviceMesh, rank: int, head: Head, order: str, alone: bool
 ) -> None:
-    whole, halves = gradients(rank, mesh, "BBBB", head), gradients(rank, mesh, order, head)
+    whole, halves = gradients(rank, mesh, "BBBB", head, False), gradients(rank, mesh, order, head, alone)
     assert whole.keys() == halves.keys()
     assert all(bool(value.abs().max() > 0) for value in whole.values())
     for name, value in whole.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -164,17 +165,29 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
     prediction = placed.prediction
     if prediction is None:
         return found
+    colocated = _beside_trainers(placed)
     stages = {(group, task.task): task.pp for task in prediction.tasks for group in task.group.split("+")}
     return [
         r.model_copy(
             update={
                 "pp": stages.get((r.group, "generation"), 1),
                 "split": {model: count for model in r.scores if (count := stages.get((r.group, model), 1)) > 1},
-                "memory": server_memory(prediction, r.group),
+                "memory": colocated.get(r.group) or server_memory(prediction, r.group),
             }
         )
         for r in found
     ]
+
+
+def _beside_trainers(placed: Placed) -> dict[str, float]:
+    """By group, the part of a GPU's memory for its servers: what trainers leave that keep their state there."""
+    if placed.chosen is None:
+        return {}
+    candidate, costs = placed.chosen.candidate, placed.chosen.costs
+    parts = costs.memory.server_memory(candidate)
+    training = {share.pool for share in (*candidate.actor_training, *candidate.critic_training)}
+    found = {share.pool: part for share, part in parts.items() if share.pool in training}
+    return {group: math.floor(100 * part) / 100 for pool, part in found.items() for group in pool.split("+")}
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:

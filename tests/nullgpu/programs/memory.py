@@ -5,8 +5,27 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
-from worker import Place
+from programs.trainer import counts
+from worker import DEADLINE, Place
+
+from dovetail.coordinator.loop.serial_schedule import serial_1f1b
+from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.models import build
+from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.messages import Load, ModelRef, Step
+from dovetail.protocol.plan import Layout
+from dovetail.rollout.scoring.packed_samples import SamplesToScore
+from dovetail.rollout.scoring.passes import ModelScorer
+from dovetail.trainer.algorithms.policy import load_loss
+from dovetail.trainer.engine import engine_model
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.groups import Groups
+from dovetail.trainer.spans import SpanRecorder
+from dovetail.trainer.steps.ppo_step import prepare_step
+from dovetail.trainer.steps.step_context import Context
 
 GIB = 2**30
 
@@ -31,3 +50,132 @@ def accounts(place: Place, conf: str) -> dict[str, Any]:
         refused = True
     del kept
     return {"gib": [size / GIB for size in found], "refused": refused, "host": int(host[:: 10 * GIB].sum())}
+
+
+def train(
+    place: Place,
+    models: dict[str, dict[str, Any]],
+    spec: dict[str, Any],
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    rows: int = 1,
+    prompt: int = 512,
+    response: int = 512,
+    micro_batches: int = 2,
+    mini_batches: int = 2,
+    schedule: list[str] | None = None,
+    reverse: bool = False,
+    recompute: bool = False,
+    shared: bool = False,
+    expandable: bool = True,
+    history: bool = False,
+) -> dict[str, Any]:
+    """Peak memory of two PPO iterations on samples of full length: `mini_batches` optimizer steps of `micro_batches`
+    of `rows` samples on each data-parallel rank. `models`: Hugging Face configurations by model. `shared`: the critic
+    is a head on the actor. `schedule`: letters by rank, without it 1F1B, actor, then critic.
+
+    Returns bytes: `loaded` before the first pass, `allocated` and `reserved` at the peaks, `pinned` of the host."""
+    os.environ |= {"NULLGPU_MEMORY": "640", "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    engine_model.fill = lambda *_: None  # uninitialised is as large
+    layouts: dict[str, Parallelism] = {
+        name: Layout(pp=pp, dp=dp, tp=tp, reverse=reverse and name == "critic") for name in models
+    }
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    samples = rows * micro_batches * dp * mini_batches
+    given = {"groups": [{"name": "t", "roles": ["trainer", "rollout"], "gpu": {"product": "A100-SXM4-80GB"}}], **spec}
+    ppo = {"mini_batch_size": samples // mini_batches, "micro_batch_size": rows, **given.pop("ppo", {})}
+    job = RLHFJobSpec.model_validate({**given, "ppo": ppo})
+    timeline = SpanRecorder("trainer")
+    engine = Engine(job, groups, timeline.record)
+    refs = {
+        name: ModelRef(
+            head="value" if name == "critic" else "lm+value" if shared else "lm",
+            scratch=ScratchModel(architecture=config["model_type"], config=_without_type(config)),
+            seed=1,
+        )
+        for name, config in models.items()
+    }
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
+    engine.load(
+        Load(
+            id="load",
+            stage="ppo",
+            models=refs,
+            total_steps=4 * mini_batches,
+            checkpoint=None,
+            recompute=list(models) if recompute else [],
+        )
+    )
+    loaded = torch.cuda.memory_allocated()
+    arrays = _samples(samples, prompt, response)
+    context = Context(job, groups, engine, lambda _: arrays, timeline, load_loss(job.ppo), None)
+    words = schedule or encode(serial_1f1b(layouts, dict.fromkeys(models, micro_batches), list(models)))
+    actions = StoredSchedule("", 1, words).actions()
+    for number in (1, 2):
+        run = prepare_step(context, Step(id=str(number), stage="ppo", step=number, batch="b", actions=actions))
+        run()
+        engine.settle()
+    found = {
+        "loaded": loaded,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "pinned": counts()["pinned_bytes"],
+        "communicators": counts()["communicators"],
+    }
+    if history:
+        torch.cuda.memory._dump_snapshot(str(place.folder / f"snapshot-{place.rank}.pickle"))
+    groups.close()
+    return found
+
+
+def score(place: Place, models: dict[str, dict[str, Any]], prompt: int, response: int, stages: int) -> dict[str, Any]:
+    """Peak memory of a scorer that holds these models on one device, or on as many as `stages`, scores 64 samples
+    of full length with each and gets new weights of the critic: of the device where most is reserved."""
+    os.environ |= {"NULLGPU_MEMORY": "640", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    build.fill = lambda *_: None
+    scorer = ModelScorer(
+        [f"cuda:{k}" for k in range(stages)], torch.bfloat16, SCORER_TOKENS, split=dict.fromkeys(models, stages)
+    )
+    refs = {
+        name: ModelRef(
+            head="lm" if name == "reference" else "value",
+            scratch=ScratchModel(architecture=config["model_type"], config=_without_type(config)),
+            seed=1,
+        )
+        for name, config in models.items()
+    }
+    scorer.load(refs)
+    given = _samples(64, prompt, response)
+    names = ("tokens", "prompt_lengths", "response_lengths")
+    scorer.score(models, SamplesToScore.read({name: given[name] for name in names}))
+    if "critic" in models:
+        sent = scorer.require("critic").named_parameters()
+        scorer.apply_weights(scorer.stage_weights((name, weight.data) for name, weight in sent), 1)
+    most = max(range(stages), key=torch.cuda.max_memory_reserved)
+    return {
+        "allocated": torch.cuda.max_memory_allocated(most),
+        "reserved": torch.cuda.max_memory_reserved(most),
+        "pinned": counts()["pinned_bytes"],
+    }
+
+
+def _samples(count: int, prompt: int, response: int) -> dict[str, Any]:
+    """Samples that all have full length."""
+    table = np.zeros((count, response), np.float32)
+    return {
+        "tokens": np.zeros((count, prompt + response), np.int32),
+        "prompt_lengths": np.full(count, prompt, np.int32),
+        "response_lengths": np.full(count, response, np.int32),
+        "rollout_logprobs": table,
+        "ref_logprobs": table,
+        "values": table,
+        "scores": np.zeros(count, np.float32),
+        "groups": np.arange(count, dtype=np.int32),
+        "finished": np.ones(count, np.uint8),
+    }
+
+
+def _without_type(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "model_type"}

@@ -69,7 +69,7 @@ def counts() -> dict[str, int]:
     read = ctypes.CDLL(None).nullgpu_count
     read.restype = ctypes.c_long
     of_communication = ("communicators", "collectives", "sends", "receives")
-    names = ("launches", "h2d", "h2d_bytes", "d2h", "synchronisations", "mallocs", *of_communication)
+    names = ("launches", "h2d", "h2d_bytes", "d2h", "synchronisations", "mallocs", "pinned_bytes", *of_communication)
     return {name: read(name.encode()) for name in names}
 
 

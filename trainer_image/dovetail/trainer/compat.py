@@ -22,6 +22,7 @@ __all__ = [
     "placed",
     "stage_backward_input",
     "stage_backward_weight",
+    "take_whole_gradients",
     "viewed",
 ]
 
@@ -54,6 +55,11 @@ PRIVATE = (
         "torch.distributed.tensor:DTensor._spec",
         "torch 2.13",
         "from_local copies a shard in host memory to the GPU of its mesh, so what a checkpoint restores would be lost",
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed",
+        "torch 2.13",
+        "FSDP2 on one rank would copy each gradient, which is whole there, into memory of another stream",
     ),
     Private(
         "torch.distributed.device_mesh:DeviceMesh._pg_registry",
@@ -95,6 +101,29 @@ def placed(shard: Tensor, parameter: Any) -> Tensor:
 
     whole: Tensor = DTensor(shard, parameter._spec, requires_grad=False)
     return whole
+
+
+def take_whole_gradients(module: Any) -> None:
+    """Make what FSDP2 has accumulated of an FSDPModule of one rank the gradients of its parameters, without a copy; add
+    it to gradients that are there."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for held in (param for group in groups if group is not None for param in group.fsdp_params):
+        unsharded = getattr(held, "_unsharded_param", None)
+        if held.unsharded_accumulated_grad is not None:
+            gradient = held.unsharded_accumulated_grad_data
+            held.unsharded_accumulated_grad = None
+        elif unsharded is not None and unsharded.grad is not None:
+            gradient = held.unsharded_grad_data
+            unsharded.grad = None
+        else:
+            continue
+        sharded = held.sharded_param
+        gradient = gradient.view(held.sharded_size)
+        if sharded.grad is None:
+            sharded.grad = held.to_sharded_dtensor(gradient)
+        else:
+            sharded.grad._local_tensor += gradient
 
 
 def abort_all_groups() -> None:

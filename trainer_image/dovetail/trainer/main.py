@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from dovetail.gpus.process import my_capability
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
+from dovetail.protocol.allocator import use_expandable_segments
 from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     log = Events("trainer")
+    use_expandable_segments(os.environ)
     try:
         env = ProcessEnv.read()
         log = Events(env.name)

@@ -24,8 +24,10 @@ from pydantic import ValidationError
 
 from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.process import my_capability
+from dovetail.manifest.sleep import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol import serving
+from dovetail.protocol.allocator import use_expandable_segments
 from dovetail.protocol.budgets import SCORER_TOKENS
 from dovetail.protocol.debugger import wait_for_debugger
 from dovetail.protocol.env import ProcessEnv
@@ -76,8 +78,7 @@ def read_settings(env: ProcessEnv) -> Settings:
     for group in spec.groups:
         if group.name == env.group:
             on_gpu = group.gpu.product is not None and group.gpu.per_pod > 0
-            shared = "--enable-sleep-mode" in group.vllm_args
-            return Settings(spec.generation.temperature, group.dtype, on_gpu, shared, planned_split(env))
+            return Settings(spec.generation.temperature, group.dtype, on_gpu, sleeps(group), planned_split(env))
     return Settings(spec.generation.temperature)
 
 
@@ -204,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.max_tokens < 1:
         parser.error("--max-tokens must be at least 1")
+    use_expandable_segments(os.environ)
     try:
         env = ProcessEnv.read()
         wait_for_debugger(env.name, event_log(env.name))

@@ -23,6 +23,7 @@ from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.process import my_capability
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.sleep import SLEEP
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.env import ProcessEnv
@@ -38,7 +39,8 @@ ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
 STAGE_WORKER = "dovetail.rollout.serving.stage_worker.StageWorker"
-COLOCATED_MEMORY = "0.4"
+# Beside trainers, where no plan says more.
+COLOCATED_MEMORY = 0.4
 MAX_KV_SHARE = 0.25
 
 
@@ -210,9 +212,10 @@ def vllm_arguments(
             arguments += ["--tensor-parallel-size", str(group.gpu.per_pod // stages)]
         if Role.TRAINER in group.roles:
             # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
+            arguments += [SLEEP]
             # They keep weights and optimizer state there all the time.
-            arguments += ["--enable-sleep-mode", "--gpu-memory-utilization", COLOCATED_MEMORY]
-        elif memory is not None:
+            memory = COLOCATED_MEMORY if memory is None else memory
+        if memory is not None:
             arguments += ["--gpu-memory-utilization", f"{memory:g}"]
     if spec.models.actor.trust_remote_code:
         arguments += ["--trust-remote-code"]

@@ -20,14 +20,16 @@ from dovetail.planner.costs.memory import (
     scoring_step_bytes,
     shortage,
     stage_parameters,
+    trained_parameters,
     training_memory,
     two_blocks,
 )
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
+from dovetail.protocol.budgets import SCORER_LOGIT_BYTES, SCORER_TOKENS
 
 # Parts of a training rank that stay while other tasks have the GPU.
-_STAYS = ("weights", "optimizer", "moving average")
+_STAYS = ("weights", "optimizer", "moving average", "NCCL buffers")
 _PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.fromkeys(TRAINING, "trainer")}
 
 
@@ -58,11 +60,13 @@ class GPUMemory:
 @dataclass(frozen=True)
 class Load:
     """Bytes by part of one task on one GPU: those that stay, those that it needs while it works, and those on the
-    host."""
+    host. `gradients`: bytes of `works` that are there while another model trains, and when a server wakes up, because
+    the last step is applied while the weights are sent."""
 
     stays: Mapping[str, float]
     works: Mapping[str, float]
     host: Mapping[str, float] = field(default_factory=dict)
+    gradients: float = 0.0
 
     @cached_property
     def resident(self) -> float:
@@ -78,10 +82,12 @@ class Footprint:
     """Bytes of one GPU for one task, whatever else runs there.
 
     `kept`: all the time, with fragments and the smallest KV cache of a server that stays awake. `works`: more while the
-    task runs. `serves`: the task generates. `awake`: its server keeps the KV cache while other tasks work."""
+    task runs. `gradients`: bytes of `works` that are there until the next iteration's server is awake. `serves`: the
+    task generates. `awake`: its server keeps the KV cache while other tasks work."""
 
     kept: float = 0.0
     works: float = 0.0
+    gradients: float = 0.0
     serves: bool = False
     awake: bool = False
 
@@ -103,7 +109,7 @@ class GPUMemoryModel:
 
     def __init__(self, work: Workload, inventory: Inventory) -> None:
         self.work, self.inventory = work, inventory
-        self._training_loads: dict[tuple[Task, Share], Load] = {}
+        self._training_loads: dict[tuple[Task, Share, int | None], Load] = {}
         self._serving_loads: dict[tuple[Task, Share], Load] = {}
 
     # ------------------------------------------------------------ one task
@@ -114,7 +120,7 @@ class GPUMemoryModel:
         kept, works = (1 + FRAGMENTS) * load.resident, load.transient
         need = kept + works + CONTEXT_BYTES
         if task != "generation":
-            return Alone(need, 0, Footprint(kept, works))
+            return Alone(need, 0, Footprint(kept, works, load.gradients))
         each = self._kv_bytes(share)
         room = int((UTILISATION * pool.gpu.memory - need) // each)
         need += self._cached_tokens(share, room) * each
@@ -138,23 +144,50 @@ class GPUMemoryModel:
     def of(self, candidate: Candidate) -> tuple[tuple[GPUMemory, ...], dict[Share, int]]:
         """Memory of every GPU that has a task, equal neighbours together; and the tokens of KV cache of each generation
         share's servers (0 or less: not even one sample fits)."""
-        cells = [
-            (pool, where, [(task, share, self.load(task, share, candidate)) for task, share in on])
-            for pool, where, on in self._cells(candidate)
-        ]
+        cells = [(pool, where, self._loads(candidate, on)) for pool, where, on in self._cells(candidate)]
         rooms: dict[Share, int] = {}
         for pool, _, tasks in cells:
             for task, share, load in tasks:
                 if task == "generation":
-                    others = [other for t, s, other in tasks if s is not share or t != task]
-                    taken = sum(other.resident for other in others)
-                    if self.awake(share):
-                        taken += max((other.transient for other in others), default=0.0)
-                    taken += self._overhead(tasks)
+                    taken = self._taken(share, tasks) + self._overhead(tasks)
                     left = UTILISATION * pool.gpu.memory - taken - load.resident - load.transient
                     room = int(left // self._kv_bytes(share))
                     rooms[share] = min(room, rooms.get(share, room))
-        return tuple(self._peak(pool, where, tasks, rooms) for pool, where, tasks in cells), rooms
+        both = candidate.schedule in ("TimeSharing", "Fused")
+        return tuple(self._peak(pool, where, tasks, rooms, both) for pool, where, tasks in cells), rooms
+
+    def server_memory(self, candidate: Candidate) -> dict[Share, float]:
+        """The part of a GPU's memory that each generation share's servers may take, all they hold included."""
+        parts: dict[Share, float] = {}
+        for pool, _, on in self._cells(candidate):
+            tasks = self._loads(candidate, on)
+            for share in (share for task, share, _ in tasks if task == "generation"):
+                others = [each for each in tasks if each[0] != "generation"]
+                part = UTILISATION - (self._taken(share, tasks) + self._overhead(others)) / pool.gpu.memory
+                parts[share] = min(part, parts.get(share, part))
+        return parts
+
+    def _taken(self, share: Share, tasks: Loads) -> float:
+        """Bytes that others have of a GPU while a server of the generation share `share` generates."""
+        others = [other for task, _, other in tasks if task != "generation"]
+        taken = sum(other.resident for other in others)
+        if self.awake(share):
+            return taken + max((other.transient for other in others), default=0.0)
+        return taken + sum(other.gradients for other in others)
+
+    def _loads(self, candidate: Candidate, on: list[tuple[Task, Share]]) -> Loads:
+        """Loads of tasks that share GPUs. Where a rank has a stage of both models, of the rank that holds most."""
+        actor, critic = (next((share for task, share in on if task == kind), None) for kind in TRAINING)
+        if actor is None or critic is None or actor.range != critic.range or not 1 < actor.pp == critic.pp:
+            return [(task, share, self.load(task, share, candidate)) for task, share in on]
+        last = actor.pp - 1
+        # The critic runs against the actor in the schedules that fuse them.
+        pairs = [(0, last), (last, 0)] if candidate.schedule == "Fused" else [(0, 0), (last, last)]
+        found = []
+        for pair in pairs:
+            stages: dict[Task, int] = dict(zip(TRAINING, pair, strict=True))
+            found.append([(task, share, self.load(task, share, candidate, stages.get(task))) for task, share in on])
+        return max(found, key=lambda loads: sum(load.resident + load.transient for _, _, load in loads))
 
     def _cells(self, candidate: Candidate) -> Iterator[tuple[Pool, range, list[tuple[Task, Share]]]]:
         """Ranges of GPUs with the same tasks."""
@@ -164,7 +197,10 @@ class GPUMemoryModel:
             for where, on in cells([_range(candidate, *each) for each in mine]):
                 yield pool, where, [mine[i] for i in on]
 
-    def _peak(self, pool: Pool, where: range, tasks: Loads, rooms: Mapping[Share, int]) -> GPUMemory:
+    def _peak(
+        self, pool: Pool, where: range, tasks: Loads, rooms: Mapping[Share, int], both: bool = False
+    ) -> GPUMemory:
+        """`both`: one schedule runs actor and critic, so that both work at once."""
         device: dict[str, float] = {}
         host: dict[str, float] = {}
         peaks: list[tuple[float, dict[str, float]]] = []
@@ -177,6 +213,13 @@ class GPUMemoryModel:
                 if self.awake(share):
                     device |= works
                     continue
+            if task in TRAINING:
+                for other, _, beside in tasks:
+                    if other in TRAINING and other != task:
+                        more = beside.works if both else {"gradients": beside.gradients}
+                        works |= {f"{other}: {name}": size for name, size in more.items()}
+            if task == "generation":
+                works |= {f"{other}: gradients": beside.gradients for other, _, beside in tasks if beside.gradients}
             peaks.append((sum(works.values()), works))
         if peaks:
             device |= max(peaks, key=lambda p: p[0])[1]
@@ -209,15 +252,21 @@ class GPUMemoryModel:
         """Processes with a CUDA context on a GPU with these tasks."""
         return len({_PROCESS[task] for task in tasks})
 
-    def load(self, task: Task, share: Share, candidate: Candidate | None = None) -> Load:
-        """One task's. `candidate`: what else runs there; it makes no difference, as each process has its weights."""
-        return self.training_load(task, share) if task in TRAINING else self.serving_load(task, share)
+    def scored_tokens(self, share: Share) -> int:
+        """Of one forward pass of a scorer."""
+        return max(self.work.longest, SCORER_TOKENS // share.pp)
 
-    def training_load(self, task: Task, share: Share) -> Load:
-        key = task, share.at(0)
+    def load(self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None) -> Load:
+        """One task's. `candidate`: what else runs there; it makes no difference, as each process has its weights.
+        `stage`: of training; without, the stage that holds most."""
+        return self.training_load(task, share, stage) if task in TRAINING else self.serving_load(task, share)
+
+    def training_load(self, task: Task, share: Share, stage: int | None = None) -> Load:
+        key = task, share.at(0), stage
         if key not in self._training_loads:
             # The first stage keeps most micro-batches, the last has the logits.
-            loads = [self.stage_load(self.training_job(task, share, stage), stage) for stage in {0, share.pp - 1}]
+            stages = {0, share.pp - 1} if stage is None else {stage}
+            loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]
             self._training_loads[key] = max(loads, key=lambda load: load.resident + load.transient)
         return self._training_loads[key]
 
@@ -237,17 +286,19 @@ class GPUMemoryModel:
             lora=self.work.actor_lora if task == "actor_training" else self.work.critic_lora,
             recompute=share.recompute,
             offload=share.offload,
-            ema="host" if self.work.ema and task == "actor_training" else None,
+            ema="device" if self.work.ema and task == "actor_training" else None,
             fsdp=share.fsdp,
+            outputs=min(share.micro_batch, sequences) * self.work.response.longest,
         )
 
     def stage_load(self, job: Training, stage: int) -> Load:
         found = training_memory(job, stage)
         parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
+        dp = job.layout.dp if job.fsdp > 1 else 1
         stays = {name: size for name, size in parts.items() if name in _STAYS}
         works = {name: size for name, size in parts.items() if name not in _STAYS}
         works["fragments"] = FRAGMENTS * sum(works.values())
-        return Load(stays, works, found.host)
+        return Load(stays, works, found.host, 4 * trained_parameters(job, stage)[1] / dp)
 
     def serving_load(self, task: Task, share: Share) -> Load:
         key = task, share.at(0)
@@ -270,7 +321,14 @@ class GPUMemoryModel:
             works["CUDA graphs"] = GRAPH_BYTES
             works["a step"] = generation_step_bytes(shape, BATCHED_TOKENS, b, share.tp)
         else:
-            works["a step"] = scoring_step_bytes(shape, head, share.micro_batch * self.work.longest, b, share.tp)
+            tokens = self.scored_tokens(share)
+            logits = min(tokens * shape.vocabulary * b / share.tp, SCORER_LOGIT_BYTES) if head == "lm" else 0.0
+            # Logits come when the last layer is done.
+            body = scoring_step_bytes(shape, "value", tokens, b, share.tp)
+            works["a step"] = max(body, 2.0 * tokens * shape.hidden * b + logits)
+        if task == "critic" and not share.offload:
+            # A whole version is put together beside the old one, when no pass runs.
+            works["new weights"] = max(0.0, size - sum(works.values()))
         if share.offload:
             return Load({}, {**works, "weights": size}, {"weights": size})
         return Load({"weights": size}, works)

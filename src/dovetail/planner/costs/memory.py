@@ -12,14 +12,17 @@ from typing import Literal
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.shape import Head, ModelShape
-from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
+from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS
 from dovetail.protocol.weights import layer_range
 
 GIB = 2**30
-# Assumed: what a CUDA process holds besides tensors (context, cuBLAS and NCCL buffers), and the fraction of the rest
-# that torch's allocator loses to fragments.
-CONTEXT_BYTES = 1.5 * GIB
-FRAGMENTS = 0.03
+# Assumed: what a CUDA process holds besides tensors (its context with the kernels, and the communicator for weights);
+# NCCL's buffers of a communicator that sums or gathers, and of one between two neighbours in a pipeline.
+CONTEXT_BYTES = 1.0 * GIB
+COLLECTIVE_BYTES = 0.25 * GIB
+EDGE_BYTES = GIB / 16
+# Of the rest: what torch's allocator reserves beyond what is allocated, with expandable segments (bench-memory-gpu).
+FRAGMENTS = 0.02
 # vLLM's defaults: tokens of one step, and the fraction of the GPU that it takes. Assumed: what its CUDA graphs hold.
 BATCHED_TOKENS = 8192
 UTILISATION = 0.92
@@ -74,11 +77,12 @@ def scoring_step_bytes(
 class Training:
     """The training of one model.
 
-    `tokens`: of one micro-batch, padding included. `micro_batches`: of a mini-batch. `in_flight`: the most
-    micro-batches whose activations a rank holds at once under the schedule. `recompute`: activation checkpointing; only
-    the inputs of the blocks are kept. `offload`: the optimizer's moments are in host memory between steps. `ema`: where
-    the averaged weights are, if there are any. `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters
-    and moments, 2 gradients too (ours), 3 weights too."""
+    `tokens`: of one micro-batch, padding included. `outputs`: those of them whose logits are needed; None: all.
+    `micro_batches`: of a mini-batch. `in_flight`: the most micro-batches whose activations a rank holds at once under
+    the schedule. `recompute`: activation checkpointing; only the inputs of the blocks are kept. `offload`: the
+    optimizer's moments are in host memory between steps. `ema`: where the averaged weights are, if there are any.
+    `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters and moments, 2 gradients too (ours), 3 weights
+    too."""
 
     shape: ModelShape
     head: Head
@@ -93,6 +97,7 @@ class Training:
     ema: Literal["device", "host"] | None = None
     gpu: bool = True
     fsdp: Literal[0, 1, 2, 3] = 2
+    outputs: int | None = None
 
     @property
     def sharded(self) -> bool:
@@ -148,45 +153,70 @@ def training_memory(job: Training, stage: int) -> Memory:
 
     Weights: float32 masters, a dp-th on each rank. Under FSDP2 (ZeRO-2) each rank also has a whole copy of the stage
     in the compute dtype, from the first forward to the last backward pass of a mini-batch; under ZeRO-3 it has two
-    blocks at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th.
-    Moments: two float32 numbers for each trained weight, a dp-th on each rank. Raises LayoutError for more stages
-    than layers."""
+    blocks at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th; one
+    rank has them once. Moments: two float32 numbers for each trained weight, a dp-th on each rank. On a GPU the parts
+    are what torch's allocator reserves: it has memory for each stream. Raises LayoutError for more stages than
+    layers."""
     total, trained = trained_parameters(job, stage)
     b, layers = ITEMSIZE[job.dtype], max(1, len(_layers(job, stage)))
     dp = job.layout.dp if job.fsdp else 1
-    device = {"weights": 4 * total / dp, "gradients": 4 * trained / (dp if job.fsdp > 1 else 1)}
+    own = 4 * trained / (dp if job.fsdp > 1 else 1)
+    device = {"weights": 4 * total / dp, "gradients": own}
     host: dict[str, float] = {}
-    whole = 0.0
+    layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
+    each = layer if job.lora is None else adapters
+    outer = trained - layers * each  # embedding and head are a block of their own
+    activations = _activations(job, stage, b, each, outer)
     if job.sharded:
-        layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
         gathered = two_blocks(total, layer + adapters, layers) if job.fsdp == 3 else total
         device["gathered weights"] = float(b * gathered)
-        # With one micro-batch a block's gradients are reduced as soon as they are there.
-        each = layer if job.lora is None else adapters
-        block = max(each, trained - layers * each)  # embedding and head are another one
-        whole = (trained if job.micro_batches > 1 and job.fsdp < 3 else block) if job.fsdp > 1 else 0.0
-        device["gradients"] += 4 * whole
+        # If all micro-batches of a mini-batch are under way at once, there are no gradients until the first is done.
+        passing = activations["activations"] / job.in_flight if job.micro_batches <= job.in_flight else 0.0
+        if job.fsdp > 1 and dp == 1:
+            # With one micro-batch gradients take the place of weights, too, that a layer has done with.
+            passing += b * gathered if job.micro_batches == 1 else 0.0
+            device["gradients"] = max(4.0 * max(each, outer), own - passing)
+        elif job.fsdp > 1:
+            # With one micro-batch a block's gradients are reduced as soon as they are there.
+            block = 4.0 * max(each, outer)
+            whole = max(block, 4.0 * trained - passing) if job.micro_batches > 1 and job.fsdp < 3 else block
+            device["gradients"] += whole
+            if job.gpu and job.fsdp == 2:
+                # On a stream of their own.
+                device["all-gather buffers"] = float(b * (total - max(0, layers - 2) * (layer + adapters)))
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
     if job.ema is not None:
         (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
-    kept = sum(device.values()) - device.get("gathered weights", 0.0) - 4 * whole
-    device |= _activations(job, stage, b)
+    device |= activations
     if job.offload and job.gpu:
-        # The moments come back for the step, when whatever the passes needed is free again.
-        device["optimizer, stepping"] = max(0.0, kept + 8 * trained / dp - sum(device.values()))
-    return Memory(_on_gpu(device) if job.gpu else device, host)
+        # Some of the moments come back at a time for the step, when whatever the passes needed is free again.
+        stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(trained / dp, OFFLOAD_NUMBERS)
+        device["optimizer, stepping"] = max(0.0, stepping - sum(device.values()))
+    return Memory(_on_gpu(job, device) if job.gpu else device, host)
 
 
-def _on_gpu(parts: Mapping[str, float]) -> dict[str, float]:
+def _on_gpu(job: Training, parts: Mapping[str, float]) -> dict[str, float]:
     """With what a CUDA process needs besides."""
-    return {**parts, "fragments": FRAGMENTS * sum(parts.values()), "CUDA context": CONTEXT_BYTES}
+    return {
+        **parts,
+        "fragments": FRAGMENTS * sum(parts.values()),
+        "NCCL buffers": communication_bytes(job.layout),
+        "CUDA context": CONTEXT_BYTES,
+    }
+
+
+def communication_bytes(layout: Parallelism) -> float:
+    """NCCL's buffers of a rank of one model: its communicators over all ranks, dp and tp, and four with neighbours."""
+    collectives = (layout.pp * layout.dp * layout.tp > 1) + (layout.dp > 1) + (layout.tp > 1)
+    return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * EDGE_BYTES
 
 
 def _layers(job: Training, stage: int) -> range:
     return layer_range(job.shape.layers, stage, job.layout.pp)
 
 
-def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
+def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> dict[str, float]:
+    """`layer`, `outer`: trained parameters of each layer, and of the others."""
     shape, tp, layers = job.shape, job.layout.tp, len(_layers(job, stage))
     boundary = job.tokens * shape.hidden * b
     block = job.tokens * shape.saved_bytes(b, tp)
@@ -194,17 +224,27 @@ def _activations(job: Training, stage: int, b: int) -> dict[str, float]:
     if stage == job.layout.pp - 1:
         saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
     parts = {"activations": float(saved)}
-    if job.recompute:
-        parts["activations of a layer"] = float(block)
     if job.layout.pp > 1:
         # What comes in and goes out while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)
+    again = float(block) if job.recompute else 0.0
+    if not job.gpu:
+        if again:
+            parts["activations of a layer"] = again
+        if stage == job.layout.pp - 1 and job.head != "value":
+            # The logits of the micro-batch whose loss is computed, and their gradient.
+            parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
+        return parts
+    # A layer's gradients, in the compute dtype and of its activations; those of embedding and head wait for the end.
+    backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + again
+    logits = 0.0
     if stage == job.layout.pp - 1 and job.head != "value":
         # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks. Tensor
         # parallel ranks gather them, and have their own part of the gradient besides.
-        logits = job.tokens * shape.vocabulary * b
-        chunk = min(LOSS_CHUNK_BYTES, 3 * job.tokens * shape.vocabulary * 4) if job.gpu else 0
-        parts["logits"] = (2 + (1 / tp if tp > 1 else 0)) * logits + chunk
+        wide = (job.tokens if job.outputs is None else job.outputs) * shape.vocabulary
+        logits = (2 + (1 / tp if tp > 1 else 0)) * wide * b + min(LOSS_CHUNK_BYTES, 3 * wide * 4)
+        parts["logits"] = logits
+    parts["a layer's backward"] = max(0.0, backward - logits)
     return parts
 
 

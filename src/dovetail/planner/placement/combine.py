@@ -188,11 +188,12 @@ class Filling:
         for cell in self._cells:
             tables = [(self._table(layouts[at]), chosen[:, at]) for at in cell.places]
             kept = sum(table.kept[i] for table, i in tables)
-            works = np.max([table.works[i] for table, i in tables], axis=0)
+            gradients = sum(table.gradients[i] for table, i in tables)
+            works = np.max([table.works[i] + table.beside(gradients, i) for table, i in tables], axis=0)
             fits &= kept + works <= cell.room
             for table, i in tables:
                 if table.serves:
-                    fits &= kept + np.where(table.awake[i], works, table.works[i]) <= cell.serving
+                    fits &= kept + np.where(table.awake[i], works, table.works[i] + gradients) <= cell.serving
         return fits
 
     def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
@@ -234,20 +235,30 @@ class _Table:
         self.seconds: Floats = np.array([o.seconds for o in options])
         self.kept: Floats = np.array([o.footprint.kept for o in options])
         self.works: Floats = np.array([o.footprint.works for o in options])
+        self.gradients: Floats = np.array([o.footprint.gradients for o in options])
         self.serves = options[0].footprint.serves
         self.awake = np.array([o.footprint.awake for o in options])
+
+    def beside(self, gradients: Floats, i: npt.NDArray[np.int64]) -> Floats:
+        """(n,) bytes of other models' gradients that are there while these options work: in training only. `gradients`:
+        of all models."""
+        mine = self.gradients[i]
+        return np.where(mine > 0, gradients - mine, 0.0)
 
     def excess(self, cell: _Cell, at: int, chosen: Sequence[Option]) -> Floats:
         """Like `_excess`, for each of the options in place of the one at `at`."""
         others = [chosen[place].footprint for place in cell.places if place != at]
         kept = self.kept + sum(f.kept for f in others)
-        works = np.maximum(self.works, max((f.works for f in others), default=0.0))
+        theirs = sum(f.gradients for f in others)
+        works = self.works + np.where(self.gradients > 0, theirs, 0.0)
+        for f in others:
+            works = np.maximum(works, f.works + (theirs - f.gradients + self.gradients if f.gradients else 0.0))
         most: Floats = kept + works - cell.room
         if self.serves:
-            most = np.maximum(most, kept + np.where(self.awake, works, self.works) - cell.serving)
+            most = np.maximum(most, kept + np.where(self.awake, works, self.works + theirs) - cell.serving)
         for f in others:
             if f.serves:
-                most = np.maximum(most, kept + (works if f.awake else f.works) - cell.serving)
+                most = np.maximum(most, kept + (works if f.awake else f.works + theirs + self.gradients) - cell.serving)
         return most
 
 
@@ -255,13 +266,14 @@ def _excess(cell: _Cell, chosen: Sequence[Option]) -> float:
     """Bytes by which a GPU is too small; with 0 or less the options fit. A server that stays awake has what is left
     while the others work. A server that sleeps meanwhile has what they keep."""
     kept = works = 0.0
+    gradients = sum(chosen[at].footprint.gradients for at in cell.places)
     server = None
     for at in cell.places:
         f = chosen[at].footprint
         kept += f.kept
-        works = max(works, f.works)
+        works = max(works, f.works + (gradients - f.gradients if f.gradients else 0.0))
         server = f if f.serves else server
     most = kept + works - cell.room
     if server is not None:
-        most = max(most, kept + (works if server.awake else server.works) - cell.serving)
+        most = max(most, kept + (works if server.awake else server.works + gradients) - cell.serving)
     return most

@@ -117,8 +117,9 @@ def training_job(
         lora=given.lora,
         recompute=recompute,
         offload=_offload(spec, rule),
-        ema=None if not averaged else "host" if gpu else "device",
+        ema="device" if averaged else None,
         gpu=gpu,
+        outputs=rule.micro * spec.generation.max_tokens if ppo else None,
     )
 
 

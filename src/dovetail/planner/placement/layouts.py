@@ -197,7 +197,9 @@ def options(task: Task, slot: Share, shared: bool, pool: Pool, work: Workload, l
             # Stages have the less to wait for, the smaller the micro-batches are: a scorer's are a pp-th.
             least = (max(1, INFERENCE_MICRO_BATCH // pp),)
             for micro in least if pp == 1 or limits.together else INFERENCE_MICRO_BATCHES:
-                yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swapped) for swapped in limits.swap]
+                # Beside a server that sleeps, the weights come from host memory.
+                swap = (True,) if pool.name in limits.asleep else limits.swap
+                yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swapped) for swapped in swap]
 
 
 def _stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:

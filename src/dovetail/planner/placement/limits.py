@@ -25,10 +25,11 @@ class Limits:
     `micro_batch`: of training, None: open. `batches`: by training task, numbers of micro-batches of the model's other
     stages, which its data-parallel ranks must share evenly. `layouts`: those allowed of a training task; all if it
     is not named. `servers`: GPUs of a vLLM server by pool, open if it is not named; `within`: a server is on one
-    node; `asleep`: pools whose servers leave the GPU to inference. `max_tp`, `inference_tp`: most tensor parallel
-    ranks in training and in inference; `serving_pp`, `inference_pp`: most pipeline stages of a vLLM server and in
-    inference. `fsdp`, `recompute`: values allowed in training; `offload`: by training task, open if it is not
-    named; `swap`: of `offload` in inference. `folded`: the rollouts' log-probabilities serve as the old ones.
+    node; `asleep`: pools whose servers leave the GPU to others, and whose scorers' weights wait in host memory.
+    `max_tp`, `inference_tp`: most tensor parallel ranks in training and in inference; `serving_pp`, `inference_pp`:
+    most pipeline stages of a vLLM server and in inference. `fsdp`, `recompute`: values allowed in training;
+    `offload`: by training task, open if it is not named; `swap`: of `offload` in other pools' inference. `folded`: the
+    rollouts' log-probabilities serve as the old ones.
     `shared_body`: the critic is a head on the actor. `apart`: whether actor and critic may train on GPUs of their
     own (True) or on the same (False). `together`: they have one micro-batch size and one tp, and inference runs
     beside generation, in a scorer for each server."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.sizes import pod_count, trained_models
+from dovetail.manifest.sleep import sleeps
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role
 from dovetail.planner.candidate import Placement, Schedule, Task
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
@@ -18,7 +19,6 @@ from dovetail.planner.placement.structures import part_sizes
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
 
-SLEEP = "--enable-sleep-mode"
 _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Auto": ("Serial", "TimeSharing", "Fused"),
     "Fused": ("Fused",),
@@ -122,7 +122,7 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
         whole=True,
         micro_batch=spec.ppo.micro_batch_size,
         servers=servers,
-        asleep=tuple(g.name for g in spec.groups if SLEEP in g.vllm_args and Role.TRAINER not in g.roles),
+        asleep=tuple(trainers.name if g in both else g.name for g in spec.groups if sleeps(g)),
         offload={_TRAINING[m]: (optimizers[m].offload,) for m in trained},
         layouts={_TRAINING[m]: tuple(trainable_layouts(spec, m, trainers, shapes[m])) for m in trained},
     )

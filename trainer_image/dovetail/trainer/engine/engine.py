@@ -24,7 +24,13 @@ from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record,
 from dovetail.trainer.engine.measure import Collected
 from dovetail.trainer.engine.model_export import export_model
 from dovetail.trainer.engine.optim import OptimizerStep, local
-from dovetail.trainer.engine.parallel import gather_by_layer, reshard, set_last_backward, take_split_gradients
+from dovetail.trainer.engine.parallel import (
+    gather_by_layer,
+    reshard,
+    set_last_backward,
+    take_gradients,
+    take_split_gradients,
+)
 from dovetail.trainer.engine.parts import parts, senders
 from dovetail.trainer.engine.reduction import Reduction
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
@@ -294,7 +300,7 @@ class Engine:
         self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool
     ) -> Pipe:
         held.module.train()
-        set_last_backward(held.module, False)
+        set_last_backward(held.module, False, held.alone)
         pipe = Pipe(
             held.module,
             held.groups,
@@ -302,11 +308,12 @@ class Engine:
             self.groups.device,
             held.compute,
             before_forward=self._seeder(held),
-            before_last_backward=lambda: set_last_backward(held.module, True),
+            before_last_backward=lambda: set_last_backward(held.module, True, held.alone),
             after_weight_gradient=lambda last: take_split_gradients(
-                held.module, held.compute, self.groups.device, last
+                held.module, held.compute, self.groups.device, last, held.alone
             ),
             mini_batch=len(batches) // mini_batches,
+            reduce=lambda: self._take(held),
         )
         if stepped is not None:
             begun: list[Reduction] = []
@@ -314,15 +321,23 @@ class Engine:
 
             def step() -> None:
                 applied = self._decide(held, begun.pop())
-                set_last_backward(held.module, False)
+                set_last_backward(held.module, False, held.alone)
                 if left.pop() or not defer:
                     self._begun.pop(held.name).finish()
                     if held.name == "actor":
                         self.after_actor_step()
                 stepped(held.name, applied)
 
-            pipe.reduce, pipe.step = lambda: begun.append(Reduction(held, self.groups.device)), step
+            def reduce() -> None:
+                self._take(held)
+                begun.append(Reduction(held, self.groups.device))
+
+            pipe.reduce, pipe.step = reduce, step
         return pipe
+
+    def _take(self, held: EngineModel) -> None:
+        if held.alone:
+            take_gradients(held.module)
 
     def _seeder(self, held: EngineModel) -> Callable[[int], None] | None:
         """Seeds LoRA dropout by position, so that neither the schedule nor a restart changes it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import compat
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.optim import AdamW, local
-from dovetail.trainer.engine.parallel import compute_dtype, is_replicated, shard
+from dovetail.trainer.engine.parallel import compute_dtype, is_replicated, is_sharded, shard
 from dovetail.trainer.groups import ModelGroups, peer_errors
 
 
@@ -94,6 +95,11 @@ class EngineModel:
         """The ranks that hold the same parameters as this one and add up their gradients; None where nobody does."""
         group = self.groups.replicas if self.replicated else self.groups.copies
         return None if group is None or dist.get_world_size(group) == 1 else group
+
+    @cached_property
+    def alone(self) -> bool:
+        """Whether FSDP2 shards the stage over this rank only."""
+        return is_sharded(self.module) and self.groups.mesh["dp"].size() == 1
 
     @property
     def head(self) -> Head:

@@ -50,8 +50,8 @@ class MicroBatch:
 class Pipe:
     """One model on this rank during one run.
 
-    `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has all gradients of
-    a mini-batch, `step` before the next one's first forward and at the end."""
+    `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has run all backward
+    passes of a mini-batch, `step` before the next one's first forward and at the end."""
 
     stage: PipelineStage
     groups: ModelGroups

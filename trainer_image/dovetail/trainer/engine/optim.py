@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dovetail.manifest.types import Optimizer
+from dovetail.protocol.budgets import OFFLOAD_NUMBERS
 from dovetail.trainer import compat
 
 
@@ -40,7 +41,8 @@ class AdamW:
     """Decoupled weight decay Adam (Loshchilov & Hutter 2019, algorithm 2) over named parameters, sharded or not.
 
     Works on the local shards as plain tensors, one fused kernel for all. Weight decay spares vectors (norms and
-    biases). Moments are float32 like the parameters; with `offload` they live in pinned host memory between steps.
+    biases). Moments are float32 like the parameters. With `offload` they live in pinned host memory, and a step brings
+    a piece of them to the device at a time.
 
     `steps` counts applied steps."""
 
@@ -51,13 +53,18 @@ class AdamW:
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         for name, parameter in parameters.items():
             shard = local(parameter)
-            self.moments[name] = (self._home(torch.zeros_like(shard)), self._home(torch.zeros_like(shard)))
+            self.moments[name] = (self._moment(shard), self._moment(shard))
 
-    def _home(self, tensor: Tensor) -> Tensor:
-        """Where a moment lives between steps."""
-        if not self.config.offload or tensor.device.type == "cpu":
-            return tensor
-        return tensor.to("cpu").pin_memory()
+    def _moment(self, shard: Tensor) -> Tensor:
+        """Zeros where a moment lives between steps."""
+        if not self.offloads(shard.device):
+            return torch.zeros_like(shard)
+        # Copied from the device: filling page-locked memory on the host is slower.
+        return torch.empty_like(shard, device="cpu", pin_memory=True).copy_(torch.zeros_like(shard))
+
+    def offloads(self, device: torch.device) -> bool:
+        """Whether moments of parameters on `device` live elsewhere."""
+        return self.config.offload and device.type != "cpu"
 
     def squared_norm(self, skip: Iterable[str] = ()) -> Tensor | None:
         """Sum of squares of this rank's gradient shards, except those of the parameters named in `skip`, accumulated
@@ -95,9 +102,31 @@ class AdamW:
         gradients = [local(grad) for name in names if (grad := self.parameters[name].grad) is not None]
         if scale != 1.0:
             compat.multiply(gradients, scale)
+        first = [self.moments[name][0] for name in names]
+        second = [self.moments[name][1] for name in names]
+        if not self.offloads(shards[0].device):
+            self._update(shards, gradients, first, second, rate, decay)
+            return
         device = shards[0].device
-        first = [self.moments[name][0].to(device, non_blocking=True) for name in names]
-        second = [self.moments[name][1].to(device, non_blocking=True) for name in names]
+        for part in _pieces(zip(shards, gradients, first, second, strict=True), OFFLOAD_NUMBERS):
+            weights, slopes, *homes = (list(column) for column in zip(*part, strict=True))
+            # On one stream, so the next piece may have this one's memory before the host knows that it is free.
+            m, v = ([each.to(device, non_blocking=True) for each in column] for column in homes)
+            self._update(weights, slopes, m, v, rate, decay)
+            for home, there in zip(homes[0] + homes[1], m + v, strict=True):
+                home.copy_(there, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    def _update(
+        self,
+        shards: list[Tensor],
+        gradients: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+        rate: float,
+        decay: float,
+    ) -> None:
+        """Step these tensors, all on one device."""
         adamw(
             shards,
             gradients,
@@ -105,7 +134,7 @@ class AdamW:
             second,
             [],
             # Filled on the device: a copy of each from the host would wait for the device each time.
-            list(torch.full((len(names),), float(self.steps), device=device).unbind()),
+            list(torch.full((len(shards),), float(self.steps), device=shards[0].device).unbind()),
             fused=True,
             amsgrad=False,
             beta1=self.config.beta1,
@@ -115,11 +144,26 @@ class AdamW:
             eps=self.config.eps,
             maximize=False,
         )
-        if self.config.offload and device.type != "cpu":
-            for name, m, v in zip(names, first, second, strict=True):
-                self.moments[name][0].copy_(m, non_blocking=True)
-                self.moments[name][1].copy_(v, non_blocking=True)
-            torch.cuda.synchronize(device)
+
+
+def _pieces(rows: Iterable[tuple[Tensor, ...]], numbers: int) -> Iterator[list[tuple[Tensor, ...]]]:
+    """The rows of equally large tensors in lists whose first tensors have at most `numbers` elements together. A larger
+    row is cut."""
+    piece: list[tuple[Tensor, ...]] = []
+    room = numbers
+    for row in rows:
+        flat = [tensor.view(-1) for tensor in row]
+        start, end = 0, flat[0].numel()
+        while start < end:
+            stop = min(end, start + room)
+            piece.append(tuple(tensor[start:stop] for tensor in flat))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield piece
+                piece, room = [], numbers
+    if piece:
+        yield piece
 
 
 class OptimizerStep:

@@ -9,6 +9,7 @@ import torch
 
 from dovetail.manifest.types import Dtype
 from dovetail.models import ModelError, PipelineStage
+from dovetail.trainer import compat
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.groups import ModelGroups
 
@@ -73,16 +74,26 @@ def is_sharded(stage: PipelineStage) -> bool:
     return bool(_sharded(stage))
 
 
-def set_last_backward(stage: PipelineStage, last: bool) -> None:
-    """Whether the next backward pass reduces gradients and reshards (`last`), or only accumulates gradients."""
+def set_last_backward(stage: PipelineStage, last: bool, alone: bool) -> None:
+    """Whether the next backward pass reduces gradients and reshards (`last`), or only accumulates gradients. A rank
+    that has nobody to reduce with (`alone`) accumulates in the last one too: see `take_gradients`."""
     if sharded := _sharded(stage):
         root = sharded[0]
-        root.set_requires_gradient_sync(last)
+        root.set_requires_gradient_sync(last and not alone)
         root.set_is_last_backward(last)
         root.set_reshard_after_backward(last)
 
 
-def take_split_gradients(stage: PipelineStage, compute: torch.dtype, device: torch.device, last: bool) -> None:
+def take_gradients(stage: PipelineStage) -> None:
+    """After the last backward pass of a mini-batch, on a rank that has nobody to reduce with: make what was accumulated
+    the gradients. FSDP2 would copy it into memory of another stream, so that room for both is taken."""
+    for module in _sharded(stage):
+        compat.take_whole_gradients(module)
+
+
+def take_split_gradients(
+    stage: PipelineStage, compute: torch.dtype, device: torch.device, last: bool, alone: bool
+) -> None:
     """Hand FSDP2 what the second half of a split backward added to the weights' gradients; reduce them if `last`.
 
     FSDP2 reduces only after a full backward pass. So after split backwards we run a one-token backward with zero
@@ -90,7 +101,7 @@ def take_split_gradients(stage: PipelineStage, compute: torch.dtype, device: tor
     float32 as always."""
     if not is_sharded(stage) or not (last or compute != torch.float32):
         return
-    set_last_backward(stage, last)
+    set_last_backward(stage, last, alone)
     hidden = torch.zeros(1, 1, stage.hidden_size, dtype=compute, device=device, requires_grad=True)
     output = stage(hidden)
     outputs = list(output) if isinstance(output, tuple) else [output]

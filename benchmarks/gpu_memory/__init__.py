@@ -1,0 +1,1 @@
+"""Memory of GPUs: cases, how the null GPU measures them, and what the planner says."""

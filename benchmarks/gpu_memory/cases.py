@@ -1,0 +1,120 @@
+"""What is measured: models of published sizes, and what of them one process holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Config = dict[str, Any]
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int) -> Config:
+    """As its config.json has it."""
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }
+
+
+LLAMA_7B = llama(4096, 11008, 32, 32, 32, 32000)
+LLAMA_13B = llama(5120, 13824, 40, 40, 40, 32000)
+LLAMA_33B = llama(6656, 17920, 60, 52, 52, 32000)
+LLAMA3_8B = llama(4096, 14336, 32, 32, 8, 128256)
+LLAMA3_70B = llama(8192, 28672, 80, 64, 8, 128256)
+QWEN2_7B = {**llama(3584, 18944, 28, 28, 4, 152064), "model_type": "qwen2"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Training of actor and critic (None: without one) with pp stages, dp and tp ranks, or, as `scores`, what a scorer
+    holds in as many stages. `rows`: samples of `prompt` and `response` tokens in a micro-batch, of which an optimizer
+    step has `micro_batches`. `schedule`: letters by rank; without: 1F1B, actor, then critic. `shared`: the critic is a
+    head on the actor."""
+
+    name: str
+    actor: Config
+    critic: Config | None = None
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    rows: int = 4
+    prompt: int = 512
+    response: int = 512
+    micro_batches: int = 4
+    schedule: tuple[str, ...] = ()
+    recompute: bool = False
+    offload: bool = False
+    lora: int = 0
+    ema: bool = False
+    shared: bool = False
+    scores: tuple[Literal["reference", "reward", "critic"], ...] = field(default=())
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+
+# The search of schedules found it: the critic's stages run from the last rank to the first.
+FUSED = ("FFfbFFfbfbfBbBBB", "FfFffbFBFbfBbBbB", "fFffFBbfFBFbBbBb", "fffFBfFBFBFbBbbb")
+
+CASES = (
+    Case("7B, one rank", LLAMA_7B),
+    Case("7B, one rank, one micro-batch", LLAMA_7B, micro_batches=1),
+    Case("7B, one rank, checkpointing", LLAMA_7B, recompute=True),
+    Case("7B, one rank, offload", LLAMA_7B, offload=True),
+    Case("7B, one rank, LoRA", LLAMA_7B, lora=16),
+    Case("7B, one rank, averaged", LLAMA_7B, ema=True),
+    Case("7B, value head beside", LLAMA_7B, shared=True),
+    Case("7B + 7B, pp 4", LLAMA_7B, LLAMA_7B, pp=4, rows=2),
+    Case("7B + 7B, pp 4, fused", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED),
+    Case("7B + 7B, dp 4", LLAMA_7B, LLAMA_7B, dp=4),
+    Case("7B + 7B, dp 4, one micro-batch", LLAMA_7B, LLAMA_7B, dp=4, micro_batches=1),
+    Case("7B + 7B, tp 4", LLAMA_7B, LLAMA_7B, tp=4),
+    Case("7B + 7B, pp 2, dp 2", LLAMA_7B, LLAMA_7B, pp=2, dp=2, rows=2),
+    Case("8B (128k vocabulary), dp 2", LLAMA3_8B, dp=2),
+    Case("8B (128k vocabulary), pp 4", LLAMA3_8B, pp=4),
+    Case("8B (128k vocabulary), long responses, checkpointing", LLAMA3_8B, rows=2, response=3584, recompute=True),
+    Case("Qwen2 7B (152k vocabulary), LoRA, dp 2", QWEN2_7B, lora=32, dp=2),
+    Case("13B + 7B, pp 4, dp 2, offload", LLAMA_13B, LLAMA_7B, pp=4, dp=2, rows=1, offload=True),
+    Case("13B + 13B, dp 8, checkpointing", LLAMA_13B, LLAMA_13B, dp=8, recompute=True),
+    Case("33B, pp 8", LLAMA_33B, pp=8, rows=1, micro_batches=8),
+    Case("33B, pp 4, tp 2, checkpointing", LLAMA_33B, pp=4, tp=2, recompute=True),
+    Case("70B, pp 8, checkpointing, offload", LLAMA3_70B, pp=8, rows=1, micro_batches=8, recompute=True, offload=True),
+    Case("70B, tp 8", LLAMA3_70B, tp=8, rows=1),
+    Case("70B, pp 8, LoRA, checkpointing", LLAMA3_70B, pp=8, rows=1, micro_batches=8, lora=16, recompute=True),
+    Case("scorer: 7B reference, reward and critic", LLAMA_7B, LLAMA_7B, scores=("reference", "reward", "critic")),
+    Case("scorer: 8B reference", LLAMA3_8B, scores=("reference",)),
+    Case("scorer: 70B reference", LLAMA3_70B, scores=("reference",)),
+    Case("scorer: 33B reward in 4 stages", LLAMA_33B, pp=4, scores=("reward",)),
+)
+# Seconds, not minutes: for a test. One layer stands for many.
+SMALL = (
+    Case("8B's layers, one rank", {**LLAMA3_8B, "num_hidden_layers": 4}),
+    Case(
+        "7B's layers, pp 2, checkpointing",
+        {**LLAMA_7B, "num_hidden_layers": 6},
+        {**LLAMA_7B, "num_hidden_layers": 6},
+        pp=2,
+        recompute=True,
+    ),
+    Case(
+        "7B's layers, dp 2, offload",
+        {**LLAMA_7B, "num_hidden_layers": 6},
+        {**LLAMA_7B, "num_hidden_layers": 6},
+        dp=2,
+        offload=True,
+    ),
+    Case(
+        "scorer: 7B's layers",
+        {**LLAMA_7B, "num_hidden_layers": 4},
+        {**LLAMA_7B, "num_hidden_layers": 4},
+        scores=("reference", "critic"),
+    ),
+)

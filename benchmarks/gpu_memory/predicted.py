@@ -1,0 +1,54 @@
+"""What the planner expects of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dovetail.manifest.types import LoRA
+from dovetail.planner.candidate import Candidate, Placement, Share
+from dovetail.planner.costs.gpu_memory import GPUMemoryModel
+from dovetail.planner.costs.memory import CONTEXT_BYTES
+from dovetail.planner.hardware import gpu
+from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.shape import ModelShape
+from dovetail.planner.workload import Lengths, Workload
+from gpu_memory.cases import Case
+
+
+def predicted(case: Case) -> float:
+    """Bytes of the fullest GPU, without what a process holds beside torch's allocator."""
+    actor = ModelShape.of(case.actor)
+    critic = None if case.critic is None else ModelShape.of(case.critic)
+    adapters = LoRA(rank=case.lora) if case.lora else None
+    mini_batch = case.rows * case.micro_batches * case.dp
+    work = Workload(
+        actor=actor,
+        reference=actor,
+        reward=critic or actor,
+        critic=critic,
+        batch=2 * mini_batch,
+        mini_batch=mini_batch,
+        epochs=1,
+        prompt=Lengths.fixed(case.prompt),
+        response=Lengths.fixed(case.response),
+        actor_lora=adapters,
+        critic_lora=adapters,
+        ema=case.ema,
+        value_head=case.shared,
+    )
+    share = Share("gpus", 0, case.pp, case.tp, case.dp, micro_batch=case.rows, fsdp=2, recompute=case.recompute)
+    if case.offload:
+        share = Share("gpus", 0, case.pp, case.tp, case.dp, case.rows, 2, case.recompute, True)
+    if case.scores:
+        held = {name: (Share("gpus", pp=case.pp, micro_batch=case.rows),) for name in case.scores}
+        candidate = Candidate(Placement.SEPARATION, (), (), **held)
+    else:
+        schedule = "Fused" if case.schedule else "Serial"
+        candidate = Candidate(Placement.SEPARATION, (), (share,), () if critic is None else (share,), schedule=schedule)
+    pool = Pool("gpus", gpu("NVIDIA-A100-SXM4-80GB"), 1, case.world, 1e9)
+    cells, _ = GPUMemoryModel(work, Inventory((pool,))).of(candidate)
+    return max(cell.device_bytes - CONTEXT_BYTES - _communication(cell.device) for cell in cells)
+
+
+def _communication(parts: Mapping[str, float]) -> float:
+    return sum(size for name, size in parts.items() if name.endswith("NCCL buffers"))
