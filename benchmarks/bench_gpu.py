@@ -55,9 +55,8 @@ def child(name: str, scale: str, path: Path, log: Path, device: dict[str, float]
         memory = torch.cuda.get_device_properties(0).total_memory if name == "device" else 0
         if memory:
             path.with_suffix(".device").write_text(json.dumps(about(memory)))
-        # As trainer ranks do where the manifest says nothing.
+        # Before CUDA is used: some groups choose deterministic algorithms later, as trainer ranks do.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(name in ("training", "iteration", "predictions"))
         chosen = TINY if scale == "tiny" else choose(int(device.get("memory") or memory), scale == "quick")
         importlib.import_module(f"gpu.{name}").run(chosen, Report(path, device))
         status = 0

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.algorithms.logprobs import gather_logprobs
+from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.groups import Groups
@@ -48,23 +49,25 @@ def reference(scale: Scale, layers: int, head: Any) -> ModelRef:
 
 
 @contextmanager
-def one_rank() -> Iterator[Groups]:
-    """The groups of a trainer of one rank, over NCCL as always on a GPU."""
+def one_rank(deterministic: bool = True) -> Iterator[Groups]:
+    """The groups of a trainer of one rank, over NCCL as always on a GPU, and its algorithms."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     alone = {name: Parallelism() for name in ("actor", "critic", "reward")}
     groups = Groups.form("127.0.0.1", port, 0, 1, alone, DEADLINE)
+    choose_algorithms(deterministic)
     try:
         yield groups
     finally:
+        torch.use_deterministic_algorithms(False)
         groups.close()
 
 
-def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **spec: Any) -> Engine:
-    """A PPO engine that holds these models."""
-    trainer = {"compile": "Auto" if scale.compiles else "Never"}
-    fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "trainer": trainer, **spec}
+def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **trained: Any) -> Engine:
+    """A PPO engine that holds these models. `trained`: fields of spec.trainer."""
+    trainer = {"compile": "Auto" if scale.compiles else "Never", **trained}
+    fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "trainer": trainer}
     made = Engine(RLHFJobSpec.model_validate(fields), groups)
     refs = {name: reference(scale, layers, HEADS[name]) for name in models}
     with random_weights():

@@ -20,10 +20,12 @@ def run(scale: Scale, report: Report) -> None:
     errors = []
     for name, head in models.HEADS.items():
         ref = models.reference(scale, scale.few_layers, head)
-        times = measure_model(ref, sizes, scale.tokens, torch.device("cuda"), torch.bfloat16, max(3, scale.repeats))
-        free()
         with models.one_rank() as groups:
-            engine = models.engine(groups, scale, scale.few_layers, [name])
+            repeats = max(3, scale.repeats)
+            times = measure_model(ref, sizes, scale.tokens, torch.device("cuda"), torch.bfloat16, repeats)
+            free()
+            # The profile is of layers as they are.
+            engine = models.engine(groups, scale, scale.few_layers, [name], compile="Never")
             actions = models.in_turn(name, scale.micro_batches)
             work = models.micro_batches(scale, head, True, vocabulary)
             measured = by_clock(lambda a=actions, w=work, n=name, e=engine: e.run(a, {n: w}), scale.repeats, warm=2)

@@ -16,8 +16,25 @@ def run(scale: Scale, report: Report) -> None:
     for name, head in models.HEADS.items():
         ours = _ours(scale, report, name, head)
         free()
+        for what, deterministic, trained in (
+            ("not compiled", True, {"compile": "Never"}),
+            ("not deterministic", False, {}),
+        ):
+            tokens = _otherwise(scale, name, head, deterministic, trained)
+            report.add(f"tokens, {name}, {what}", tokens, "/s", "as by default", ours["tokens"])
+            free()
         _stock(scale, report, name, head, ours)
         free()
+
+
+def _otherwise(scale: Scale, name: str, head: str, deterministic: bool, trained: dict[str, Any]) -> float:
+    """Tokens a second of rows of equal length."""
+    with models.one_rank(deterministic) as groups:
+        engine = models.engine(groups, scale, scale.layers, [name], **trained)
+        actions = models.in_turn(name, scale.micro_batches)
+        work = models.micro_batches(scale, head, True, scale.config["vocab_size"])
+        seconds = by_clock(lambda: engine.run(actions, {name: work}, 1, lambda *_: None), scale.repeats, warm=2)
+    return scale.micro_batches * scale.sequences * scale.tokens / seconds
 
 
 def _ours(scale: Scale, report: Report, name: str, head: str) -> dict[str, Any]:
