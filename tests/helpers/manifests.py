@@ -264,6 +264,10 @@ RULES = [
         {"groups.1.minReplicas": 3},
         "spec.groups[1].replicas (2) must be within minReplicas and maxReplicas (from 3 up).",
     ),
+    (
+        {"groups.1.podTemplate": {"spec": {"containers": [{"image": "x"}]}}},
+        "spec.groups[1] has a podTemplate that cannot be applied: podTemplate.spec.containers[0] lacks name",
+    ),
     ({"groups.1.name": "coordinator"}, "spec.groups[1].name is coordinator, which is the name of another process"),
     ({"groups.0.maxReplicas": 4}, "spec.groups[0] has the role trainer, whose number of pods is fixed"),
     ({"groups.0.gpu": {"perPod": 8}}, "spec.groups[0].gpu.perPod is 8 without gpu.product"),

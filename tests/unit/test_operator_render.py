@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from dovetail.kube import names
 from dovetail.manifest.documents import parse
+from dovetail.manifest.merge import MergeError, merge
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.merge import MergeError, merge
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv

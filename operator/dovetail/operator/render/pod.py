@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.manifest.merge import merge
 from dovetail.manifest.types import Group, RLHFJobSpec, Role
 from dovetail.operator.render.context import Object, RenderContext
-from dovetail.operator.render.merge import merge
 from dovetail.operator.render.volume_claim import claim_name
 from dovetail.protocol import env
 from dovetail.protocol.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE

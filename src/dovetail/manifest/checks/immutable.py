@@ -10,7 +10,7 @@ from __future__ import annotations
 from dovetail.manifest.checks.cel import CelRule
 
 # Every field of spec is in one of the two; tests/unit/test_crd_rules.py sees to it.
-FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "plan")
+FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "plan", "trainer")
 CHANGEABLE = (
     "suspend",
     "retry",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dovetail.manifest.checks.name_rules import COORDINATOR
 from dovetail.manifest.checks.rules.rule import Rule, Value, group_rule, ppo_rule
+from dovetail.manifest.merge import MergeError, merge
 from dovetail.manifest.types import Dtype, Group, Role
 
 # Set by the launcher or fixed by the contract between the processes.
@@ -51,6 +52,14 @@ def _fixed(group: Group) -> bool:
     return Role.TRAINER not in group.roles or bounds <= {group.replicas}
 
 
+def _template_problem(group: Group) -> str:
+    try:
+        merge({}, group.pod_template)
+    except MergeError as error:
+        return str(error)
+    return ""
+
+
 def _option(argument: str) -> str:
     return argument.split("=", 1)[0].replace("_", "-")
 
@@ -90,6 +99,12 @@ GROUP_RULES = (
         lambda group: group.name != COORDINATOR,
         f"self.name != '{COORDINATOR}'",
         f"{{path}}.name is {COORDINATOR}, which is the name of another process of the job; choose another.",
+    ),
+    group_rule(
+        lambda group: not _template_problem(group),
+        None,
+        "{path} has a podTemplate that cannot be applied: {problem}.",
+        {"problem": Value(_template_problem)},
     ),
     Rule(
         ("spec.groups[]",),
