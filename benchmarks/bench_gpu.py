@@ -30,7 +30,7 @@ from gpu.scale import TINY, choose
 # In order of worth, with the longest that each may take, seconds.
 GROUPS = {
     "device": 60,
-    "training": 300,
+    "training": 420,
     "logprobs": 60,
     "optimizer": 90,
     "scoring": 120,
