@@ -218,8 +218,10 @@ def _training(
     lora = work.actor_lora if task == "actor_training" else work.critic_lora  # adapters are not split
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     splits = (t for t in degrees if t <= limits.max_tp and (t == 1 or (lora is None and not shape.split_problem(t))))
+    # Comparing pydantic models takes too long here.
+    allowed = {(layout.pp, layout.tp, layout.dp) for layout in limits.layouts.get(task, ())}
     for layout in every_layout(slot.gpus, splits, shape.layers):
-        if task in limits.layouts and layout not in limits.layouts[task]:
+        if task in limits.layouts and (layout.pp, layout.tp, layout.dp) not in allowed:
             continue
         if any(count % layout.dp for count in limits.batches.get(task, ())):
             continue
