@@ -171,7 +171,8 @@ class WeightSender:
         if gathered is not None:
             offered = [Segment.model_validate(s) for part in gathered for s in part]
             offered.sort(key=lambda s: (s.model, s.index, s.part))
-            allowed += sum(message_bytes(b) for s in offered for b in s.buckets) / SLOWEST[self._backend]
+            nbytes = sum(message_bytes(b) for s in offered for b in s.buckets)
+            allowed += round(nbytes / SLOWEST[self._backend], 1)
             try:
                 self._post_offer(
                     Offer(
