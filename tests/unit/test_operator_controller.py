@@ -172,6 +172,7 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     clock[0] += STATUS_SECONDS
     asyncio.run(controller.process(KEY))
     kinds = [kind for _, kind in client.calls if kind != "Event"]
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(kinds, 1) | {"Secret": 2}, "one call each"
     assert kinds.index("Service") < kinds.index("Secret") < kinds.index("JobSet")
     assert kinds.index("ConfigMap") < kinds.index("JobSet") < kinds.index("")
     assert kinds.index("Role") < kinds.index("RoleBinding") < kinds.index("JobSet")
