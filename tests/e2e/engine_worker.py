@@ -308,12 +308,12 @@ def victim(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[st
         module, calls = engine.models["critic"].module, 0
         inner = module.forward
 
-        def forward(inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def forward(inputs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
             nonlocal calls
             calls += 1
             if calls == 2:
                 os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-            return inner(inputs, *rest)
+            return inner(inputs, *rest, **named)
 
         module.forward = forward
     train(engine, range(3, 5))
