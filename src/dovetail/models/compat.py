@@ -32,6 +32,11 @@ PRIVATE = (
         "weights travel between jobs' processes in groups beside the default one, with an address and a deadline each; "
         "new_group knows only ranks of the default group",
     ),
+    Private(
+        "torch._dynamo.config:suppress_errors",
+        "torch 2.13",
+        "a layer that torch.compile cannot compile shall run as it is; torch.compiler has no such option",
+    ),
 )
 
 
@@ -49,3 +54,10 @@ def gloo_group(store: dist.Store, rank: int, world: int, address: str, timeout: 
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+def run_what_does_not_compile() -> None:
+    """Let torch.compile run what it cannot compile as it is. The compiler takes seconds to import."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.suppress_errors = True

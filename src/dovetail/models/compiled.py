@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dovetail.models.attention import NAME, attend
+from dovetail.models.compat import run_what_does_not_compile
 from dovetail.models.stage import PipelineStage
 
 
@@ -51,10 +52,9 @@ def compile_layers(stage: PipelineStage, backend: str = "inductor") -> None:
 @cache
 def _prepare() -> None:
     """Once a process, and only where something is compiled: torch's compiler takes seconds to import."""
-    import torch._dynamo
     from transformers import AttentionInterface
 
-    torch._dynamo.config.suppress_errors = True
+    run_what_does_not_compile()
     AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 

@@ -57,7 +57,10 @@ class RunRecords:
         if self.texts is None:
             return
         iteration, table = experience.iteration, self.store.samples
-        rows = sample_rows(experience, table.samples(iteration), table.rewards(iteration))
+        samples = table.samples(iteration)
+        if len(samples) != len(experience.responses):
+            return  # a loop of one's own may train on responses that no rollout made
+        rows = sample_rows(experience, samples, table.rewards(iteration))
         try:
             self.texts.write(iteration, rows)
         except OSError as error:
