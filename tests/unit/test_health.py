@@ -198,7 +198,7 @@ class Run:
         new = [NewSample(p, 0, np.zeros(2, np.int32), 1, {}) for p in range(len(scores))]
         self.engines.records.store.samples.begin_iteration(number, new)
         made = arrays(list(scores), [[p] for p in range(len(scores))], list(range(len(scores))))
-        asyncio.run(self._train(Experience(number, [], [""] * len(scores), made)))
+        asyncio.run(self._train(Experience(number, [""] * len(scores), [""] * len(scores), made)))
 
     async def _train(self, experience: Experience) -> None:
         await self.stage.train(experience)
