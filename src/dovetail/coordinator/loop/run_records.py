@@ -59,7 +59,7 @@ class RunRecords:
         iteration, table = experience.iteration, self.store.samples
         samples = table.samples(iteration)
         if len(samples) != len(experience.responses):
-            return  # a loop of one's own may train on responses that no rollout made
+            return  # a loop of one's own may leave samples out
         rows = sample_rows(experience, samples, table.rewards(iteration))
         try:
             self.texts.write(iteration, rows)
