@@ -29,6 +29,8 @@ def _yes() -> bool:
     return True
 
 
+# What a receiver waits longer than a sender.
+LATER_SECONDS = 2.0
 # The same bucket from all senders of its stage.
 Parcel = list[tuple[Segment, Bucket]]
 
@@ -46,6 +48,11 @@ def _columns(stage: Sequence[Segment]) -> list[tuple[Bucket, ...]]:
     return list(zip(*(segment.buckets for segment in stage), strict=True))
 
 
+def _deadline(receive: Receive) -> Deadline:
+    """The offer's. The sender's passes first: it knows which receivers are missing, and the others are not to blame."""
+    return Deadline(receive.offer.deadline_seconds, extra=LATER_SECONDS)
+
+
 class WeightReceiver:
     """Keeps the communicators of one epoch and two bucket buffers. Not thread-safe.
 
@@ -61,7 +68,7 @@ class WeightReceiver:
 
     def connect(self, receive: Receive, deadline: Deadline | None = None) -> None:
         """Join the senders' communicators if the epoch is a new one. Raises TransferError."""
-        deadline = deadline or Deadline(receive.offer.deadline_seconds)
+        deadline = deadline or _deadline(receive)
         if self._epoch == receive.offer.epoch:
             return
         self.close()
@@ -90,7 +97,7 @@ class WeightReceiver:
         bucket was taken, says that somebody still holds some. Raises TransferError on a wrong checksum, a broken
         connection or the deadline; the communicators are then gone and what was yielded so far is to be thrown away. A
         consumer that stops early has the same effect."""
-        deadline = Deadline(receive.offer.deadline_seconds)
+        deadline = _deadline(receive)
         self.connect(receive, deadline)
         coming = parcels(receive.offer.segments)
         largest = max((sum(message_bytes(b) for _, b in parcel) for parcel in coming), default=0)

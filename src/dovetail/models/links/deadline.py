@@ -20,11 +20,12 @@ class TransferError(RuntimeError):
 
 
 class Deadline:
-    """Seconds left of a budget that starts now. `clock` is injected for tests."""
+    """Seconds left of a budget that starts now. `extra` seconds more are granted without being spoken of. `clock` is
+    injected for tests."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, extra: float = 0.0):
         self._clock = clock
-        self._end = clock() + seconds
+        self._end = clock() + seconds + extra
         self.seconds = seconds
 
     def left(self, late: Callable[[], Iterable[int]] = list) -> timedelta:

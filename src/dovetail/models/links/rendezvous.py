@@ -50,17 +50,20 @@ class Rendezvous:
         deadline: Deadline,
         late: Callable[[], str],
         when: str,
-        ranks: Callable[[], Iterable[int]] = list,
+        ranks: Callable[[], Iterable[int]] | None = None,
     ) -> None:
         """Returns when all the keys are there. Raises TransferError: past the deadline with the sentence of `late` and
-        the `ranks` that it is about, and when the transfer was called off `when`."""
+        the `ranks` that it is about, and when the transfer was called off `when`. Who knows the `ranks` says so also
+        where others have called it off meanwhile."""
         keys, pause = list(keys), 0.0005
         while not self.has(keys):
-            self.look(when, force=True)
             try:
                 deadline.left()
             except TransferError as error:
-                raise TransferError(late(), ranks()) from error
+                if ranks is None:
+                    self.look(when, force=True)
+                raise TransferError(late(), [] if ranks is None else ranks()) from error
+            self.look(when, force=True)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
