@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, mean
 
@@ -13,11 +16,24 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.planner.inventory import read
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.recommend import recommend
+from dovetail.planner.simulate import training
 from dovetail.planner.simulate.iteration import simulate
 from dovetail.planner.workload import Ints, Lengths
 from helpers.example_jobs import EXAMPLES, hub_configs
 
 ITERATIONS = 6
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Schedules are searched until nothing more is found, as a coordinator does. One round, which `dovetail plan` takes
+    for its timeline, leaves 4% of 32 stages that run both models at once. The clock counts, so the result does not
+    depend on the machine."""
+    effort = replace(training.EFFORT, seconds=50.0, clock=itertools.count().__next__)
+    monkeypatch.setattr(training, "EFFORT", effort)
+    training._orders.cache_clear()
+    yield
+    training._orders.cache_clear()
 
 
 def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> Ints:
@@ -39,6 +55,7 @@ def drawn(lengths: Lengths, count: int, at: float, rng: np.random.Generator) -> 
         ("hh-rlhf.yaml", None),
     ],
 )
+@pytest.mark.usefixtures("searched")
 def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, inventory: str | None) -> None:
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / job).read_text())).spec
     configs = hub_configs(Path(job).stem)
@@ -59,6 +76,4 @@ def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, in
         made = simulate(chosen.candidate, costs, prompts, responses, drawn=False)
         played.append(made.seconds)
     expected = costs.estimate(chosen.candidate)
-    # Of 32 stages that run both models at once, more of the pipeline's filling is left than the estimate has.
-    deep = max(share.pp for share in chosen.candidate.actor_training) >= 32
-    assert expected.seconds == pytest.approx(mean(played), rel=0.045 if deep else 0.03)
+    assert expected.seconds == pytest.approx(mean(played), rel=0.03)
