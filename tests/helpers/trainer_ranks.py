@@ -104,11 +104,11 @@ class TrainerRanks:
             process.wait(10)
         self.coordinator.close()
 
-    def start(self, rank: int) -> None:
-        """Start a rank, also in place of one that died."""
-        env = ProcessEnv(
+    def process_env(self, name: str, rank: int) -> ProcessEnv:
+        """What a process of the job reads of its environment."""
+        return ProcessEnv(
             job="tiny",
-            name=f"trainer-{rank}",
+            name=name,
             run_dir=self.folder,
             coordinator=self.coordinator.address,
             token=TOKEN,
@@ -119,6 +119,10 @@ class TrainerRanks:
             rank=rank,
             world_size=self.world_size,
         )
+
+    def start(self, rank: int) -> None:
+        """Start a rank, also in place of one that died."""
+        env = self.process_env(f"trainer-{rank}", rank)
         with (self.folder / f"rank-{rank}.log").open("ab") as log:
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "dovetail.trainer.main", "--patience", str(self._patience)],

@@ -11,11 +11,10 @@ from safetensors import safe_open
 
 from dovetail.manifest.types import Stage
 from dovetail.pod.main import Pod, pod_processes
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Stop
 from dovetail.protocol.plan import Plan, TrainerRank
 from dovetail.supervision.liveness import Limits
-from helpers.fake_coordinator import TOKEN, FakeCoordinator
+from helpers.fake_coordinator import FakeCoordinator
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,19 +29,7 @@ class PodOfRanks(TrainerRanks):
     def __enter__(self) -> PodOfRanks:
         ranks = [TrainerRank(rank=r, name=f"trainer-{r}", group="trainers") for r in range(self.world_size)]
         plan = Plan.model_validate_json((self.folder / "plan.json").read_bytes()).model_copy(update={"trainers": ranks})
-        base = ProcessEnv(
-            job="tiny",
-            name="pod",
-            run_dir=self.folder,
-            coordinator=self.coordinator.address,
-            token=TOKEN,
-            host="127.0.0.1",
-            port=0,
-            metrics_port=0,
-            group="trainers",
-            rank=0,
-            world_size=self.world_size,
-        )
+        base = self.process_env("pod", 0)
         group = self.job.spec.groups[0]
         processes = pod_processes(self.job, plan, group, 0, base, ["3", "5"], threads=1)
         self.pod = Pod(processes, self._environment, limits=Limits.of(60))

@@ -23,7 +23,7 @@ from dovetail.supervision.errors import UsageError
     multiple=True,
     help="The samples of this PPO iteration. May be given more than once.  [default: the last one]",
 )
-@click.option("--sort", "order", type=click.Choice(list(ORDERS)), help="Highest first.  [default: by prompt]")
+@click.option("--sort", "order", type=click.Choice(ORDERS), help="Highest first.  [default: by prompt]")
 @click.option("--ascending", is_flag=True, help="With --sort: lowest first.")
 @click.option("--grep", metavar="REGEX", help="Only samples whose prompt or response contains this regular expression.")
 @click.option("-n", "--limit", type=click.IntRange(1), default=10, show_default=True, help="Show at most so many.")

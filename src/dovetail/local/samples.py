@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.sample_files import FOLDER, Row, files, read_rows
 from dovetail.supervision.errors import RunError, UsageError
 
-# What samples can be sorted by, and the key of each.
-ORDERS: dict[str, Callable[[Row], float]] = {
-    "reward": lambda row: _or_least(row.get("reward")),
-    "kl": lambda row: _or_least(row.get("kl")),
-    "tokens": lambda row: _or_least(row.get("tokens")),
-}
+# The figures of a row that samples can be sorted by.
+ORDERS = ("reward", "kl", "tokens")
 
 
 def _or_least(value: Any) -> float:
@@ -61,7 +57,7 @@ def choose(
 ) -> list[Row]:
     """The rows whose prompt or response contains `pattern`, highest first by `order` of ORDERS, or as they are."""
     kept = [row for row in rows if pattern is None or any(pattern.search(str(row[key])) for key in _TEXTS)]
-    return kept if order is None else sorted(kept, key=ORDERS[order], reverse=not ascending)
+    return kept if order is None else sorted(kept, key=lambda row: _or_least(row.get(order)), reverse=not ascending)
 
 
 _TEXTS = ("prompt", "response")

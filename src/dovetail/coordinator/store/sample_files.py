@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from dovetail.coordinator.telemetry.summary import write_whole
+
 if TYPE_CHECKING:
     from dovetail.coordinator.store.samples import Key, Sample
     from dovetail.protocol.experience import Experience
@@ -100,15 +102,8 @@ class SampleFiles:
 
     def _write(self, name: str, rows: Iterable[Row]) -> None:
         self._dir.mkdir(exist_ok=True)
-        path = self._dir / name
-        temporary = path.with_suffix(".tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        write_whole(self._dir / name, text.encode())
 
 
 def files(run_dir: Path) -> dict[int, Path]:
