@@ -52,6 +52,13 @@ def condition(cluster: KubeCluster, namespace: str, kind: str) -> dict[str, Any]
     return next((c for c in found if c["type"] == kind), {})
 
 
+def unless_failed(cluster: KubeCluster, namespace: str, kind: str) -> dict[str, Any]:
+    """`condition`; fails the test if the job has failed, as it would wait in vain."""
+    failed = condition(cluster, namespace, "Failed")
+    assert failed.get("status") != "True", failed
+    return condition(cluster, namespace, kind)
+
+
 def wait_end(cluster: KubeCluster, namespace: str, seconds: float = JOB_SECONDS) -> str:
     """Completed, or the reason of the failure."""
     deadline = time.monotonic() + seconds
@@ -71,7 +78,8 @@ def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
     cluster.apply(
         manifest(namespace, ppo={"iterations": 3, "globalBatchSize": 16, "miniBatchSize": 8}), namespace=namespace
     )
-    wait_for("Running", lambda: condition(cluster, namespace, "Running").get("status") == "True", JOB_SECONDS)
+    # Not Running: one rollout is enough for a job so short, and the other may be ready only when all is done.
+    wait_for("nodes", lambda: unless_failed(cluster, namespace, "Scheduled").get("status") == "True", JOB_SECONDS)
     pods = cluster.get("pods", "-n", namespace)["items"]
     where = {p["metadata"]["labels"].get("dovetail.dev/group", "coordinator"): p["spec"]["nodeName"] for p in pods}
     products = {
@@ -222,6 +230,7 @@ def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     )
 
     def iteration() -> int:
+        unless_failed(cluster, namespace, "Running")
         status = job(cluster, namespace).get("status", {})
         return int(status.get("iteration", 0)) if status.get("stage") == "ppo" else 0
 
