@@ -59,7 +59,13 @@ USED = {
     "spec.ttlSecondsAfterFinished": {"ttlSecondsAfterFinished": 0},
     "spec.checkpoint.volume": {"checkpoint": {"volume": "claim"}},
     "spec.groups[].image": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "image": "x"}]},
-    "spec.groups[].podTemplate": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "podTemplate": {"a": 1}}]},
+    "spec.groups[].podTemplate": {
+        "groups": [{"name": "a", "roles": ["trainer", "rollout"], "podTemplate": {"metadata": {}}}]
+    },
+    "spec.coordinator.*": {"coordinator": {"image": "x"}},
+    "spec.hub.*": {"hub": {"cacheClaim": "x"}},
+    "spec.data.*[].pvc": {"models": {"tokenizer": {"pvc": "claim/tokenizer"}}},
+    "spec.models.reward.code": {"models": {"reward": {"function": "a:b", "code": {"configMap": "x"}}}},
     "spec.models.*.source.pvc": {"models": {"actor": {"source": {"pvc": "claim/actor"}}, "tokenizer": {}}},
     "spec.models.reference.dtype": {"models": {"reference": {"dtype": "bfloat16"}}},
     "spec.groups[].maxReplicas": {

@@ -281,3 +281,68 @@ def test_merging_changes_neither_side_and_is_idempotent(base, patch):
     once = merge(base, patch)
     assert (base, patch) == before
     assert merge(once, patch) == once
+
+
+def with_own_things():
+    """A job with data, tokenizer and model on claims, functions in a ConfigMap, and a hub's token and cache."""
+    claimed = {"pvc": "mine/data.jsonl"}
+    models = {
+        "actor": {"source": {"pvc": "weights/llama"}},
+        "tokenizer": {"pvc": "weights/tokenizer"},
+        "reward": {"function": "grader:score", "code": {"configMap": "grader"}},
+    }
+    return a_context(
+        models=models,
+        data={"demonstrations": [claimed], "prompts": [claimed, {"huggingFace": "a/b"}]},
+        hub={"tokenSecret": {"name": "hf"}, "cacheClaim": "shared"},
+        coordinator={
+            "image": "registry.example.com/grader:1",
+            "podTemplate": {"spec": {"tolerations": [{"key": "cpu", "operator": "Exists"}]}},
+        },
+    )
+
+
+def test_each_pod_mounts_what_its_processes_read_and_the_coordinator_alone_has_the_hubs_token():
+    context = with_own_things()
+    for name, spec, _ in pods(context):
+        (container,) = spec["containers"]
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        coordinator = name == "coordinator"
+        own = {"/var/dovetail-claims/mine", "/etc/dovetail-code"}
+        shared = {"/var/dovetail-claims/weights", "/var/dovetail-hub"}
+        assert shared <= set(mounts)
+        assert own & set(mounts) == (own if coordinator else set())
+        for path in (own & set(mounts)) | shared:
+            assert mounts[path]["readOnly"]
+            assert mounts[path]["name"] in volumes
+        tokens = [variable for variable in container["env"] if variable["name"] == "HF_TOKEN"]
+        where = {"name": "hf", "key": "token"}
+        assert tokens == ([{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": where}}] if coordinator else [])
+        assert ({"key": "cpu", "operator": "Exists"} in spec.get("tolerations", [])) == coordinator
+        assert (container["image"] == "registry.example.com/grader:1") == coordinator
+        if coordinator:
+            claims = {v["persistentVolumeClaim"]["claimName"] for n, v in volumes.items() if n.startswith("claim-")}
+            assert claims == {"mine", "weights"}
+    spec = in_pods(context.job)["spec"]
+    assert spec["data"]["prompts"][0]["path"] == "/var/dovetail-claims/mine/data.jsonl"
+    assert spec["models"]["tokenizer"]["path"] == "/var/dovetail-claims/weights/tokenizer"
+    assert spec["models"]["reward"]["importPath"] == "/etc/dovetail-code"
+    assert RLHFJob.model_validate(in_pods(context.job)).spec.hub.cache_claim == "shared"
+
+
+def test_new_fields_leave_the_hashes_of_earlier_jobs_alone():
+    """Of a job that runs when the operator is upgraded: another hash would plan it anew, or make its pods anew."""
+    context = a_context()
+    metadata = jobset(context)["metadata"]["labels"]
+    assert (spec_hash(context.job)[:16], metadata[names.PODS_LABEL]) == ("a7626e6d233e74e8", "fd5a32d3bd354e04")
+    changed = {
+        jobset(a_context(**change))["metadata"]["labels"][names.PODS_LABEL]
+        for change in (
+            {"hub": {"tokenSecret": {"name": "hf"}}},
+            {"hub": {"cacheClaim": "shared"}},
+            {"coordinator": {"image": "x"}},
+            {"coordinator": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}},
+        )
+    }
+    assert len(changed | {"fd5a32d3bd354e04"}) == 5

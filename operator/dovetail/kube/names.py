@@ -27,6 +27,8 @@ PRIORITY_LABEL = f"{KUEUE}priority-class"
 VOLUME_MOUNT = "/var/dovetail"
 CONFIG_MOUNT = "/etc/dovetail"
 CLAIMS_MOUNT = "/var/dovetail-claims"
+HUB_MOUNT = "/var/dovetail-hub"
+CODE_MOUNT = "/etc/dovetail-code"
 
 
 def plan_config_map(job: str) -> str:

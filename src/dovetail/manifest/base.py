@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+# Of Secrets and ConfigMaps, whose names may have dots.
+OBJECT_NAME_PATTERN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 # The policy's losses that the trainer brings (`dovetail.trainer.algorithms.policy`).
@@ -15,6 +17,7 @@ LOSSES = ("ppo",)
 LOSS_PATTERN = rf"^({'|'.join(LOSSES)}|{CALLABLE_PATTERN[1:-1]})$"
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME_PATTERN)]
 Callable_ = Annotated[str, Field(max_length=256, pattern=CALLABLE_PATTERN)]
 LossName = Annotated[str, Field(max_length=256, pattern=LOSS_PATTERN)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]

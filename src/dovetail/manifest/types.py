@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from dovetail.manifest.base import Callable_, Fraction, Model, Name, ObjectMeta, Path_, PositiveFloat, PositiveInt, Text
+from dovetail.manifest.base import (
+    Callable_,
+    Fraction,
+    Model,
+    Name,
+    ObjectMeta,
+    ObjectName,
+    Path_,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+)
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.training import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
@@ -20,6 +31,7 @@ __all__ = [
     "KL",
     "PPO",
     "Checkpoint",
+    "Coordinator",
     "CriticModel",
     "Data",
     "DataSource",
@@ -28,6 +40,7 @@ __all__ = [
     "Fraction",
     "Generation",
     "Group",
+    "Hub",
     "ImportanceSampling",
     "LoRA",
     "Model",
@@ -44,10 +57,12 @@ __all__ = [
     "RLHFJob",
     "RLHFJobSpec",
     "RLHFJobStatus",
+    "RewardCode",
     "RewardFunction",
     "RewardModel",
     "Role",
     "ScratchModel",
+    "SecretKey",
     "Stage",
     "StageSplit",
     "Supervised",
@@ -116,7 +131,11 @@ class ModelSource(Model):
     """Where a model comes from: exactly one of the fields."""
 
     hugging_face: Text | None = Field(default=None, description="Repository on a Hugging Face hub, as owner/name.")
-    revision: Text | None = Field(default=None, description="Branch, tag or commit of the hub repository.")
+    revision: Text | None = Field(
+        default=None,
+        description="Branch, tag or commit of the hub repository; default: main. A run keeps to the commit that it "
+        "found first.",
+    )
     path: Path_ | None = Field(default=None, description="Folder in Hugging Face format (safetensors weights).")
     pvc: Path_ | None = Field(default=None, description="claim/path: a folder on a PersistentVolumeClaim.")
     scratch: ScratchModel | None = Field(default=None, description="Random weights of the given configuration.")
@@ -183,6 +202,15 @@ class RewardFunction(Model):
         return self.name or self.function.rpartition(":")[2]
 
 
+class RewardCode(Model):
+    """Where the code of reward functions is on a cluster: exactly one of the fields."""
+
+    config_map: ObjectName | None = Field(
+        default=None, description="ConfigMap whose keys are the files, such as grader.py."
+    )
+    pvc: Path_ | None = Field(default=None, description="claim/path: a folder on a PersistentVolumeClaim.")
+
+
 class RewardModel(TrainedModel):
     """The reward: a trained model, or Python functions called in worker processes of the coordinator."""
 
@@ -202,6 +230,9 @@ class RewardModel(TrainedModel):
         description="Folder that functions are imported from; default: the manifest's, in pods the working directory. "
         "PYTHONPATH comes after it.",
     )
+    code: RewardCode | None = Field(
+        default=None, description="On a cluster, in place of importPath: a ConfigMap or a claim with the functions."
+    )
     workers: int = Field(default=2, ge=1, le=256, description="Largest number of processes that call functions.")
     timeout_seconds: PositiveFloat = Field(
         default=120.0, description="Time limit of one call of a function. A process that exceeds it is replaced."
@@ -219,6 +250,7 @@ class Tokenizer(Model):
     """The tokenizer of every model of the job; by default the actor source's own."""
 
     path: Path_ | None = Field(default=None, description="Folder or hub name of a Hugging Face tokenizer.")
+    pvc: Path_ | None = Field(default=None, description="claim/path: its folder on a PersistentVolumeClaim.")
     train: TokenizerTraining | None = Field(default=None, description="Train one on the job's data (scratch models).")
 
 
@@ -251,11 +283,12 @@ DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Messages", "HH
 
 
 class DataSource(Model):
-    """One data set: exactly one of huggingFace, path and synthetic."""
+    """One data set: exactly one of huggingFace, path, pvc and synthetic."""
 
     hugging_face: Text | None = Field(default=None, description="Data set on a Hugging Face hub, loaded by `datasets`.")
     subset: Text | None = Field(default=None, description="The hub data set's configuration name or data folder.")
     path: Path_ | None = Field(default=None, description="A .jsonl, .jsonl.gz or .parquet file, or a folder of them.")
+    pvc: Path_ | None = Field(default=None, description="claim/path: such a file or folder on a PersistentVolumeClaim.")
     synthetic: SyntheticData | None = Field(default=None, description="Generate the records.")
     revision: Text | None = Field(
         default=None, description="Branch, tag or commit of the hub data set; default: the newest."
@@ -351,6 +384,44 @@ class Group(Model):
     def on_cpu(self) -> bool:
         """Whether the pods have no accelerator."""
         return self.gpu.product is None or self.gpu.per_pod == 0
+
+
+class Coordinator(Model):
+    """The pod that runs the job's loop, reads its data, downloads its models and calls its reward functions."""
+
+    image: Text | None = Field(
+        default=None,
+        description="Its container image; default: the operator's. An image of your own, made from that one, may hold "
+        "reward functions and the packages that they need.",
+    )
+    pod_template: dict[str, Any] = Field(default_factory=dict, description="Strategic merge patch of the pod template.")
+
+
+class SecretKey(Model):
+    """One key of a Secret in the job's namespace."""
+
+    name: ObjectName = Field(description="The Secret's name.")
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
+        default="token", description="The key whose value is used."
+    )
+
+
+class Hub(Model):
+    """How models and data sets of a Hugging Face hub are fetched. HF_ENDPOINT names another hub than the public one."""
+
+    token_secret: SecretKey | None = Field(
+        default=None,
+        description="On a cluster: the access token for private and gated repositories. Only the coordinator's pod "
+        "gets it. On one machine: log in with `hf auth login`, or set HF_TOKEN.",
+    )
+    cache_claim: Name | None = Field(
+        default=None,
+        description="On a cluster: a PersistentVolumeClaim with a hub cache (HF_HUB_CACHE), which all pods read. What "
+        "it lacks is downloaded to the job's volume.",
+    )
+    timeout_seconds: PositiveInt = Field(
+        default=7200, description="Longest time that the download of one repository may take."
+    )
 
 
 class Parallelism(Model):
@@ -514,6 +585,8 @@ class RLHFJobSpec(Model):
         description="The pods, by kind of hardware.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
+    coordinator: Coordinator = Field(default_factory=Coordinator, description="The coordinator's pod on a cluster.")
+    hub: Hub = Field(default_factory=Hub, description="How models and data sets of a hub are fetched.")
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
     trainer: Trainer = Field(default_factory=Trainer, description="How trainer ranks compute on GPUs.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")

@@ -6,7 +6,7 @@ import json
 
 from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP
-from dovetail.manifest.types import RLHFJob
+from dovetail.manifest.types import Hub, RLHFJob
 from dovetail.operator.render.context import Object, RenderContext, digest
 
 
@@ -30,6 +30,8 @@ def spec_hash(job: RLHFJob) -> str:
     """A hash of everything that a plan may depend on."""
     spec = job.spec.model_dump(mode="json", by_alias=True)
     for name in (
+        "coordinator",
+        "hub",
         "suspend",
         "retry",
         "activeDeadlineSeconds",
@@ -42,16 +44,43 @@ def spec_hash(job: RLHFJob) -> str:
     for group in spec["groups"]:
         group.pop("podTemplate", None)
         group.pop("image", None)
+    _without_later_fields(spec)
     return digest(spec)
 
 
+_DATA = ("demonstrations", "preferences", "prompts")
+
+
+def _without_later_fields(spec: Object) -> None:
+    """Remove the fields of later releases that have their default: jobs that ran before keep the hash that they had,
+    and coordinators of that time can read their job.json."""
+    later: list[tuple[Object, str]] = [(spec["models"]["tokenizer"], "pvc"), (spec["models"]["reward"], "code")]
+    later += [(source, "pvc") for name in _DATA for source in spec["data"][name]]
+    for parent, field in later:
+        if field in parent and parent[field] is None:
+            del parent[field]
+
+
 def in_pods(job: RLHFJob) -> Object:
-    """The manifest as the job's processes read it: models on claims are folders there."""
+    """The manifest as the job's processes read it: what is on claims and in ConfigMaps are folders and files there."""
     document = job.model_dump(mode="json", by_alias=True, exclude={"status"})
     metadata = document["metadata"]
     document["metadata"] = {key: metadata[key] for key in ("name", "namespace") if metadata.get(key)}
-    for model in document["spec"]["models"].values():
-        source = model.get("source")
+    spec = document["spec"]
+    models = spec["models"]
+    sources = [model.get("source") for name, model in models.items() if name != "tokenizer"]
+    sources += [models["tokenizer"], *(source for name in _DATA for source in spec["data"][name])]
+    for source in sources:
         if source and source.get("pvc"):
             source["path"] = f"{names.CLAIMS_MOUNT}/{source.pop('pvc').strip('/')}"
+    if code := models["reward"].get("code"):
+        del models["reward"]["code"]
+        on_claim = code.get("pvc")
+        folder = f"{names.CLAIMS_MOUNT}/{on_claim.strip('/')}" if on_claim else names.CODE_MOUNT
+        models["reward"]["importPath"] = folder
+    # No process reads what is said of the coordinator's pod.
+    del spec["coordinator"]
+    if job.spec.hub == Hub():
+        del spec["hub"]
+    _without_later_fields(spec)
     return document

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dovetail.kube import names
 from dovetail.kube.resources import JOBSET
+from dovetail.manifest.types import Coordinator
 from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
@@ -13,7 +14,14 @@ from dovetail.protocol.process_names import COORDINATOR
 
 def pods_hash(context: RenderContext) -> str:
     """A hash of the images and pod templates in the manifest, which may change while the job is suspended."""
-    return digest([[group.image, group.pod_template] for group in context.job.spec.groups])[:16]
+    spec = context.job.spec
+    pods: list[object] = [[group.image, group.pod_template] for group in spec.groups]
+    # What has its default adds nothing, so that jobs of an earlier release keep their pods.
+    if spec.coordinator != Coordinator():
+        pods.append({"coordinator": spec.coordinator.model_dump(mode="json")})
+    if (spec.hub.token_secret, spec.hub.cache_claim) != (None, None):
+        pods.append({"hub": spec.hub.model_dump(mode="json", include={"token_secret", "cache_claim"})})
+    return digest(pods)[:16]
 
 
 def jobset(context: RenderContext) -> Object:

@@ -19,13 +19,23 @@ GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 # Writable places of a read-only root; caches of Hugging Face, vLLM, Triton and torch.inductor go below HOME.
 HOME = "/tmp"
+HUB_TOKEN = "HF_TOKEN"  # as huggingface_hub and datasets read it
 
 
 def coordinator_pod(context: RenderContext) -> Object:
-    """The pod template of the coordinator."""
+    """The pod template of the coordinator. It alone reads data and reward functions, and has the hub's token."""
     port = env.COORDINATOR_PORT
-    container = _container(context, context.settings.coordinator_image, COORDINATOR_MODULE)
+    spec = context.job.spec
+    container = _container(context, spec.coordinator.image or context.settings.coordinator_image, COORDINATOR_MODULE)
     container["env"] += [_value(env.NAME, COORDINATOR), _value(env.PORT, port)]
+    if (secret := spec.hub.token_secret) is not None:
+        reference = {"name": secret.name, "key": secret.key}
+        container["env"].append({"name": HUB_TOKEN, "valueFrom": {"secretKeyRef": reference}})
+    container["volumeMounts"] += _claim_mounts(context, coordinator_claims(spec))
+    volumes = _claim_volumes(context, coordinator_claims(spec))
+    if (code := spec.models.reward.code) is not None and code.config_map is not None:
+        container["volumeMounts"].append({"name": "reward-code", "mountPath": names.CODE_MOUNT, "readOnly": True})
+        volumes.append({"name": "reward-code", "configMap": {"name": code.config_map}})
     container |= {
         "ports": [{"name": "http", "containerPort": port}],
         "startupProbe": _probe("/healthz", port, period=2, failures=150),
@@ -33,7 +43,7 @@ def coordinator_pod(context: RenderContext) -> Object:
         "livenessProbe": _probe("/healthz", port, period=15, failures=8),
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
     }
-    return _template(context, COORDINATOR, container, patch={})
+    return _template(context, COORDINATOR, container, patch=spec.coordinator.pod_template, extra={"volumes": volumes})
 
 
 def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
@@ -87,9 +97,45 @@ def image(context: RenderContext, group: Group) -> str:
 
 
 def claims(spec: RLHFJobSpec) -> list[str]:
-    """Claims that models are read from."""
+    """Claims that models are read from, by all pods."""
     sources = (spec.models.actor, spec.models.critic, spec.models.reward, spec.models.reference)
-    return sorted({m.source.pvc.strip("/").partition("/")[0] for m in sources if m.source and m.source.pvc})
+    return sorted({_claim(m.source.pvc) for m in sources if m.source and m.source.pvc})
+
+
+def coordinator_claims(spec: RLHFJobSpec) -> list[str]:
+    """Further claims, which the coordinator alone reads: data, tokenizer and reward functions."""
+    paths = [spec.models.tokenizer.pvc, spec.models.reward.code.pvc if spec.models.reward.code else None]
+    paths += [source.pvc for source in (*spec.data.demonstrations, *spec.data.preferences, *spec.data.prompts)]
+    return sorted({_claim(path) for path in paths if path} - set(claims(spec)))
+
+
+def _claim(path: str) -> str:
+    """The claim of claim/path."""
+    return path.strip("/").partition("/")[0]
+
+
+def _claim_mounts(context: RenderContext, wanted: list[str]) -> list[Object]:
+    return [
+        {"name": _claim_volume(context, claim), "mountPath": f"{names.CLAIMS_MOUNT}/{claim}", "readOnly": True}
+        for claim in wanted
+    ]
+
+
+def _claim_volumes(context: RenderContext, wanted: list[str]) -> list[Object]:
+    return [
+        {"name": _claim_volume(context, claim), "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        for claim in wanted
+    ]
+
+
+def _claim_volume(context: RenderContext, claim: str) -> str:
+    spec = context.job.spec
+    return f"claim-{[*claims(spec), *coordinator_claims(spec)].index(claim)}"
+
+
+def _cache(context: RenderContext) -> str | None:
+    """The claim with a hub cache, which all pods read."""
+    return context.job.spec.hub.cache_claim
 
 
 def _container(context: RenderContext, image: str, module: str) -> Object:
@@ -115,10 +161,8 @@ def _container(context: RenderContext, image: str, module: str) -> Object:
             {"name": "files", "mountPath": names.VOLUME_MOUNT},
             {"name": "plan", "mountPath": names.CONFIG_MOUNT, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
-            *(
-                {"name": f"claim-{i}", "mountPath": f"{names.CLAIMS_MOUNT}/{claim}", "readOnly": True}
-                for i, claim in enumerate(claims(context.job.spec))
-            ),
+            *_claim_mounts(context, claims(context.job.spec)),
+            *([{"name": "hub-cache", "mountPath": names.HUB_MOUNT, "readOnly": True}] if _cache(context) else []),
         ],
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -138,9 +182,11 @@ def _template(
         {"name": "files", "persistentVolumeClaim": {"claimName": claim_name(context)}},
         {"name": "plan", "configMap": {"name": names.plan_config_map(context.name)}},
         {"name": "tmp", "emptyDir": {}},
+        *_claim_volumes(context, claims(context.job.spec)),
         *(
-            {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-            for i, claim in enumerate(claims(context.job.spec))
+            [{"name": "hub-cache", "persistentVolumeClaim": {"claimName": cache, "readOnly": True}}]
+            if (cache := _cache(context))
+            else []
         ),
         *more.pop("volumes", []),
     ]

@@ -25,7 +25,10 @@ CHANGEABLE = (
     "checkpoint.everySteps",
     "checkpoint.keep",
     "samples",
+    "coordinator",
+    "hub",
     "models.reward.importPath",
+    "models.reward.code",
     "models.reward.workers",
     "models.reward.timeoutSeconds",
     "sft.optimizer.learningRate",
@@ -85,7 +88,7 @@ class Change:
         if name.endswith(".revision"):
             return True
         return (
-            name.endswith(".path")
+            name.endswith((".path", ".pvc"))
             and bool(self.old and self.new)
             and PurePath(self.old).name == PurePath(self.new).name
         )

@@ -1,9 +1,10 @@
 """Which parts of a job's spec may change, as CEL transition rules.
 
 At any time a user may suspend and resume a job, scale its rollout groups, change its deadlines, its failure policy, its
-checkpoint policy and which samples are kept as text, and have a failed job try again. Images and pod templates may
-change while it is suspended. Everything else decides what is trained. It is fixed when the job has a plan (condition
-Planned=True). Before that it may be corrected, above all while Planned=False says what does not fit."""
+checkpoint policy and which samples are kept as text, and have a failed job try again. Images, pod templates and the
+access to a hub may change while it is suspended. Everything else decides what is trained. It is fixed when the job has
+a plan (condition Planned=True). Before that it may be corrected, above all while Planned=False says what does not
+fit."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ CHANGEABLE = (
     "checkpoint",
     "failurePolicy",
     "samples",
+    "coordinator",
+    "hub",
     "activeDeadlineSeconds",
     "ttlSecondsAfterFinished",
 )
@@ -47,6 +50,12 @@ _GROUP_FIELDS = {
 }
 _POD_FIELDS = {"image": "has(g.image) ? g.image : ''", "podTemplate": "g.podTemplate"}
 
+_SIDES = ("self.spec.coordinator", "oldSelf.spec.coordinator")
+_COORDINATOR = " && ".join(
+    " == ".join(value.format(side) for side in _SIDES)
+    for value in ("(has({0}.image) ? {0}.image : '')", "{0}.podTemplate")
+)
+
 TRANSITION_RULES: tuple[CelRule, ...] = (
     *(_rule(f"spec.{name}", f"self.spec.{name} == oldSelf.spec.{name}", f".spec.{name}") for name in FIXED),
     _rule("The list of names in spec.groups", _same("groups.map(g, g.name)"), ".spec.groups"),
@@ -62,6 +71,18 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
             ".spec.groups",
         )
         for name, value in _POD_FIELDS.items()
+    ),
+    *(
+        CelRule(
+            "",
+            f"{_UNPLANNED} || self.spec.suspend || {same}",
+            f"spec.{name} {_SUSPENDED}.",
+            f".spec.{name}",
+        )
+        for name, same in {
+            "coordinator": f"({_COORDINATOR})",
+            "hub": "self.spec.hub == oldSelf.spec.hub",
+        }.items()
     ),
     _rule(
         "replicas of a trainer group in spec.groups",

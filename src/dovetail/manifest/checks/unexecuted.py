@@ -37,6 +37,32 @@ def _pvc(spec: RLHFJobSpec) -> Iterator[str]:
             yield f"spec.models.{name}.source.pvc"
 
 
+def _other_claims(spec: RLHFJobSpec) -> Iterator[str]:
+    for name in ("demonstrations", "preferences", "prompts"):
+        for index, source in enumerate(getattr(spec.data, name)):
+            if source.pvc is not None:
+                yield f"spec.data.{name}[{index}].pvc"
+    if spec.models.tokenizer.pvc is not None:
+        yield "spec.models.tokenizer.pvc"
+
+
+def _reward_code(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.models.reward.code is not None:
+        yield "spec.models.reward.code"
+
+
+def _coordinator(spec: RLHFJobSpec) -> Iterator[str]:
+    for name, alias in (("image", "image"), ("pod_template", "podTemplate")):
+        if getattr(spec.coordinator, name):
+            yield f"spec.coordinator.{alias}"
+
+
+def _hub(spec: RLHFJobSpec) -> Iterator[str]:
+    for name, alias in (("token_secret", "tokenSecret"), ("cache_claim", "cacheClaim")):
+        if getattr(spec.hub, name) is not None:
+            yield f"spec.hub.{alias}"
+
+
 def _volume(spec: RLHFJobSpec) -> Iterator[str]:
     if spec.checkpoint.volume is not None:
         yield "spec.checkpoint.volume"
@@ -86,6 +112,10 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
         "spec.groups[].podTemplate", _group_field("pod_template", "podTemplate"), "there are no pods to patch", True
     ),
     Unexecuted("spec.models.*.source.pvc", _pvc, "use path or huggingFace; the run will fail", on_cluster=True),
+    Unexecuted("spec.data.*[].pvc", _other_claims, "use path; the run will fail", on_cluster=True),
+    Unexecuted("spec.models.reward.code", _reward_code, "functions are imported from importPath", on_cluster=True),
+    Unexecuted("spec.coordinator.*", _coordinator, "there is no pod of the coordinator", on_cluster=True),
+    Unexecuted("spec.hub.*", _hub, "this machine's own token and cache are used", on_cluster=True),
     Unexecuted(
         "spec.models.reference.dtype", _reference_dtype, "scorers compute in float32 on CPUs and bfloat16 on GPUs"
     ),

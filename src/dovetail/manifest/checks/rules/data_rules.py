@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES
+from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES, claim_rule
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, one_of, ppo_rule, spec_rule
 from dovetail.manifest.types import DataSource, ModelSource, RLHFJobSpec, Stage
 
@@ -55,7 +55,8 @@ def _has_share(stage: Stage) -> Rule:
 
 
 DATA_RULES = (
-    *one_of(_DATA_SOURCES, "huggingFace", "path", "synthetic"),
+    *one_of(_DATA_SOURCES, "huggingFace", "path", "pvc", "synthetic"),
+    claim_rule(*_DATA_SOURCES, what="a file or folder"),
     Rule(
         _DATA_SOURCES,
         _subset_of_hub,

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, listed, one_of, spec_rule
 from dovetail.manifest.checks.scratch import SIZES, is_count
 from dovetail.manifest.types import (
+    DataSource,
     Dtype,
     LoRA,
     ModelSource,
+    RewardCode,
     RewardFunction,
     RewardModel,
     RLHFJobSpec,
@@ -58,8 +60,18 @@ _LORAS = tuple(f"spec.models.{name}.lora" for name in _MODEL_NAMES)
 _KINDS_OF_MODEL = ("huggingFace", "path", "pvc", "scratch")
 
 
-def _claim_and_path(source: ModelSource) -> bool:
+def _claim_and_path(source: ModelSource | DataSource | Tokenizer | RewardCode) -> bool:
     return source.pvc is None or "/" in source.pvc.strip("/")
+
+
+def claim_rule(*at: str, what: str = "a folder") -> Rule:
+    """`pvc` of these objects is claim/path."""
+    return Rule(
+        at,
+        _claim_and_path,
+        "!has(self.pvc) || self.pvc.matches('[^/]/+[^/]')",
+        f"{{path}}.pvc must be claim/path, the claim's name and {what} in it; it is '{{pvc}}'.",
+    )
 
 
 def _no_full_dropout(lora: LoRA) -> bool:
@@ -96,12 +108,7 @@ def _config(name: str) -> Value:
 
 MODEL_RULES = (
     *one_of(MODEL_SOURCES, *_KINDS_OF_MODEL),
-    Rule(
-        MODEL_SOURCES,
-        _claim_and_path,
-        "!has(self.pvc) || self.pvc.matches('[^/]/+[^/]')",
-        "{path}.pvc must be claim/path, the claim's name and a folder in it; it is '{pvc}'.",
-    ),
+    claim_rule(*MODEL_SOURCES, "spec.models.tokenizer", "spec.models.reward.code"),
     Rule(
         _SCRATCH,
         lambda model: "vocab_size" not in model.config,
@@ -199,6 +206,19 @@ REWARD_RULES = (
         "{path} has both function and functions; move the one into the list of the others.",
     ),
     *(_not_beside_functions(name) for name in ("source", "lora")),
+    Rule(
+        ("spec.models.reward",),
+        lambda reward: reward.code is None or bool(reward.calls),
+        "!has(self.code) || has(self.__function__) || has(self.functions)",
+        "{path}.code has no effect without a function; remove it, or name a function of it in {path}.function.",
+    ),
+    Rule(
+        ("spec.models.reward",),
+        lambda reward: reward.code is None or reward.import_path is None,
+        "!has(self.code) || !has(self.importPath)",
+        "{path} has both code and importPath; remove one of them.",
+    ),
+    *one_of(("spec.models.reward.code",), "configMap", "pvc"),
     spec_rule(
         lambda spec: not spec.models.reward.calls or spec.stages != [Stage.REWARD],
         f"!{CALLS} || self.stages != ['reward']",
@@ -244,8 +264,8 @@ REWARD_RULES = (
 # ---------------------------------------------------------------- tokenizer
 
 
-def _not_both(tokenizer: Tokenizer) -> bool:
-    return tokenizer.path is None or tokenizer.train is None
+def _one_at_most(tokenizer: Tokenizer) -> bool:
+    return sum(value is not None for value in (tokenizer.path, tokenizer.pvc, tokenizer.train)) < 2
 
 
 def _from_scratch(spec: RLHFJobSpec, unknown: bool) -> bool:
@@ -257,18 +277,19 @@ def _from_scratch(spec: RLHFJobSpec, unknown: bool) -> bool:
 TOKENIZER_RULES = (
     Rule(
         ("spec.models.tokenizer",),
-        _not_both,
-        "!(has(self.path) && has(self.train))",
-        "{path} has both path and train; give one of them.",
+        _one_at_most,
+        "[has(self.path), has(self.pvc), has(self.train)].filter(given, given).size() < 2",
+        "{path} has more than one of path, pvc and train; give one of them.",
     ),
     spec_rule(
         lambda spec: (
             not _from_scratch(spec, unknown=False)
             or spec.models.tokenizer.path is not None
+            or spec.models.tokenizer.pvc is not None
             or spec.models.tokenizer.train is not None
         ),
         "!has(self.models.actor.source) || !has(self.models.actor.source.scratch) "
-        "|| has(self.models.tokenizer.path) || has(self.models.tokenizer.train)",
+        "|| has(self.models.tokenizer.path) || has(self.models.tokenizer.pvc) || has(self.models.tokenizer.train)",
         "spec.models.tokenizer is required for an actor from scratch: give path, or train: {vocabSize: 512} "
         "to train one on the job's data.",
     ),

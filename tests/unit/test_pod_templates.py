@@ -1,0 +1,88 @@
+"""Pod templates of a manifest that would break the pod are refused with a sentence."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from dovetail.kube import names
+from dovetail.manifest.checks import pod_templates
+from dovetail.manifest.checks.pod_templates import template_problem
+from dovetail.manifest.checks.validation import check
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol import env
+from dovetail.protocol.process_names import CONTAINER
+from helpers.plain import plain_spec
+
+
+def _container(**fields: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "dovetail", **fields}]}}
+
+
+BROKEN = {
+    "metadata and spec": {"containers": [{"name": "dovetail"}]},
+    "would remove Dovetail's own": {"spec": {"containers": [{"$patch": "replace"}]}},
+    "would remove the container": _container(**{"$patch": "delete"}),
+    "spec would remove": {"spec": None},
+    "restartPolicy must be Never": {"spec": {"restartPolicy": "OnFailure"}},
+    "volumes has files": {"spec": {"volumes": [{"name": "files", "emptyDir": {}}]}},
+    "volumes has claim-0": {"spec": {"volumes": [{"name": "claim-0", "emptyDir": {}}]}},
+    "volumes has tmp": {"spec": {"volumes": [{"name": "tmp", "$patch": "delete"}]}},
+    "volumeMounts has /var/dovetail/models": _container(
+        volumeMounts=[{"name": "mine", "mountPath": "/var/dovetail/models"}]
+    ),
+    "volumeMounts has /etc,": _container(volumeMounts=[{"name": "mine", "mountPath": "/etc"}]),
+    "volumeMounts has /tmp": _container(volumeMounts=[{"name": "mine", "mountPath": "/tmp"}]),
+    "env would remove": _container(env=None),
+    "env has DOVETAIL_TOKEN": _container(env=[{"name": "DOVETAIL_TOKEN", "value": "x"}]),
+    "labels has dovetail.dev/job": {"metadata": {"labels": {"dovetail.dev/job": "other"}}},
+    "the pod's own container": {"spec": {"initContainers": [{"name": "dovetail", "image": "x"}]}},
+    "lacks name": {"spec": {"containers": [{"image": "x"}]}},
+}
+
+
+@pytest.mark.parametrize("sentence", BROKEN)
+def test_a_template_that_breaks_the_pod_is_refused(sentence: str) -> None:
+    problem = template_problem(BROKEN[sentence])
+    assert problem.startswith("podTemplate")
+    assert sentence in problem
+
+
+def test_templates_that_people_write_are_accepted() -> None:
+    template = yaml.safe_load("""
+    metadata: {labels: {team: blue}, annotations: {a: b}}
+    spec:
+      tolerations: [{key: gpu, operator: Exists}]
+      nodeSelector: null
+      imagePullSecrets: [{name: registry}]
+      restartPolicy: Never
+      containers:
+        - name: dovetail
+          env: [{name: HF_ENDPOINT, value: "http://hub"}, {name: DOVETAIL_LOG, value: x}]
+          envFrom: [{secretRef: {name: s}}]
+          resources: {limits: {memory: 8Gi}}
+          volumeMounts: [{name: data, mountPath: /data}, {name: big, mountPath: /tmp/big}]
+        - {name: sidecar, image: x}
+      volumes:
+        - {name: data, persistentVolumeClaim: {claimName: data}}
+        - {name: big, emptyDir: {}}
+        - {name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}
+    """)
+    assert template_problem(template) == ""
+
+
+def test_it_is_told_for_groups_and_for_the_coordinator() -> None:
+    template = {"spec": {"restartPolicy": "Always"}}
+    document = plain_spec().model_dump(mode="json", by_alias=True)
+    document["groups"][1]["podTemplate"] = template
+    document["coordinator"] = {"podTemplate": template}
+    told = [s for s in check(RLHFJobSpec.model_validate(document)) if "restartPolicy" in s]
+    assert [sentence.split()[0] for sentence in told] == ["spec.groups[1]", "spec.coordinator"]
+
+
+def test_the_names_are_those_that_pods_have() -> None:
+    mounts = (names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.CLAIMS_MOUNT, names.HUB_MOUNT, names.CODE_MOUNT)
+    assert mounts == pod_templates.MOUNTS
+    assert CONTAINER == pod_templates.CONTAINER
+    variables = {env.JOB, env.NAME, env.RUN_DIR, env.COORDINATOR, env.TOKEN, env.HOST, env.PORT, env.GROUP, env.INDEX}
+    assert variables | {env.CONFIG_DIR} == set(pod_templates.VARIABLES)
