@@ -73,18 +73,19 @@ class FakeCluster:
         self.gone = False
         self.made: list[str] = []
         self.queueing = False
+        self.settings = OperatorSettings()
         self._numbers = itertools.count(1)
 
     # ------------------------------------------------------------ the operator
 
     def seen(self) -> Seen:
-        job = read_job(self.document)
+        job = read_job(self.document, started=("JobSet", "demo") in self.objects)
         planned: tuple[RLHFJob, Any] | PlanRefused = job if isinstance(job, PlanRefused) else (job, plan_of(job.spec))
         children = Children(copy.deepcopy(self.objects)).of_job(self.document["metadata"]["uid"])
         outlook = Outlook()
         if not isinstance(planned, PlanRefused):
             outlook = self._outlook(*planned)
-        return Seen(self.document, planned, children, self.reported, OperatorSettings(), self.mounts, outlook=outlook)
+        return Seen(self.document, planned, children, self.reported, self.settings, self.mounts, outlook=outlook)
 
     def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:
         """As the controller's, without waiting for the planner."""

@@ -337,7 +337,7 @@ def test_new_fields_leave_the_hashes_of_earlier_jobs_alone():
     metadata = jobset(context)["metadata"]["labels"]
     assert (spec_hash(context.job)[:16], metadata[names.PODS_LABEL]) == ("a7626e6d233e74e8", "fd5a32d3bd354e04")
     changed = {
-        jobset(a_context(**change))["metadata"]["labels"][names.PODS_LABEL]
+        jobset(a_context(**change))["metadata"]["labels"][names.COORDINATOR_PODS_LABEL]
         for change in (
             {"hub": {"tokenSecret": {"name": "hf"}}},
             {"hub": {"cacheClaim": "shared"}},
@@ -345,4 +345,4 @@ def test_new_fields_leave_the_hashes_of_earlier_jobs_alone():
             {"coordinator": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}},
         )
     }
-    assert len(changed | {"fd5a32d3bd354e04"}) == 5
+    assert len(changed | {metadata[names.COORDINATOR_PODS_LABEL]}) == 5

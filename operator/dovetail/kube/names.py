@@ -16,7 +16,9 @@ GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
-PODS_LABEL = "dovetail.dev/pods"  # of a JobSet: a hash of what the manifest says of its pods alone
+# Of a JobSet: hashes of what its user said of the pods. A part that later versions add gets a label of its own.
+PODS_LABEL = "dovetail.dev/pods"
+COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 SPEC_HASH = "dovetail.dev/spec-hash"
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"

@@ -32,8 +32,9 @@ IDLE_SECONDS = 60.0
 V = TypeVar("V")
 
 
-def read_job(document: Object) -> RLHFJob | PlanRefused:
-    """The manifest with its defaults, all rules checked."""
+def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefused:
+    """The manifest with its defaults, all rules checked. `started`: the job has a JobSet, so the rules let it in. A
+    rule that a later version adds does not stop it."""
     metadata = document["metadata"]
     kept = {key: metadata[key] for key in ("name", "namespace", "labels", "annotations") if key in metadata}
     manifest = {"apiVersion": document["apiVersion"], "kind": document["kind"], "metadata": kept}
@@ -41,7 +42,7 @@ def read_job(document: Object) -> RLHFJob | PlanRefused:
         job = parse(manifest | {"spec": document.get("spec")})
     except ManifestError as error:
         return PlanRefused(reasons.INVALID_SPEC, str(error))
-    if errors := [*check_name(job.metadata.name, job.spec), *check(job.spec)]:
+    if not started and (errors := [*check_name(job.metadata.name, job.spec), *check(job.spec)]):
         return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
     return job.model_copy(update={"spec": resolve(job.spec)})
 
@@ -83,7 +84,8 @@ class _Read:
         if text != self.text:
             if text not in known:
                 try:
-                    _remember(known, text, (text, Plan.model_validate_json(text)))
+                    # A later version's plan may say more.
+                    _remember(known, text, (text, Plan.model_validate_json(text, extra="ignore")))
                 except ValueError:
                     self.text, self.plan = text, None
                     return None
@@ -141,15 +143,15 @@ class Planner:
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
         """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan. `children`:
         what the job controls."""
-        read = self._job(document)
+        started = children.get(JOBSET.kind, document["metadata"]["name"]) is not None
+        read = self._job(document, started)
         if isinstance(read, PlanRefused):
             return read
         job, wanted = read.job, read.hash
         made = children.get(CONFIG_MAP.kind, names.plan_config_map(job.metadata.name))
-        jobset = children.get(JOBSET.kind, job.metadata.name)
         if made is not None:
             same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
-            if (same or jobset is not None) and (plan := read.stored(made, self._stored)) is not None:
+            if (same or started) and (plan := read.stored(made, self._stored)) is not None:
                 return job, plan
         if errors := self._problems(job.spec):
             return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
@@ -188,14 +190,14 @@ class Planner:
         for job in waiting:
             await done(job)
 
-    def _job(self, document: Object) -> _Read | PlanRefused:
+    def _job(self, document: Object, started: bool) -> _Read | PlanRefused:
         """`read_job`, once for a manifest: it is looked at again with every event of the job."""
         metadata = document["metadata"]
-        version = tuple(str(metadata.get(key)) for key in ("generation", "labels", "annotations"))
+        version = (str(started), *(str(metadata.get(key)) for key in ("generation", "labels", "annotations")))
         known = self._read.get(str(metadata["uid"]))
         if known is not None and known.version == version:
             return known
-        job = read_job(document)
+        job = read_job(document, started=started)
         if isinstance(job, PlanRefused):
             return job
         read = _Read(version, job, spec_hash(job))

@@ -142,11 +142,15 @@ def _only(thing: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a JobSet: whether it is suspended, and how many pods each of its Jobs has."""
-    jobs = [
-        {"name": job["name"], "template": {"spec": {"completions": job["template"]["spec"].get("completions", 1)}}}
-        for job in spec.get("replicatedJobs") or ()
-    ]
+    """Of a JobSet: whether it is suspended, and how many pods of which images each of its Jobs has."""
+
+    def kept(job: Mapping[str, Any]) -> dict[str, Any]:
+        pods = job["template"]["spec"]
+        containers = pods.get("template", {}).get("spec", {}).get("containers") or ()
+        pod = {"spec": {"containers": [_only(container, ("name", "image")) for container in containers]}}
+        return {"completions": pods.get("completions", 1), "template": pod}
+
+    jobs = [{"name": job["name"], "template": {"spec": kept(job)}} for job in spec.get("replicatedJobs") or ()]
     return {"suspend": bool(spec.get("suspend")), "replicatedJobs": jobs}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by, controller
 from dovetail.kube.resources import JOB, JOBSET, POD
+from dovetail.protocol.process_names import CONTAINER
 
 Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name
@@ -95,6 +96,16 @@ def sizes(jobset: Object | None) -> dict[str, int]:
     """Pods of each group in a JobSet, the coordinator's among them."""
     jobs = jobset["spec"]["replicatedJobs"] if jobset is not None else []
     return {j["name"]: int(j["template"]["spec"].get("completions", 1)) for j in jobs}
+
+
+def images(jobset: Object | None) -> dict[str, str]:
+    """The image of each group in a JobSet, the coordinator's among them, as far as it is told."""
+    found = {}
+    for job in jobset["spec"]["replicatedJobs"] if jobset is not None else []:
+        for container in job["template"]["spec"].get("template", {}).get("spec", {}).get("containers", []):
+            if container["name"] == CONTAINER:
+                found[job["name"]] = container["image"]
+    return found
 
 
 def matches(wanted: Any, actual: Any) -> bool:

@@ -22,6 +22,7 @@ from dovetail.operator.reconcile.children import (
     Ref,
     changed_at,
     deleting,
+    images,
     is_ready,
     is_true,
     label,
@@ -35,7 +36,7 @@ from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.plans import publish
 from dovetail.operator.reconcile.replan import Outlook
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import WITH_PODS, jobset, pods_hash, supporting_objects, surplus_jobs
+from dovetail.operator.render.objects import WITH_PODS, jobset, pods_changed, supporting_objects, surplus_jobs
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
@@ -116,7 +117,7 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
     if isinstance(planned, PlanRefused):
         return _refused(planned, conditions, status)
     uid, mine, room = str(seen.document["metadata"]["uid"]), _jobset(seen), seen.outlook.room or {}
-    context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room)
+    context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room, images(mine))
     made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
     plan = publish(context, conditions, old, seen.reported, seen.outlook, made)
     status = status.model_copy(update={"plan": plan})
@@ -344,8 +345,9 @@ class _Reconciler:
         return found
 
     def _changed(self, jobset: Object) -> bool:
-        """Whether the JobSet was made from other images or pod templates. Earlier releases did not note from which."""
-        return label(jobset, names.PODS_LABEL) not in ("", pods_hash(self._context))
+        """Whether the user changed images or pod templates since the JobSet was made. That another version of the
+        operator would render the pods otherwise is no change: running pods stay."""
+        return pods_changed(jobset["metadata"].get("labels") or {}, self._context.job.spec)
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
         """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""

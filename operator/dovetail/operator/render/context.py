@@ -21,7 +21,7 @@ Object = dict[str, Any]
 class RenderContext:
     """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`); `uid` is the RLHFJob's.
     `sizes`: pods of each group in the JobSet that runs already, which cannot change. `room`: pods of each GPU group
-    that nodes have GPUs for now, as far as that is known."""
+    that nodes have GPUs for now, as far as that is known. `images`: of each group in the JobSet that runs already."""
 
     job: RLHFJob
     uid: str
@@ -29,6 +29,7 @@ class RenderContext:
     settings: OperatorSettings
     sizes: Mapping[str, int] = field(default_factory=dict)
     room: Mapping[str, int] = field(default_factory=dict)
+    images: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from dovetail.kube import names
 from dovetail.kube.resources import JOBSET
-from dovetail.manifest.types import Coordinator
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
@@ -12,16 +15,32 @@ from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process_names import COORDINATOR
 
 
-def pods_hash(context: RenderContext) -> str:
-    """A hash of the images and pod templates in the manifest, which may change while the job is suspended."""
-    spec = context.job.spec
-    pods: list[object] = [[group.image, group.pod_template] for group in spec.groups]
-    # What has its default adds nothing, so that jobs of an earlier release keep their pods.
-    if spec.coordinator != Coordinator():
-        pods.append({"coordinator": spec.coordinator.model_dump(mode="json")})
-    if (spec.hub.token_secret, spec.hub.cache_claim) != (None, None):
-        pods.append({"hub": spec.hub.model_dump(mode="json", include={"token_secret", "cache_claim"})})
-    return digest(pods)[:16]
+def _of_groups(spec: RLHFJobSpec) -> Any:
+    return [[group.image, group.pod_template] for group in spec.groups]
+
+
+def _of_coordinator(spec: RLHFJobSpec) -> Any:
+    hub = spec.hub.model_dump(mode="json", include={"token_secret", "cache_claim"})
+    return [spec.coordinator.model_dump(mode="json", exclude_defaults=True), hub]
+
+
+# What the manifest says of pods, which may change while the job is suspended, by the label with its hash. An entry
+# never changes: a JobSet that another version made has the hash of that version, and its pods would be made anew. A
+# new field gets a label of its own. Where a JobSet lacks a label, the version that made it did not know the field.
+POD_PARTS: dict[str, Callable[[RLHFJobSpec], Any]] = {
+    names.PODS_LABEL: _of_groups,
+    names.COORDINATOR_PODS_LABEL: _of_coordinator,
+}
+
+
+def pods_labels(spec: RLHFJobSpec) -> dict[str, str]:
+    """The hashes of POD_PARTS as labels."""
+    return {name: digest(part(spec))[:16] for name, part in POD_PARTS.items()}
+
+
+def pods_changed(labels: Mapping[str, str], spec: RLHFJobSpec) -> bool:
+    """Whether the JobSet with these labels was made from other pod parts of the manifest."""
+    return any(labels.get(name, wanted) != wanted for name, wanted in pods_labels(spec).items())
 
 
 def jobset(context: RenderContext) -> Object:
@@ -34,7 +53,7 @@ def jobset(context: RenderContext) -> Object:
         for group in context.job.spec.groups
     ]
     metadata = context.metadata(context.name, "jobset")
-    metadata["labels"] |= context.queueing() | {names.PODS_LABEL: pods_hash(context)}
+    metadata["labels"] |= context.queueing() | pods_labels(context.job.spec)
     return {
         **JOBSET.type_meta,
         "metadata": metadata,

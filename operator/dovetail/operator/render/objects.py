@@ -17,7 +17,7 @@ from dovetail.kube.resources import (
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.disruption_budget import disruption_budget
-from dovetail.operator.render.jobset import jobset, pods_hash
+from dovetail.operator.render.jobset import jobset, pods_changed
 from dovetail.operator.render.network_policy import network_policy
 from dovetail.operator.render.role import role
 from dovetail.operator.render.role_binding import role_binding
@@ -26,7 +26,7 @@ from dovetail.operator.render.service_account import service_account
 from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
 
-__all__ = ["SUPPORTING", "WITH_PODS", "jobset", "pods_hash", "supporting_objects", "surplus_jobs"]
+__all__ = ["SUPPORTING", "WITH_PODS", "jobset", "pods_changed", "supporting_objects", "surplus_jobs"]
 
 # Without pods there is nothing to evict.
 WITH_PODS = {DISRUPTION_BUDGET.kind}

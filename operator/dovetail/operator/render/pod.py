@@ -91,9 +91,10 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
 
 
 def image(context: RenderContext, group: Group) -> str:
-    """The group's image, else the operator's default; the rollout image can train, too."""
+    """The image of the group's pods that run already: a job's pods are of one version. Else the group's image, else the
+    operator's default; the rollout image can train, too."""
     default = context.settings.rollout_image if Role.ROLLOUT in group.roles else context.settings.trainer_image
-    return group.image or default
+    return context.images.get(group.name) or group.image or default
 
 
 def claims(spec: RLHFJobSpec) -> list[str]:

@@ -1,0 +1,111 @@
+"""A running job keeps its pods when another version of the operator takes over, newer or older."""
+
+import asyncio
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from golden import make_objects
+
+from dovetail.kube import names
+from dovetail.manifest.documents import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import Planner, read_job
+from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.render.jobset import pods_changed, pods_labels
+from helpers.fake_cluster import FakeCluster, running
+
+# What the operator of 22 November 2026 made of the example of that time. The files never change.
+EARLIER = Path(make_objects.__file__).parent / "earlier"
+
+
+def earlier() -> FakeCluster:
+    """A cluster where an earlier operator started the job, and all its pods run."""
+    document = yaml.safe_load((EARLIER / "manifest.yaml").read_text())
+    document["metadata"] = {"name": "demo", "namespace": "default", "uid": make_objects.UID, "generation": 1}
+    cluster = FakeCluster(document)
+    # The images that a new chart brings.
+    cluster.settings = replace(OperatorSettings(), coordinator_image="new/operator:2", rollout_image="new/rollout:2")
+    for thing in yaml.safe_load_all((EARLIER / "objects.yaml").read_text()):
+        if thing["kind"] not in ("Secret", "Job"):
+            cluster.apply(thing)
+    cluster.made.clear()
+    for _ in range(2):
+        cluster.step()
+        for pod in cluster.pods():
+            cluster.start(pod)
+    return cluster
+
+
+def uids(cluster: FakeCluster) -> dict[tuple[str, str], str]:
+    return {
+        place: thing["metadata"]["uid"] for place, thing in cluster.objects.items() if place[0] in ("JobSet", "Pod")
+    }
+
+
+def test_a_new_operator_leaves_running_pods_alone():
+    cluster = earlier()
+    before, plan = uids(cluster), copy.deepcopy(cluster.objects["ConfigMap", "demo-plan"]["data"])
+    cluster.settle()
+    assert {place: uid for place, uid in uids(cluster).items() if place in before} == before
+    assert cluster.objects["ConfigMap", "demo-plan"]["data"] == plan, "its processes are of the earlier version"
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.made[:1] == ["Job"], "a surplus rollout, and nothing a second time"
+
+
+def test_a_surplus_rollout_has_the_image_of_the_running_ones():
+    """The processes of one job speak one version of its protocol."""
+    cluster = earlier()
+    cluster.settle()
+    surplus = cluster.objects["Job", "demo-a10-s1"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    (group,) = (g for g in cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"] if g["name"] == "a10")
+    assert (
+        surplus == group["template"]["spec"]["template"]["spec"]["containers"][0]["image"] == "dovetail/rollout:0.1.0"
+    )
+
+
+def test_what_the_user_changes_while_suspended_makes_new_pods():
+    cluster = earlier()
+    cluster.settle()
+    before = cluster.objects["JobSet", "demo"]["metadata"]["uid"]
+    groups = copy.deepcopy(cluster.document["spec"]["groups"])
+    groups[1]["image"] = "registry.example.com/other:1"
+    cluster.edit(groups=groups)  # so shortly suspended that the operator did not see it
+    cluster.settle()
+    assert cluster.objects["JobSet", "demo"]["metadata"]["uid"] != before
+
+
+def test_the_hash_of_an_earlier_version_is_computed_as_it_was():
+    cluster = earlier()
+    labels = cluster.objects["JobSet", "demo"]["metadata"]["labels"]
+    job = read_job(cluster.document)
+    assert not isinstance(job, PlanRefused)
+    assert pods_labels(job.spec)[names.PODS_LABEL] == labels[names.PODS_LABEL], "else all running jobs restart"
+
+
+def test_the_coordinator_has_a_hash_of_its_own():
+    cluster = running(coordinator={"image": "mine:1"})
+    labels = cluster.objects["JobSet", "demo"]["metadata"]["labels"]
+    spec = resolve(parse(cluster.document | {"spec": cluster.document["spec"] | {"coordinator": {}}}).spec)
+    assert pods_changed(labels, spec)
+    del labels[names.COORDINATOR_PODS_LABEL]
+    assert not pods_changed(labels, spec), "an earlier version did not know the field"
+    assert not pods_changed(labels | {"dovetail.dev/later-pods": "00"}, spec), "a later version knows more"
+
+
+def test_rules_of_a_later_version_do_not_stop_a_job_that_runs():
+    cluster = running()
+    cluster.document["spec"]["ppo"]["globalBatchSize"] = 100  # as if the rule about batches were new
+    assert isinstance(read_job(cluster.document), PlanRefused)
+    assert not isinstance(read_job(cluster.document, started=True), PlanRefused)
+
+
+def test_a_plan_of_a_later_version_is_read_after_a_rollback():
+    cluster = running()
+    made = cluster.objects["ConfigMap", "demo-plan"]["data"]
+    made["plan.json"] = made["plan.json"].replace("{", '{"later": {"version": 9}, ', 1)
+    found = asyncio.run(Planner(1.0).planned(cluster.document, Children(cluster.objects)))
+    assert not isinstance(found, PlanRefused), "and the planner was not asked again"
