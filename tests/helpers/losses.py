@@ -23,6 +23,7 @@ def loss_inputs(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Ten
         entropy=torch.zeros_like(old),
         config=config,
         kl_coef=0.0,
+        samples=len(logprobs),
     )
 
 

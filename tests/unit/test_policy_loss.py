@@ -120,6 +120,7 @@ def test_a_mean_over_a_sample_skips_what_does_not_count() -> None:
         *(torch.zeros(4) for _ in range(6)),
         config=PPO(),
         kl_coef=0.0,
+        samples=3,
     )
     assert inputs.sequence_mean(torch.tensor([1.0, 3.0, 5.0, 9.0])).tolist() == [2.0, 2.0, 5.0, 5.0]
 
@@ -162,6 +163,7 @@ def test_out_of_memory_in_a_loss_is_told_as_such(module: str) -> None:
         *(torch.zeros(1) for _ in range(6)),
         config=PPO(),
         kl_coef=0.0,
+        samples=1,
     )
     with pytest.raises(torch.OutOfMemoryError):
         policy.PolicyLoss("a:b", full)(inputs)

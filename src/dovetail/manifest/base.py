@@ -13,7 +13,7 @@ OBJECT_NAME_PATTERN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 # The policy's losses that the trainer brings (`dovetail.trainer.algorithms.policy`).
-LOSSES = ("ppo",)
+LOSSES = ("ppo", "gspo", "cispo")
 LOSS_PATTERN = rf"^({'|'.join(LOSSES)}|{CALLABLE_PATTERN[1:-1]})$"
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]

@@ -15,6 +15,7 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
     - `stages` loses reward when a reward function replaces the model.
     - Groups without a GPU product have gpu.perPod 0; replicas are what the group starts with.
     - Auto dtypes become float32 on CPUs. On GPUs they stay: bfloat16 needs the device's word.
+    - `ppo.overlong.toTokens` becomes generation.maxTokens.
     - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers, else Recompute."""
     groups = [_group(group) for group in spec.groups]
     stages = [s for s in spec.stages if s is not Stage.REWARD or not spec.models.reward.calls]
@@ -30,7 +31,11 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
                 and not (name == "critic" and models.critic.share_actor_body)
             }
         )
-    partly = spec.model_copy(update={"groups": groups, "stages": stages, "models": models})
+    ppo = spec.ppo
+    if ppo.overlong is not None and ppo.overlong.to_tokens is None:
+        overlong = ppo.overlong.model_copy(update={"to_tokens": spec.generation.max_tokens})
+        ppo = ppo.model_copy(update={"overlong": overlong})
+    partly = spec.model_copy(update={"groups": groups, "stages": stages, "models": models, "ppo": ppo})
     if partly.ppo.old_log_probs != "Auto":
         return partly
     return partly.model_copy(update={"ppo": partly.ppo.model_copy(update={"old_log_probs": _old_log_probs(partly)})})

@@ -80,6 +80,17 @@ class ImportanceSampling(Model):
     cap: PositiveFloat = Field(default=2.0, description="Upper bound of the per-token weight.")
 
 
+class Overlong(Model):
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13)."""
+
+    from_tokens: int = Field(ge=0, description="Responses of up to this many tokens are not penalised.")
+    to_tokens: PositiveInt | None = Field(
+        default=None,
+        description="From here on the penalty is whole; in between it grows linearly. Default: generation.maxTokens.",
+    )
+    penalty: PositiveFloat = Field(default=1.0, description="Subtracted from the score of the longest responses.")
+
+
 class PPO(Model):
     """Reinforcement learning: batch sizes, advantages, losses and optimizers."""
 
@@ -93,17 +104,20 @@ class PPO(Model):
     mini_batch_size: PositiveInt = Field(default=64, description="Samples per optimizer step, all ranks together.")
     micro_batch_size: PositiveInt = Field(default=8, description="Samples per forward pass of one rank.")
     epochs: PositiveInt = Field(default=1, description="Passes over an iteration's samples.")
-    advantage: Literal["gae", "grpo", "rloo"] = Field(
+    advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline"] = Field(
         default="gae",
-        description="gae: critic and generalised advantage estimation (Schulman et al. 2016). grpo, rloo: baselines "
-        "from the samples of the same prompt, no critic.",
+        description="gae: critic and generalised advantage estimation (Schulman et al. 2016). The others have no "
+        "critic. grpo, rloo: baselines from the samples of the same prompt. reinforce++ (Hu et al. 2025): "
+        "discounted rewards, normalised over the batch; reinforce++-baseline: scores less their prompt's mean, "
+        "normalised over the batch.",
     )
     advantage_function: Callable_ | None = Field(
         default=None, description="module:callable replacing `advantage`; see docs/extending.md."
     )
     loss: LossName = Field(
         default="ppo",
-        description="The policy's loss of a token. ppo: the clipped surrogate (Schulman et al. 2017). Or "
+        description="The policy's loss of a token. ppo: the clipped surrogate (Schulman et al. 2017). gspo: the same "
+        "with the whole sample's ratio (Zheng et al. 2025). cispo: capped ratios as weights (MiniMax 2025). Or "
         "module:callable; see docs/extending.md. lossAggregation, importanceSampling, kl and entropyCoef apply to "
         "every loss.",
     )
@@ -125,7 +139,14 @@ class PPO(Model):
     )
     gamma: Fraction = Field(default=1.0, description="Discount per token.")
     lam: Fraction = Field(default=0.95, description="Lambda of GAE.")
-    clip: PositiveFloat = Field(default=0.2, description="Policy ratio clip range.")
+    clip: PositiveFloat = Field(default=0.2, description="Policy ratio clip range, down and up.")
+    clip_low: PositiveFloat | None = Field(
+        default=None,
+        description="The range below 1, if it is another than `clip`. Default: `clip`; with loss cispo none.",
+    )
+    clip_high: PositiveFloat | None = Field(
+        default=None, description="The range above 1, if it is another than `clip` (DAPO's clip-higher: 0.28)."
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="Bound on the ratio for negative advantages (Ye et al. 2020); null: none."
     )
@@ -145,6 +166,19 @@ class PPO(Model):
     )
     missing_eos_penalty: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="Subtracted from the score of samples without an end token; null: none."
+    )
+    overlong: Overlong | None = Field(
+        default=None, description="A penalty that grows as a response nears generation.maxTokens (DAPO); null: none."
+    )
+    mask_truncated: bool = Field(
+        default=False,
+        description="Responses that were cut at generation.maxTokens train nothing in the policy's loss (DAPO's "
+        "overlong filtering). The critic and the baselines of groups still see them.",
+    )
+    drop_equal_groups: bool = Field(
+        default=False,
+        description="Prompts whose samples all have the same score train nothing, and the policy's loss is a mean over "
+        "the others alone.",
     )
     kl: KL = Field(default_factory=KL, description="KL penalty against the reference.")
     old_log_probs: Literal["Auto", "Rollout", "Recompute"] = Field(
@@ -172,6 +206,19 @@ class PPO(Model):
     def names_functions(self) -> bool:
         """Whether the manifest names functions of the user's, which `importPath` is for."""
         return self.advantage_function is not None or ":" in self.loss
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the policy ratio may lie below and above 1."""
+        high = self.clip if self.clip_high is None else self.clip_high
+        if self.clip_low is not None:
+            return self.clip_low, high
+        return (1.0 if self.loss == "cispo" else self.clip), high
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the advantages compare the samples of one prompt."""
+        return self.advantage in ("grpo", "rloo", "reinforce++-baseline")
 
     @property
     def kl_in_loss(self) -> bool:

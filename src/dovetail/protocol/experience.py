@@ -100,13 +100,16 @@ class Experience:
     @property
     def rewards(self) -> FloatArray:
         """Reward of each token, (N,R) float32, as the built-in estimators use it. It is the KL penalty, if that is part
-        of the reward, plus the score at the last token, after `rewardClip` and `missingEosPenalty`. Then
+        of the reward, plus the score at the last token, after `rewardClip`, `missingEosPenalty` and `overlong`. Then
         `whitenRewards` applies."""
         config, mask, final = self.config, self.mask, self.scores
         if isinstance(config.reward_clip, float):
             final = np.clip(final, -config.reward_clip, config.reward_clip)
         if config.missing_eos_penalty:
             final = final - np.float32(config.missing_eos_penalty) * (~self.finished).astype(np.float32)
+        if (over := config.overlong) is not None and over.to_tokens is not None:
+            share = (self.response_lengths.astype(np.float32) - over.from_tokens) / (over.to_tokens - over.from_tokens)
+            final = final - np.float32(over.penalty) * np.clip(share, 0.0, 1.0).astype(np.float32)
         penalty = np.float32(0.0 if config.kl_in_loss else -self.kl_coef) * self.token_kl
         last = np.arange(mask.shape[1])[None, :] == self.response_lengths[:, None] - 1
         rewards: FloatArray = np.where(mask, penalty, np.float32(0)) + np.where(last, final[:, None], np.float32(0))

@@ -83,7 +83,7 @@ class Rules:
         lora = spec.models.actor.lora
         return Rules(
             exact=lora is None or lora.dropout == 0.0,
-            grouped=spec.ppo.advantage in ("grpo", "rloo") and spec.ppo.advantage_function is None,
+            grouped=spec.ppo.compares_samples and spec.ppo.advantage_function is None,
             max_tokens=spec.generation.max_tokens,
         )
 

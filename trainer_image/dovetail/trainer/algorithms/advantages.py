@@ -1,4 +1,4 @@
-"""Rewards per token, and advantages: GAE, GRPO, RLOO. A function of the user's: `dovetail.trainer.functions`.
+"""Rewards per token, and advantages: GAE, GRPO, RLOO, REINFORCE++. A user's own: `dovetail.trainer.functions`.
 
 Time counts response tokens only: tokens outside the mask are skipped, as if the row did not contain them, so
 holes and right padding follow one rule. Results are 0 outside the mask."""
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dovetail.manifest.training import Overlong
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.algorithms.masks import inside, kept, wide
@@ -208,10 +209,12 @@ def sample_scores(
     *,
     reward_clip: float | None = None,
     missing_eos_penalty: float | None = None,
+    overlong: Tensor | None = None,
 ) -> Tensor:
-    """Scores clipped to +-`reward_clip`, then less `missing_eos_penalty` where not `finished`; all (batch,).
+    """Scores clipped to +-`reward_clip`, then less `missing_eos_penalty` where not `finished`, and less `overlong`; all
+    (batch,).
 
-    In this order: a clipped score must not swallow the penalty. Raises ValueError for a penalty without
+    In this order: a clipped score must not swallow the penalties. Raises ValueError for a penalty without
     `finished`."""
     result = scores
     if reward_clip is not None:
@@ -220,7 +223,57 @@ def sample_scores(
         if finished is None:
             raise ValueError("missingEosPenalty needs `finished`: which samples ended by themselves")
         result = result - missing_eos_penalty * (~finished.bool()).to(result.dtype)
-    return result
+    return result if overlong is None else result - overlong.to(result.dtype)
+
+
+def overlong_penalty(lengths: Tensor, config: Overlong) -> Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), as a number to subtract, (batch,) float32: 0 up to
+    `fromTokens` response tokens, then rising linearly to `penalty` at `toTokens`.
+
+    Raises ValueError where `toTokens` has not been resolved."""
+    if config.to_tokens is None:
+        raise ValueError("ppo.overlong.toTokens is missing; it is generation.maxTokens in a resolved manifest")
+    beyond = (lengths.float() - config.from_tokens) / (config.to_tokens - config.from_tokens)
+    return config.penalty * beyond.clamp(0.0, 1.0)
+
+
+def final_scores(config: PPO, scores: Tensor, finished: Tensor, lengths: Tensor) -> Tensor:
+    """`sample_scores` as `spec.ppo` says, (batch,); `rewardClip: Auto` clips nothing. `lengths`: response tokens."""
+    return sample_scores(
+        scores,
+        finished,
+        reward_clip=None if config.reward_clip == "Auto" else config.reward_clip,
+        missing_eos_penalty=config.missing_eos_penalty,
+        overlong=None if config.overlong is None else overlong_penalty(lengths, config.overlong),
+    )
+
+
+def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
+    Normalization"): each token's discounted sum of the token rewards from it on, normalised over the batch's tokens.
+
+    rewards, mask (batch, time); tokens outside the mask are skipped, as in `gae`."""
+    with torch.no_grad():
+        returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+        return whiten(returns, mask)
+
+
+def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """REINFORCE++-baseline (same paper): the score less its group's mean, on every token, normalised over the batch's
+    tokens. Shapes as in `grpo`; the deviation is the batch's, not the group's."""
+    with torch.no_grad():
+        return whiten(grpo(scores, groups, mask, normalize_std=False), mask)
+
+
+def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:
+    """(batch,) bool: samples whose group's scores are all the same number."""
+    _, index = torch.unique(groups, return_inverse=True)
+    count = int(index.max()) + 1 if index.numel() else 0
+    low, high = (
+        torch.zeros(count, dtype=scores.dtype).scatter_reduce(0, index, scores, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    return (low == high)[index]
 
 
 def token_rewards(
@@ -281,11 +334,12 @@ def compute_advantages(
     (`dovetail.manifest.reward` decides it).
 
     scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time).
-    1. token rewards: clipped score, missing-end penalty, -kl_coef * k1 if the penalty is in the reward; `whitenRewards`
-       scales them, mean kept;
+    1. token rewards: clipped score, missing-end and overlong penalty, -kl_coef * k1 if the penalty is in the reward;
+       `whitenRewards` scales them, mean kept;
     2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`); rloo on each sample's summed token
        rewards, that is the score less the KL penalty, if that is there; grpo likewise, but the score alone is divided
-       by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened).
+       by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened);
+       reinforce++ on the token rewards; reinforce++-baseline on each sample's sum of them.
 
     Raises ValueError when gae lacks values, or another estimator than k1 is to go into the reward."""
     with torch.no_grad():
@@ -293,8 +347,7 @@ def compute_advantages(
         if not config.kl_in_loss and config.kl_estimator != "k1":
             raise ValueError(f"kl.estimator {config.kl_estimator} in the reward lowers another quantity than the KL")
         kl = kl_estimate(logprobs, ref_logprobs, keep, "k1")
-        clip = None if config.reward_clip == "Auto" else config.reward_clip
-        final = sample_scores(scores, finished, reward_clip=clip, missing_eos_penalty=config.missing_eos_penalty)
+        final = final_scores(config, scores, finished, keep.sum(dim=1))
         rewards = token_rewards(final, kl, keep, 0.0 if config.kl_in_loss else kl_coef)
         by_deviation = config.advantage == "grpo" and config.normalize_std
         if config.whiten_rewards and not by_deviation:
@@ -311,6 +364,10 @@ def compute_advantages(
             advantages = grpo(final, groups, keep, penalty=penalty)
         elif config.advantage == "grpo":
             advantages = grpo(rewards.sum(dim=1), groups, keep, normalize_std=False)
+        elif config.advantage == "reinforce++":
+            advantages = reinforce(rewards, keep, config.gamma)
+        elif config.advantage == "reinforce++-baseline":
+            advantages = reinforce_baseline(rewards.sum(dim=1), groups, keep)
         else:
             advantages = rloo(rewards.sum(dim=1), groups, keep)
         return Advantages(advantages, returns, rewards, kl)

@@ -27,10 +27,11 @@ class LossInputs:
     """One micro-batch: the n response tokens of its samples, sample after sample, without padding.
 
     Tensors (n,): `tokens` and `sequence_ids` int64 (the sample's number in the micro-batch, ascending; a sample without
-    response tokens has none), `mask` bool (tokens that count; all of them today), the others float32. `logprobs` are
-    the trained policy's, and the only tensor with a gradient; `old_logprobs` the policy's at the iteration's start,
-    `rollout_logprobs` as vLLM reported them, `ref_logprobs` the reference's; `entropy` in nats. `config` is the job's
-    `spec.ppo`, `kl_coef` the present coefficient of the KL penalty."""
+    response tokens has none), `mask` bool (tokens that count: without `maskTruncated` and `dropEqualGroups` all of
+    them), the others float32. `logprobs` are the trained policy's, and the only tensor with a gradient; `old_logprobs`
+    the policy's at the iteration's start, `rollout_logprobs` as vLLM reported them, `ref_logprobs` the reference's;
+    `entropy` in nats. `config` is the job's `spec.ppo`, `kl_coef` the present coefficient of the KL penalty, `samples`
+    the number of samples."""
 
     tokens: Tensor
     sequence_ids: Tensor
@@ -43,13 +44,13 @@ class LossInputs:
     entropy: Tensor
     config: PPO
     kl_coef: float
+    samples: int
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """For each token, the mean of x (n,) over its sample's tokens; (n,), differentiable."""
-        count = int(self.sequence_ids[-1]) + 1 if self.sequence_ids.numel() else 0
         keep = kept(self.mask)
-        sums = x.new_zeros(count).index_add(0, self.sequence_ids, torch.where(keep, x, 0.0))
-        sizes = x.new_zeros(count).index_add(0, self.sequence_ids, keep.to(x.dtype))
+        sums = x.new_zeros(self.samples).index_add(0, self.sequence_ids, torch.where(keep, x, 0.0))
+        sizes = x.new_zeros(self.samples).index_add(0, self.sequence_ids, keep.to(x.dtype))
         return (sums / sizes.clamp(min=1))[self.sequence_ids]
 
 
@@ -60,15 +61,16 @@ LossFunction = Callable[[LossInputs], Tensor | tuple[Tensor, Mapping[str, Tensor
 def ppo(inputs: LossInputs) -> tuple[Tensor, Stats]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated.
 
-    Per token with ratio r = exp(log p - log p_old), the exponent clamped to +-20: max(-A r, -A clip(r, 1-clip,
-    1+clip)). With `dualClip` c (Ye et al. 2020, eq. 5), where A < 0, at most -A c. Metrics: `clipfrac`, tokens whose
-    clipped branch is strictly the larger loss; `dual_clipfrac`, tokens bounded by c."""
-    clip, dual_clip = inputs.config.clip, inputs.config.dual_clip
+    Per token with ratio r = exp(log p - log p_old), the exponent clamped to +-20: max(-A r, -A clip(r, 1-low, 1+high));
+    `clipLow` and `clipHigh` are `clip` unless given (DAPO, Yu et al. 2025, eq. 8). With `dualClip` c (Ye et al. 2020,
+    eq. 5), where A < 0, at most -A c. Metrics: `clipfrac`, tokens whose clipped branch is strictly the larger loss;
+    `dual_clipfrac`, tokens bounded by c."""
+    (low, high), dual_clip = inputs.config.clip_range, inputs.config.dual_clip
     keep = kept(inputs.mask)
     ratio = log_ratio(inputs.logprobs, inputs.old_logprobs.detach(), keep).exp()
     advantages = inside(inputs.advantages.detach(), keep)
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip, 1.0 + clip)
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     losses = torch.maximum(plain, clipped)
     was_clipped = keep & (clipped > plain)
     was_dual = torch.zeros_like(was_clipped)
@@ -79,8 +81,40 @@ def ppo(inputs: LossInputs) -> tuple[Tensor, Stats]:
     return losses, {"clipfrac": was_clipped.float(), "dual_clipfrac": was_dual.float()}
 
 
-# By the names that `spec.ppo.loss` takes (`dovetail.manifest.training.LOSSES`).
-LOSSES: dict[str, LossFunction] = {"ppo": ppo}
+def gspo(inputs: LossInputs) -> tuple[Tensor, Stats]:
+    """GSPO's clipped surrogate (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5), negated.
+
+    One ratio a sample, s = exp(mean over its tokens of log p - log p_old), the tokens' differences clamped to +-20:
+    each token's loss is max(-A s, -A clip(s, 1-low, 1+high)). The gradient of a token's s is s times that of its own
+    log p (GSPO-token, eq. 13), so that `lossAggregation: Sequence` gives eq. 5's gradient where A is the sample's, and
+    a token may have an advantage of its own. Metric: `clipfrac`, tokens of samples whose clipped branch is strictly the
+    larger loss."""
+    low, high = inputs.config.clip_range
+    keep = kept(inputs.mask)
+    log_r = log_ratio(inputs.logprobs, inputs.old_logprobs.detach(), keep)
+    ratio = (inputs.sequence_mean(log_r.detach()) + (log_r - log_r.detach())).exp()
+    advantages = inside(inputs.advantages.detach(), keep)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(plain, clipped), {"clipfrac": (keep & (clipped > plain)).float()}
+
+
+def cispo(inputs: LossInputs) -> tuple[Tensor, Stats]:
+    """CISPO (MiniMax 2025, "MiniMax-M1", eq. 4 and 5), negated: -w A log p, w the ratio p / p_old cut to [1-low,
+    1+high] and taken as a constant.
+
+    No token's gradient is cut off, as it is by PPO's clipping: a large ratio only counts less. As in the paper there is
+    no lower bound unless `clipLow` is given. Metric: `clipfrac`, tokens whose ratio was cut."""
+    low, high = inputs.config.clip_range
+    keep = kept(inputs.mask)
+    ratio = log_ratio(inputs.logprobs.detach(), inputs.old_logprobs.detach(), keep).exp()
+    weight = ratio.clamp(1.0 - low, 1.0 + high)
+    losses = -inside(inputs.advantages.detach(), keep) * weight * inside(inputs.logprobs, keep)
+    return losses, {"clipfrac": (keep & (weight != ratio)).float()}
+
+
+# By the names that `spec.ppo.loss` takes (`dovetail.manifest.base.LOSSES`).
+LOSSES: dict[str, LossFunction] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 BUILT_IN_METRICS = frozenset({"clipfrac", "dual_clipfrac"})
 
 
@@ -172,6 +206,7 @@ def rehearse_loss(config: PPO) -> None:
         entropy=torch.ones(6),
         config=config,
         kl_coef=config.kl.coef,
+        samples=3,
     )
     losses, _ = loss(inputs)
     losses.sum().backward()

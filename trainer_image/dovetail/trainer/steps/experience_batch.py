@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.advantages import compute_advantages
+from dovetail.trainer.algorithms.advantages import compute_advantages, equal_groups, final_scores
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.command_errors import BadCommand
@@ -121,6 +121,19 @@ def response_positions(prompt_lengths: Tensor, response_lengths: Tensor, time: i
     """(B, time) bool: the positions whose outputs belong to response tokens, each the one before its token."""
     first, places = prompt_lengths.unsqueeze(1) - 1, torch.arange(time)
     return (first <= places) & (places < first + response_lengths.unsqueeze(1))
+
+
+def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
+    """(N,) bool: the samples that train the policy; None where all do (`maskTruncated`, `dropEqualGroups`)."""
+    if not (config.mask_truncated or config.drop_equal_groups):
+        return None
+    counted = torch.ones(len(samples), dtype=torch.bool)
+    if config.mask_truncated:
+        counted &= samples.finished
+    if config.drop_equal_groups:
+        scores = final_scores(config, samples.scores, samples.finished, samples.response_lengths)
+        counted &= ~equal_groups(scores, samples.groups)
+    return counted
 
 
 def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:

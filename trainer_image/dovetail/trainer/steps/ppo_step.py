@@ -37,6 +37,7 @@ from dovetail.trainer.packed_batches import (
 from dovetail.trainer.steps.experience_batch import (
     PPOSamples,
     Targets,
+    counted_samples,
     recomputes_old_logprobs,
     response_positions,
     targets,
@@ -66,10 +67,15 @@ class RankSchedule:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's part of one optimizer step; `work` by the models that it holds."""
+    """This rank's part of one optimizer step; `work` by the models that it holds. `counted`: which of the iteration's
+    samples train the policy, (N,) bool, None: all. Of these `policy_tokens` and `policy_samples` are in the whole
+    mini-batch."""
 
     work: dict[str, list[list[int]]]
     response_tokens: int
+    policy_tokens: int
+    policy_samples: int
+    counted: Tensor | None
     ptx_rows: list[int]
     first: bool
 
@@ -163,8 +169,9 @@ def _mini_batches(
     context: Context, step: Step, samples: PPOSamples, models: list[str], ptx: Ptx | None
 ) -> list[MiniBatch]:
     """Every optimizer step of the iteration. Mini-batch k of an epoch mixes in the k-th share of the ptx rows."""
-    config = context.spec.ppo
+    config = ppo_config(context.spec)
     lengths = samples.sequences.lengths
+    counted = counted_samples(samples, config)
     steps = len(samples) // config.mini_batch_size
     minis = []
     order = mini_batches(len(samples), config.mini_batch_size, config.epochs, context.spec.seed, step.step)
@@ -178,7 +185,11 @@ def _mini_batches(
         if ptx is not None:
             total, k = len(ptx.sequences), index % steps
             share = list(range(total * k // steps, total * (k + 1) // steps))
-        minis.append(MiniBatch(work, int(samples.response_lengths[rows].sum()), share, index == 0))
+        tokens = int(samples.response_lengths[rows].sum())
+        theirs, of = tokens, len(rows)
+        if counted is not None:
+            theirs, of = int(samples.response_lengths[rows][counted[rows]].sum()), int(counted[rows].sum())
+        minis.append(MiniBatch(work, tokens, theirs, of, counted, share, index == 0))
     return minis
 
 
@@ -222,6 +233,8 @@ def _train(
                     stepped(model, context.engine.optimizer_step(model))
                 context.engine.after_actor_step()
     metrics = dict(goals.metrics)
+    if (counted := minis[0].counted) is not None:
+        metrics["counted_fraction"] = float(counted.double().mean())
     if "actor" in models:
         metrics |= {
             "policy_loss": mean(totals, "policy_loss", "tokens"),
@@ -274,19 +287,24 @@ def _actor_micro_batch(
     config = context.spec.ppo
     temperature = context.spec.generation.temperature
     packed, keep = _responses(samples, rows)
-    normaliser = max(1, mini.response_tokens)
+    normaliser = max(1, mini.policy_tokens)
     share = aggregation_weights(
         samples.response_lengths[rows],
         config.loss_aggregation,
         tokens=normaliser,
-        samples=config.mini_batch_size,
+        samples=max(1, mini.policy_samples),
         longest=context.spec.generation.max_tokens,
     )
+
+    counts = None if mini.counted is None else mini.counted[rows].unsqueeze(1).expand(keep.shape)
 
     def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
         logits = _logits(output)
         device = logits.device
-        wanted, sequence_ids = moved_together([packed.targets, keep.nonzero()[:, 0]], device)
+        numbers = [packed.targets, keep.nonzero()[:, 0]]
+        numbers += [] if counts is None else [counts[keep].long()]
+        wanted, sequence_ids, *counting = moved_together(numbers, device)
+        mask = counting[0].bool() if counting else torch.ones_like(wanted, dtype=torch.bool)
         tables = [goals.old_logprobs, samples.rollout_logprobs, samples.ref_logprobs, goals.advantages]
         tables += [] if goals.weights is None else [goals.weights]
         shares = [] if share is None else [share.float().unsqueeze(1).expand(keep.shape)[keep]]
@@ -300,7 +318,7 @@ def _actor_micro_batch(
         inputs = LossInputs(
             tokens=wanted,
             sequence_ids=sequence_ids,
-            mask=torch.ones_like(wanted, dtype=torch.bool),
+            mask=mask,
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             rollout_logprobs=rollout_logprobs,
@@ -309,6 +327,7 @@ def _actor_micro_batch(
             entropy=spread.detach(),
             config=config,
             kl_coef=goals.kl_coef,
+            samples=len(rows),
         )
         total, stats = policy_loss(inputs, context.loss, normaliser=normaliser, weights=weights)
         bonus, more = entropy_bonus(

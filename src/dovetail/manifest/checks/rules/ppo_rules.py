@@ -91,10 +91,18 @@ BATCH_RULES = (
 
 _KL_IN_LOSS = "(self.ppo.kl.__in__ == 'Loss' || (self.ppo.kl.__in__ == 'Auto' && self.ppo.advantage == 'grpo'))"
 
+
+def _overlong_end(spec: RLHFJobSpec) -> int:
+    assert spec.ppo.overlong is not None
+    return spec.ppo.overlong.to_tokens or spec.generation.max_tokens
+
+
+_COMPARES = "(self.ppo.advantage in ['grpo', 'rloo', 'reinforce++-baseline'])"
+
 PPO_RULES = (
     ppo_rule(
-        lambda spec: spec.ppo.advantage == "gae" or spec.ppo.samples_per_prompt >= 2,
-        "self.ppo.advantage == 'gae' || self.ppo.samplesPerPrompt >= 2",
+        lambda spec: not spec.ppo.compares_samples or spec.ppo.samples_per_prompt >= 2,
+        f"!{_COMPARES} || self.ppo.samplesPerPrompt >= 2",
         "spec.ppo.samplesPerPrompt is {ppo.samplesPerPrompt}, but {ppo.advantage} compares samples of the same prompt; "
         "set it to 2 or more.",
     ),
@@ -150,6 +158,37 @@ PPO_RULES = (
         "self.ppo.oldLogProbs != 'Rollout' || self.generation.temperature == 1.0",
         "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1 and the trainer's are "
         "at spec.generation.temperature, which is not 1; use Recompute or Auto.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.loss != "gspo" or spec.ppo.loss_aggregation == "Sequence",
+        "self.ppo.loss != 'gspo' || self.ppo.lossAggregation == 'Sequence'",
+        "spec.ppo.loss is gspo, whose objective is a mean over samples, but spec.ppo.lossAggregation is "
+        "{ppo.lossAggregation}; set it to Sequence.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.dual_clip is None or spec.ppo.loss not in ("gspo", "cispo"),
+        "!has(self.ppo.dualClip) || !(self.ppo.loss in ['gspo', 'cispo'])",
+        "spec.ppo.dualClip has no effect with loss {ppo.loss}; remove it.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.clip_low is None or spec.ppo.clip_low <= 1,
+        "!has(self.ppo.clipLow) || self.ppo.clipLow <= 1.0",
+        "spec.ppo.clipLow is above 1, but a ratio is never below 0; make it at most 1.",
+    ),
+    ppo_rule(
+        lambda spec: (
+            not spec.ppo.drop_equal_groups or (spec.ppo.compares_samples and spec.ppo.advantage_function is None)
+        ),
+        f"!self.ppo.dropEqualGroups || ({_COMPARES} && !has(self.ppo.advantageFunction))",
+        "spec.ppo.dropEqualGroups is true, but the advantages do not compare the samples of one prompt; use grpo, rloo "
+        "or reinforce++-baseline without an advantageFunction, or set it to false.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.overlong is None or spec.ppo.overlong.from_tokens < _overlong_end(spec),
+        "!has(self.ppo.overlong) || self.ppo.overlong.fromTokens < (has(self.ppo.overlong.toTokens) "
+        "? self.ppo.overlong.toTokens : self.generation.maxTokens)",
+        "spec.ppo.overlong.fromTokens is not below its toTokens, which is spec.generation.maxTokens unless given; "
+        "lower it.",
     ),
     ppo_rule(
         lambda spec: spec.ppo.import_path is None or spec.ppo.names_functions,

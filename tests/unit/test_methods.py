@@ -1,0 +1,241 @@
+"""The methods that a manifest can name beside PPO and GRPO, against their papers' formulas written down plainly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.resolve import resolve
+from dovetail.manifest.training import Overlong
+from dovetail.manifest.types import PPO, Stage
+from dovetail.protocol.experience import Experience
+from dovetail.protocol.wire import pack, unpack
+from dovetail.trainer.algorithms import policy
+from dovetail.trainer.algorithms.advantages import (
+    equal_groups,
+    overlong_penalty,
+    reinforce,
+    reinforce_baseline,
+)
+from dovetail.trainer.steps.experience_batch import PPOSamples, counted_samples, targets
+from helpers.jobs import tiny_job
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import job, load_command, ppo_batch
+
+LENGTHS = [3, 1, 5]
+N = sum(LENGTHS)
+
+
+def inputs(config: PPO, spread: float = 0.4) -> policy.LossInputs:
+    generator = torch.Generator().manual_seed(4)
+    old = -torch.rand(N, generator=generator, dtype=torch.float64) - 0.1
+    per_sample = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+    new = (old + spread * torch.randn(N, generator=generator, dtype=torch.float64)).requires_grad_()
+    return policy.LossInputs(
+        tokens=torch.arange(N),
+        sequence_ids=ids,
+        mask=torch.ones(N, dtype=torch.bool),
+        logprobs=new,
+        old_logprobs=old,
+        rollout_logprobs=old,
+        ref_logprobs=old,
+        advantages=per_sample[ids],
+        entropy=torch.zeros(N),
+        config=config,
+        kl_coef=0.0,
+        samples=3,
+    )
+
+
+def samples_of(x: Tensor) -> list[Tensor]:
+    return list(x.split(LENGTHS))
+
+
+def sequence_mean(losses: Tensor) -> Tensor:
+    """What `lossAggregation: Sequence` makes of token losses."""
+    return torch.stack([part.mean() for part in samples_of(losses)]).mean()
+
+
+def gradient(of: Tensor, at: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(of, at)
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.4])
+def test_gspo_is_the_papers_objective_and_gradient(spread: float) -> None:
+    """Eq. 5 for whole samples: (1/G) sum of min(s A, clip(s) A), s = exp(mean log ratio)."""
+    config = PPO(loss="gspo", loss_aggregation="Sequence", clip_low=0.03, clip_high=0.04)
+    given = inputs(config, spread)
+    losses, metrics = policy.gspo(given)
+    objective = torch.zeros((), dtype=torch.float64)
+    clipped = []
+    for new, old, a in zip(
+        samples_of(given.logprobs), samples_of(given.old_logprobs), samples_of(given.advantages), strict=True
+    ):
+        s = ((new - old).sum() / len(new)).exp()
+        bounded = s.clamp(1 - 0.03, 1 + 0.04)
+        objective = objective + torch.minimum(s * a[0], bounded * a[0]) / 3
+        clipped += [float(bounded * a[0] < s * a[0])] * len(new)
+    assert float(sequence_mean(losses)) == pytest.approx(-float(objective), rel=1e-12)
+    assert torch.allclose(gradient(sequence_mean(losses), given.logprobs), -gradient(objective, given.logprobs))
+    assert metrics["clipfrac"].tolist() == clipped
+
+
+def test_cispo_is_a_weighted_policy_gradient_that_cuts_no_token_off() -> None:
+    given = inputs(PPO(loss="cispo", clip_high=0.2), spread=0.5)
+    losses, metrics = policy.cispo(given)
+    found = gradient(losses.sum(), given.logprobs).tolist()
+    ratios = (given.logprobs - given.old_logprobs).exp().tolist()
+    assert found == pytest.approx([-min(r, 1.2) * a for r, a in zip(ratios, given.advantages.tolist(), strict=True)])
+    assert metrics["clipfrac"].tolist() == [float(r > 1.2) for r in ratios]
+    assert all(found), "every token has a gradient"
+    bounded = inputs(PPO(loss="cispo", clip_high=0.2, clip_low=0.1), spread=0.5)
+    least = gradient(policy.cispo(bounded)[0].sum(), bounded.logprobs).abs() / bounded.advantages.abs()
+    assert float(least.min()) == pytest.approx(0.9)
+
+
+def test_clip_higher_moves_the_upper_bound_alone() -> None:
+    given = inputs(PPO(clip_low=0.1, clip_high=0.5), spread=0.6)
+    losses, _ = policy.ppo(given)
+    for loss, r, a in zip(
+        losses.tolist(),
+        (given.logprobs - given.old_logprobs).exp().tolist(),
+        given.advantages.tolist(),
+        strict=True,
+    ):
+        assert loss == pytest.approx(-min(r * a, min(max(r, 0.9), 1.5) * a))
+    assert PPO().clip_range == (0.2, 0.2)
+    assert PPO(clip=0.3, clip_high=0.4).clip_range == (0.3, 0.4)
+    assert PPO(loss="cispo").clip_range == (1.0, 0.2)
+
+
+# ---------------------------------------------------------------- advantages
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    flat = [x for row in rows for x in row]
+    mean = sum(flat) / len(flat)
+    variance = sum((x - mean) ** 2 for x in flat) / (len(flat) - 1)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
+
+
+def test_reinforce_plus_plus_sums_what_follows_and_normalises_over_the_batch() -> None:
+    rewards = torch.tensor([[-0.1, -0.2, 1.0], [0.3, 0.5, 9.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    gamma, sums = 0.9, []
+    for row, length in zip(rewards.tolist(), (3, 2), strict=True):
+        sums.append([sum(gamma ** (k - t) * row[k] for k in range(t, length)) for t in range(length)])
+    found = reinforce(rewards, mask, gamma)
+    assert found[mask].tolist() == pytest.approx([x for row in whitened(sums) for x in row], abs=1e-5)
+    assert float(found[1, 2]) == 0.0
+
+
+def test_the_baseline_is_the_prompts_and_the_deviation_the_batchs() -> None:
+    scores, groups = torch.tensor([1.0, 3.0, 10.0, 10.0]), torch.tensor([0, 0, 1, 1])
+    mask = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
+    wanted = whitened([[-1.0, -1.0], [1.0], [0.0, 0.0], [0.0, 0.0]])
+    found = reinforce_baseline(scores, groups, mask)
+    assert found[mask].tolist() == pytest.approx([x for row in wanted for x in row], abs=1e-5)
+
+
+def test_overlong_responses_lose_linearly() -> None:
+    lengths = torch.tensor([0, 10, 12, 15, 20, 25])
+    config = Overlong(from_tokens=10, to_tokens=20, penalty=2.0)
+    assert overlong_penalty(lengths, config).tolist() == pytest.approx([0.0, 0.0, 0.4, 1.0, 2.0, 2.0])
+    with pytest.raises(ValueError, match="overlong.toTokens is missing"):
+        overlong_penalty(lengths, Overlong(from_tokens=10))
+    spec = resolve(tiny_job(ppo={"overlong": {"fromTokens": 8}}).spec)
+    assert spec.ppo.overlong is not None
+    assert spec.ppo.overlong.to_tokens == spec.generation.max_tokens
+
+
+def test_what_an_advantage_function_sees_is_what_the_estimators_use() -> None:
+    config = PPO(overlong={"from_tokens": 2, "to_tokens": 6}, reward_clip=0.5, missing_eos_penalty=0.25)
+    arrays = unpack(ppo_batch(3))
+    goals = targets(PPOSamples.read(arrays, config), config, 0.1, None)
+    seen = Experience(1, [], [], arrays, config=config, kl_coef=0.1)
+    assert goals.metrics["reward_with_kl"] == pytest.approx(float(seen.rewards.sum(axis=1).mean()), abs=1e-6)
+    plain = Experience(1, [], [], arrays, config=config.model_copy(update={"overlong": None}), kl_coef=0.1)
+    assert plain.rewards.sum() - seen.rewards.sum() > 0.5
+
+
+# ---------------------------------------------------------------- which samples count
+
+
+def test_truncated_responses_and_equal_groups_are_left_out() -> None:
+    arrays = unpack(ppo_batch(3))
+    arrays["scores"] = np.array([1, 1, 0, 1] * 4, np.float32)
+    config = PPO(advantage="grpo", samples_per_prompt=2)
+    batch = PPOSamples.read(arrays, config)
+    assert counted_samples(batch, config) is None
+    assert equal_groups(batch.scores, batch.groups).tolist() == [True, True, False, False] * 4
+    both = config.model_copy(update={"mask_truncated": True, "drop_equal_groups": True})
+    found = counted_samples(batch, both)
+    assert found is not None
+    expected = [bool(f) and not e for f, e in zip(arrays["finished"], [True, True, False, False] * 4, strict=True)]
+    assert found.tolist() == expected
+
+
+def trained(data: bytes, micro: int, **ppo: Any) -> dict[str, float]:
+    """The metrics of an iteration of one mini-batch of an actor alone."""
+    fields = {"globalBatchSize": 16, "miniBatchSize": 16, "microBatchSize": micro, "samplesPerPrompt": 2}
+    fields |= {"advantage": "grpo", **ppo}
+    with LocalTrainer(job(ppo=fields, generation={"maxTokens": 10})) as trainer:
+        load = load_command(Stage.PPO)
+        trainer.metrics(load.model_copy(update={"models": {"actor": load.models["actor"]}}))
+        return trainer.metrics(trainer.step(Stage.PPO, 1, data, ["actor"], 16 // micro, kl_coef=0.3))
+
+
+@pytest.mark.parametrize("aggregation", ["Token", "Sequence"])
+def test_what_does_not_count_might_as_well_say_anything(aggregation: str) -> None:
+    """Neither its advantages nor its number change the loss of the others."""
+    options = {"maskTruncated": True, "lossAggregation": aggregation, "entropyCoef": 0.01, "normalizeStd": False}
+    arrays = unpack(ppo_batch(5))
+    arrays["finished"] = np.array([1, 0] * 8, np.uint8)
+    ones = np.ones_like(arrays["rollout_logprobs"])
+    one, other = (pack(arrays | {"advantages": x}) for x in (ones, np.where(arrays["finished"][:, None], ones, 50.0)))
+    first, second, uneven = trained(one, 16, **options), trained(other, 16, **options), trained(other, 4, **options)
+    assert first["counted_fraction"] == 0.5
+    for name in ("policy_loss", "kl_loss", "entropy", "actor_grad_norm"):
+        assert second[name] == pytest.approx(first[name], rel=1e-5), name
+        assert uneven[name] == pytest.approx(first[name], rel=1e-4), name
+    assert trained(one, 16, **options | {"maskTruncated": False})["entropy"] != first["entropy"]
+
+
+@pytest.mark.parametrize(
+    "ppo",
+    [
+        {"loss": "gspo", "lossAggregation": "Sequence", "clipLow": 3e-4, "clipHigh": 4e-4},
+        {"loss": "cispo", "clipHigh": 0.3},
+        {"advantage": "reinforce++", "samplesPerPrompt": 1},
+        {"advantage": "reinforce++-baseline", "dropEqualGroups": True},
+    ],
+)
+def test_every_method_trains_alike_however_the_batch_is_cut(ppo: dict[str, Any]) -> None:
+    few, many = (trained(ppo_batch(2), micro, **ppo) for micro in (16, 4))
+    for name in ("policy_loss", "actor_grad_norm"):
+        assert many[name] == pytest.approx(few[name], rel=1e-4, abs=1e-6), name
+    assert few["actor_grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ppo", "words"),
+    [
+        ({"loss": "gspo"}, "set it to Sequence"),
+        ({"loss": "cispo", "dualClip": 3.0}, "dualClip has no effect with loss cispo"),
+        ({"clipLow": 1.5}, "clipLow is above 1"),
+        ({"dropEqualGroups": True}, "do not compare the samples of one prompt"),
+        ({"overlong": {"fromTokens": 48}}, "fromTokens is not below its toTokens"),
+        ({"advantage": "reinforce++-baseline"}, "reinforce++-baseline compares samples of the same prompt"),
+    ],
+)
+def test_what_does_nothing_is_refused(ppo: dict[str, Any], words: str) -> None:
+    (sentence,) = check(tiny_job(ppo=ppo).spec)
+    assert words in sentence
