@@ -261,6 +261,11 @@ RULES = [
         "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0",
     ),
     ({"ppo.kl": {"in": "Loss"}}, "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages'"),
+    ({"ppo.loss": "gspo"}, "spec.ppo.lossAggregation is Token; set it to Sequence."),
+    ({"ppo.loss": "cispo", "ppo.dualClip": 3.0}, "spec.ppo.dualClip has no effect with loss cispo; remove it."),
+    ({"ppo.clipLow": 1.5}, "spec.ppo.clipLow is above 1"),
+    ({"ppo.dropEqualGroups": True}, "the advantages do not compare the samples of one prompt"),
+    ({"ppo.overlong": {"fromTokens": 100_000}}, "spec.ppo.overlong.fromTokens is not below its toTokens"),
     (
         {"ppo.oldLogProbs": "Rollout", "generation.temperature": 0.7},
         "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from dovetail.manifest.checks.rules import check
@@ -149,7 +152,7 @@ def test_overlong_responses_lose_linearly() -> None:
     lengths = torch.tensor([0, 10, 12, 15, 20, 25])
     config = Overlong(from_tokens=10, to_tokens=20, penalty=2.0)
     assert overlong_penalty(lengths, config).tolist() == pytest.approx([0.0, 0.0, 0.4, 1.0, 2.0, 2.0])
-    with pytest.raises(ValueError, match="overlong.toTokens is missing"):
+    with pytest.raises(ValueError, match=r"overlong\.toTokens is missing"):
         overlong_penalty(lengths, Overlong(from_tokens=10))
     spec = resolve(tiny_job(ppo={"overlong": {"fromTokens": 8}}).spec)
     assert spec.ppo.overlong is not None
@@ -223,6 +226,16 @@ def test_every_method_trains_alike_however_the_batch_is_cut(ppo: dict[str, Any])
     for name in ("policy_loss", "actor_grad_norm"):
         assert many[name] == pytest.approx(few[name], rel=1e-4, abs=1e-6), name
     assert few["actor_grad_norm"] > 0
+
+
+def test_the_methods_of_the_docs_are_manifests() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = page.split("## Methods by their names")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|", table, re.M)
+    assert len(rows) >= 9
+    for name, ppo in rows:
+        spec = tiny_job(ppo=yaml.safe_load(ppo), generation={"maxTokens": 512}).spec
+        assert [sentence for sentence in check(spec) if "spec.ppo" in sentence] == [], name
 
 
 @pytest.mark.parametrize(
