@@ -209,6 +209,7 @@ FIXED = [
     ({"groups.1.vllmArgs": ["--x"]}, "vllmArgs of a group in spec.groups"),
     ({"groups.0.replicas": 4}, "replicas of a trainer group in spec.groups"),
     ({"checkpoint.volume": "claim"}, "spec.checkpoint.volume"),
+    ({"storage": {"folder": "other"}}, "spec.storage.folder"),
 ]
 FREE = [
     {"suspend": True},

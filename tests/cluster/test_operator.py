@@ -105,9 +105,10 @@ def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
     row = cluster.kubectl("get", "rlhfjobs", "-n", namespace)
     assert "ppo" in row
     cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
-    kinds = "jobsets,jobs,pods,configmaps,services,secrets,serviceaccounts,networkpolicies,persistentvolumeclaims"
+    kinds = "jobsets,jobs,pods,configmaps,services,secrets,serviceaccounts,networkpolicies"
     selector = ("-l", "dovetail.dev/job=tiny", "-o", "name")
     wait_for("nothing left", lambda: cluster.kubectl("get", kinds, "-n", namespace, *selector) == "")
+    assert cluster.kubectl("get", "pvc", "-n", namespace, *selector).strip() == "persistentvolumeclaim/tiny-files"
 
 
 def with_trainer(**more: Any) -> list[dict[str, Any]]:

@@ -65,6 +65,7 @@ def clean(server: KubeCluster) -> Iterator[None]:
     yield
     for namespace in NAMESPACES:
         server.kubectl("delete", "rlhfjobs", "--all", "-n", namespace, "--wait=true", "--timeout=60s")
+        server.kubectl("delete", "pvc", "--all", "-n", namespace, "--timeout=60s")  # kept
     selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
     for namespace in NAMESPACES:
         words = ("get", ",".join(KINDS), "-n", namespace, *selector)

@@ -74,6 +74,7 @@ def leader(server: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def clean(server: KubeCluster) -> Iterator[None]:
     yield
     server.kubectl("delete", "rlhfjobs", "--all", "-n", SPACE, "--wait=true", "--timeout=60s")
+    server.kubectl("delete", "pvc", "--all", "-n", SPACE, "--timeout=60s")  # kept
     theirs = [f"{item['kind']}/{item['metadata']['name']}" for item in TAKEN.values()]
     server.kubectl("delete", "--ignore-not-found", "-n", SPACE, *theirs)
     selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
@@ -130,6 +131,71 @@ def test_a_suspended_job_adopts_nothing(server: KubeCluster) -> None:
     wait_for("the job's objects gone", lambda: server.kubectl("get", ",".join(KINDS), "-n", SPACE, *selector) == "")
     for kind in kinds:
         assert untouched(theirs[kind], get(server, TAKEN[kind])), kind
+
+
+def test_a_claim_outlives_its_job_and_is_taken_up_when_the_manifest_says_so(server: KubeCluster) -> None:
+    """Nothing else outlives the job. Without a folder in the manifest it is not clear what is wanted."""
+    create(server, quickstart(JOB, SPACE))
+    wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    where = (f"{JOB}-files", "-n", SPACE)
+    uid = server.get("rlhfjob", JOB, "-n", SPACE)["metadata"]["uid"]
+    folder = f"{JOB}-{uid[:8]}"
+    before = server.get("pvc", *where)
+    delete_job(server)
+    wait_for("nothing else", lambda: mine(server) == [f"persistentvolumeclaim/{JOB}-files"])
+    assert untouched(before, server.get("pvc", *where))
+    create(server, quickstart(JOB, SPACE))
+    said = wait_for("the question", lambda: conflict(server))
+    assert f"Set spec.storage.folder to {folder} to go on with that run" in said
+    assert untouched(before, server.get("pvc", *where))
+    delete_job(server)
+    create(server, quickstart(JOB, SPACE, storage={"folder": folder, "retain": "Delete"}))
+    jobset = wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    assert f'"/var/dovetail/{folder}"' in json.dumps(jobset)
+    claim, job = server.get("pvc", *where), server.get("rlhfjob", JOB, "-n", SPACE)
+    assert claim["metadata"]["uid"] == before["metadata"]["uid"]
+    assert claim["metadata"]["labels"]["dovetail.dev/job-uid"] == job["metadata"]["uid"]
+    assert "ownerReferences" not in claim["metadata"], "the operator did not make it for this job"
+    wait_for("a plan", lambda: condition(server, "Planned", JOB, SPACE).get("status") == "True")
+    patch = json.dumps({"spec": {"storage": {"folder": "other"}}})
+    refused = server.try_kubectl("patch", "rlhfjob", JOB, "-n", SPACE, "--type=merge", "-p", patch)
+    assert "spec.storage.folder cannot change once the job is planned" in refused.stderr
+
+
+def test_the_manifest_decides_whether_the_claim_goes_with_the_job(server: KubeCluster) -> None:
+    """Keep is the default also for a claim that an earlier release made, and for a change of mind."""
+    create(server, quickstart(JOB, SPACE, storage={"retain": "Delete"}))
+    where = (f"{JOB}-files", "-n", SPACE)
+    wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    owners = server.get("pvc", *where)["metadata"]["ownerReferences"]
+    assert owners[0]["kind"] == "RLHFJob"
+    patch = ("patch", "rlhfjob", JOB, "-n", SPACE, "--type=merge", "-p")
+    server.kubectl(*patch, '{"spec":{"storage":{"retain":"Keep"}}}')
+    wait_for("no owner", lambda: "ownerReferences" not in server.get("pvc", *where)["metadata"])
+    wait_for("a plan", lambda: condition(server, "Planned", JOB, SPACE).get("status") == "True")
+    refused = server.try_kubectl(*patch, '{"spec":{"storage":{"retain":"Delete"}}}')
+    assert "spec.storage.retain cannot change to Delete" in refused.stderr
+    # As release 0.1 made it.
+    old = json.dumps({"metadata": {"ownerReferences": owners}})
+    server.kubectl("patch", "pvc", *where, "--type=merge", "-p", old)
+    wait_for("no owner", lambda: "ownerReferences" not in server.get("pvc", *where)["metadata"])
+    delete_job(server)
+    wait_for("nothing else", lambda: mine(server) == [f"persistentvolumeclaim/{JOB}-files"])
+    server.kubectl("delete", "pvc", *where)
+    create(server, quickstart(JOB, SPACE, storage={"retain": "Delete"}))
+    wait_for("the claim", lambda: server.get("pvc", *where))
+    delete_job(server)
+    wait_for("nothing", lambda: mine(server) == [])
+
+
+def delete_job(server: KubeCluster) -> None:
+    server.kubectl("delete", "rlhfjob", JOB, "-n", SPACE, "--wait=true", "--timeout=60s")
+
+
+def mine(server: KubeCluster) -> list[str]:
+    """What is left of the job."""
+    words = ("get", ",".join(KINDS), "-n", SPACE, "-l", f"dovetail.dev/job={JOB}", "-o", "name")
+    return server.kubectl(*words).split()
 
 
 def test_labels_alone_make_nothing_the_jobs_own(server: KubeCluster) -> None:

@@ -103,6 +103,8 @@ class FakeCluster:
     def reconcile(self) -> Reconciled:
         """Carried out, as the controller does."""
         result = self.look()
+        for place in result.release:
+            del self.objects[place]["metadata"]["ownerReferences"]
         for thing in result.apply:
             self.apply(dict(thing))
         for kind, name in result.delete:

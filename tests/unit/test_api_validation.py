@@ -57,6 +57,7 @@ USED = {
     "spec.suspend": {"suspend": True},
     "spec.failurePolicy.startTimeoutSeconds": {"failurePolicy": {"startTimeoutSeconds": 60}},
     "spec.ttlSecondsAfterFinished": {"ttlSecondsAfterFinished": 0},
+    "spec.storage": {"storage": {"folder": "first"}},
     "spec.checkpoint.volume": {"checkpoint": {"volume": "claim"}},
     "spec.groups[].image": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "image": "x"}]},
     "spec.groups[].podTemplate": {

@@ -1,9 +1,13 @@
 """`reconcile` on a fake cluster: a job's life, its ends, and what its status says of them."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from dovetail.kube import names
 from dovetail.operator.reconcile import progress
+from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
 from dovetail.protocol.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
 
@@ -234,6 +238,23 @@ def test_an_invalid_spec_is_refused_and_can_be_mended():
     cluster.edit(ppo={"globalBatchSize": 12, "miniBatchSize": 12, "microBatchSize": 1, "iterations": 1}, groups=groups)
     cluster.settle()
     assert cluster.condition("Planned")["status"] == "True"
+
+
+def test_a_planner_that_had_trouble_is_asked_again_ever_more_seldom():
+    """Nothing else would look at the job: no event tells that the planner has time now."""
+    cluster = a_cluster()
+    trouble = replace(cluster.seen(), planned=PlanRefused("PlannerTimeout", "the planner found no plan within 60 s"))
+    waits = []
+    for _ in range(4):
+        result = reconcile(replace(trouble, document=cluster.document), cluster.now)
+        cluster.document["status"] = json.loads(result.status.model_dump_json(by_alias=True, exclude_none=True))
+        waits.append(result.requeue)
+        cluster.pass_time(result.requeue + 60)
+    assert waits == [20, 80, 220, 500]
+    infeasible = replace(trouble, planned=PlanRefused("PlanInfeasible", "it needs 41.2 GiB"))
+    assert reconcile(infeasible, cluster.now).requeue is None
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
 
 
 def test_what_has_no_effect_yet_is_said():

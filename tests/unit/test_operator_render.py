@@ -49,8 +49,11 @@ def test_golden(name):
     assert make_objects.rendered(*make_objects.jobs()[name]) == expected, "run python tests/golden/make_objects.py"
 
 
-def test_every_child_is_owned_and_labelled():
-    context = a_context()
+def test_every_child_but_a_kept_claim_is_owned_and_labelled():
+    claim = next(thing for thing in supporting_objects(a_context()) if thing["kind"] == "PersistentVolumeClaim")
+    assert "ownerReferences" not in claim["metadata"]
+    assert claim["metadata"]["labels"][names.UID_LABEL] == make_objects.UID
+    context = a_context(storage={"retain": "Delete"})
     for child in [*supporting_objects(context), jobset(context), *surplus_jobs(context)]:
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("RLHFJob", make_objects.UID, True)

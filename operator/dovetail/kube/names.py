@@ -20,6 +20,7 @@ JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 SPEC_HASH = "dovetail.dev/spec-hash"
+FOLDER = "dovetail.dev/folder"  # of a claim: where on it the last job that used it has its files
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 KUEUE = "kueue.x-k8s.io/"
@@ -74,8 +75,14 @@ def surplus_job(job: str, group: str, index: int) -> str:
 
 
 def run_dir(job: RLHFJob, uid: str) -> str:
-    """The job's folder on its volume. An earlier RLHFJob with the same name had another one."""
-    return f"{VOLUME_MOUNT}/{job.metadata.name}-{uid[:8]}"
+    """The job's folder on its volume. If the manifest names none, an earlier RLHFJob with the same name had another
+    one."""
+    return f"{VOLUME_MOUNT}/{folder(job, uid)}"
+
+
+def folder(job: RLHFJob, uid: str) -> str:
+    """The last part of `run_dir`."""
+    return job.spec.storage.folder or f"{job.metadata.name}-{uid[:8]}"
 
 
 def labels(job: str, uid: str, component: str) -> dict[str, str]:

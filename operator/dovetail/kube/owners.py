@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.kube.names import FIELD_MANAGER, JOB_LABEL, UID_LABEL
 from dovetail.manifest.describe.crd import GROUP
 from dovetail.manifest.types import KIND
 
@@ -19,6 +20,19 @@ def controlled_by(thing: Mapping[str, Any], uid: str) -> bool:
     """Whether the RLHFJob with this uid controls the object."""
     owner = controller(thing)
     return owner.get("uid") == uid and _is_job(owner)
+
+
+def labelled_for(thing: Mapping[str, Any], uid: str) -> bool:
+    """Whether nobody controls the object and its labels say that it is of the RLHFJob with this uid. That is all that a
+    claim which outlives its job can say; whoever may make claims in the namespace may write these labels, too."""
+    return not controller(thing) and (thing["metadata"].get("labels") or {}).get(UID_LABEL) == uid
+
+
+def kept_for(thing: Mapping[str, Any], job: str) -> bool:
+    """Whether nobody controls the object and its labels say that it was kept of a job with this name."""
+    labels = thing["metadata"].get("labels") or {}
+    ours = labels.get(JOB_LABEL) == job and labels.get("app.kubernetes.io/managed-by") == FIELD_MANAGER
+    return ours and not controller(thing)
 
 
 def left_by(thing: Mapping[str, Any], job: str, uid: str) -> bool:

@@ -159,6 +159,9 @@ class Controller:
         result = reconcile(
             Seen(document, planned, children, reported, self._settings, mounts, self._drift, outlook), self._now()
         )
+        for kind, name in result.release:
+            self.store.put({"kind": kind, **await self._client.release(kind, children.objects[kind, name])})
+            log("object.released", job="/".join(key), object=f"{kind}/{name}", reason="spec.storage.retain is Keep")
         if is_over(result.status):
             if not isinstance(planned, PlanRefused):  # it was not over before
                 await self._keep_history(key, RenderContext(planned[0], uid, planned[1], self._settings), children)

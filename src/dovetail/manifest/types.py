@@ -10,6 +10,7 @@ from pydantic import Field
 
 from dovetail.manifest.base import (
     Callable_,
+    Folder,
     Fraction,
     Model,
     Name,
@@ -65,6 +66,7 @@ __all__ = [
     "SecretKey",
     "Stage",
     "StageSplit",
+    "Storage",
     "Supervised",
     "SyntheticData",
     "Tokenizer",
@@ -503,6 +505,23 @@ class Checkpoint(Model):
     volume: Name | None = Field(default=None, description="PersistentVolumeClaim for the job's files on a cluster.")
 
 
+class Storage(Model):
+    """What becomes of the job's files on a cluster."""
+
+    retain: Literal["Keep", "Delete"] = Field(
+        default="Keep",
+        description="What happens to the claim <job>-files, which a job gets that names none in checkpoint.volume, "
+        "when the job is deleted. Keep: it stays, with the models and checkpoints in it. Delete: it is deleted as "
+        "well.",
+    )
+    folder: Folder | None = Field(
+        default=None,
+        description="Folder of the claim that the job writes to. If an earlier job left a run there, this job goes on "
+        "with it; another folder starts anew. null: a new folder, named after the job and its uid. A kept claim "
+        "<job>-files is taken up again only if this is set.",
+    )
+
+
 class FailurePolicy(Model):
     """Which failures the job survives."""
 
@@ -590,6 +609,7 @@ class RLHFJobSpec(Model):
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
     trainer: Trainer = Field(default_factory=Trainer, description="How trainer ranks compute on GPUs.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
+    storage: Storage = Field(default_factory=Storage, description="What becomes of the job's files on a cluster.")
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
     samples: SampleLog = Field(default_factory=SampleLog, description="Which responses are kept and shown as text.")
     active_deadline_seconds: PositiveInt | None = Field(

@@ -96,6 +96,18 @@ class Client:
             if error.status not in (404, 409):
                 raise
 
+    async def release(self, kind: str, thing: Mapping[str, Any]) -> Object:
+        """Remove the owners of the object, as it was read: nothing deletes it with them. The API server refuses (422)
+        if they have changed since."""
+        metadata = thing["metadata"]
+        patch = [
+            {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
+            {"op": "test", "path": "/metadata/ownerReferences", "value": metadata["ownerReferences"]},
+            {"op": "remove", "path": "/metadata/ownerReferences"},
+        ]
+        path = BY_KIND[kind].path(metadata["namespace"], metadata["name"])
+        return await self._call("PATCH", path, {"fieldManager": _MANAGER}, patch, JSON_PATCH)
+
     async def write_status(self, job: Mapping[str, Any], status: Object) -> Object:
         """Write the status of the RLHFJob as it was read. The API server refuses (409 or 422) if the job has changed
         since."""

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from dovetail.kube import names
-from dovetail.kube.owners import controlled_by, controller
-from dovetail.kube.resources import JOB, JOBSET, POD
+from dovetail.kube.owners import controlled_by, controller, labelled_for
+from dovetail.kube.resources import JOB, JOBSET, POD, VOLUME_CLAIM
 from dovetail.protocol.process_names import CONTAINER
 
 Object = Mapping[str, Any]
@@ -53,13 +53,15 @@ class Children:
     objects: Mapping[Ref, Object] = field(default_factory=dict)
 
     def of_job(self, uid: str) -> Children:
-        """Those that this RLHFJob controls: by itself, or by a JobSet or Job of its own."""
+        """Those that this RLHFJob controls: by itself, or by a JobSet or Job of its own. A claim that is to outlive the
+        job is controlled by nobody and has the job's uid as a label."""
         mine: dict[Ref, Object] = {}
         owners = set[str]()
         places = sorted(self.objects, key=lambda place: _DEPTH.get(place[0], 0))
         for place in places:
             thing = self.objects[place]
-            if controlled_by(thing, uid) or controller(thing).get("uid") in owners:
+            kept = place[0] == VOLUME_CLAIM.kind and labelled_for(thing, uid)
+            if controlled_by(thing, uid) or kept or controller(thing).get("uid") in owners:
                 mine[place] = thing
                 if place[0] in (JOBSET.kind, JOB.kind):
                     owners.add(str(thing["metadata"].get("uid")))

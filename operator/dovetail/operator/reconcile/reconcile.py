@@ -6,11 +6,12 @@ not work is simply asked for again. What must not be forgotten is in the job's s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.kube.owners import controlled_by
 from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, VOLUME_CLAIM
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
 from dovetail.manifest.types import RLHFJob
@@ -40,6 +41,7 @@ from dovetail.operator.render.objects import WITH_PODS, jobset, pods_changed, su
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
+PLANNER_AGAIN_SECONDS = 20.0  # how soon a planner that was too slow or broke is asked again
 # What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
 RESTART_WINDOW = timedelta(hours=1)
 
@@ -73,7 +75,8 @@ class Seen:
 class Reconciled:
     """What to create or change, then what to delete, then what to report (of a job that is over: report first, so that
     nobody can take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself.
-    `token`: the token's Secret must be there before the pods."""
+    `token`: the token's Secret must be there before the pods. `release`: objects of the job that lose their owner
+    before all else, so that they outlive the job."""
 
     status: RLHFJobStatus
     apply: list[Object] = field(default_factory=list)
@@ -82,6 +85,7 @@ class Reconciled:
     events: list[JobEvent] = field(default_factory=list)
     expired: bool = False
     token: bool = False
+    release: list[Ref] = field(default_factory=list)
 
 
 def old_status(document: Object) -> RLHFJobStatus:
@@ -101,9 +105,25 @@ def tries_again(document: Object, status: RLHFJobStatus) -> bool:
 
 def reconcile(seen: Seen, now: datetime) -> Reconciled:
     """See the module's docstring. `now` is aware of its time zone."""
-    old = old_status(seen.document)
     if deleting(seen.document):
-        return Reconciled(old)  # the garbage collector does the rest
+        return Reconciled(old_status(seen.document))  # the garbage collector does the rest
+    return replace(_reconcile(seen, now), release=_released(seen))
+
+
+def _released(seen: Seen) -> list[Ref]:
+    """The claim, if it is to be kept and goes with the job: an earlier release made it, or the manifest said so
+    before."""
+    name = names.volume_claim(str(seen.document["metadata"]["name"]))
+    claim = seen.children.get(VOLUME_CLAIM.kind, name)
+    storage = (seen.document.get("spec") or {}).get("storage") or {}
+    if claim is None or deleting(claim) or storage.get("retain", "Keep") != "Keep":
+        return []
+    uid = str(seen.document["metadata"]["uid"])
+    return [(VOLUME_CLAIM.kind, name)] if controlled_by(claim, uid) else []
+
+
+def _reconcile(seen: Seen, now: datetime) -> Reconciled:
+    old = old_status(seen.document)
     generation = int(seen.document["metadata"].get("generation", 0))
     conditions = Conditions(old.conditions, generation, now)
     status = old.model_copy(update={"observed_generation": generation})
@@ -115,7 +135,7 @@ def reconcile(seen: Seen, now: datetime) -> Reconciled:
     if (retry := int((seen.document.get("spec") or {}).get("retry") or 0)) or old.retry:
         status = status.model_copy(update={"retry": retry})
     if isinstance(planned, PlanRefused):
-        return _refused(planned, conditions, status)
+        return _refused(planned, conditions, status, now)
     uid, mine, room = str(seen.document["metadata"]["uid"]), _jobset(seen), seen.outlook.room or {}
     context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room, images(mine))
     made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
@@ -428,13 +448,19 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
     return Reconciled(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
 
 
-def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus) -> Reconciled:
+def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus, now: datetime) -> Reconciled:
+    """The manifest must change, unless the planner itself had trouble. It is asked again when the job has waited for
+    twice as long."""
     conditions.set("Planned", False, problem.reason, problem.message)
     for kind in ("Scheduled", "Running"):
         conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]
     conditions.set("Completed", False, reasons.IN_PROGRESS)
     status = status.model_copy(update={"conditions": conditions.result()})
-    return Reconciled(status, events=conditions.events())
+    requeue = None
+    if problem.reason in (reasons.PLANNER_TIMEOUT, reasons.PLANNER_FAILED):
+        since = next(c.last_transition_time for c in status.conditions if c.type == "Planned")
+        requeue = max(PLANNER_AGAIN_SECONDS, (now - since).total_seconds())
+    return Reconciled(status, requeue=requeue, events=conditions.events())
 
 
 def _jobset(seen: Seen) -> Object | None:

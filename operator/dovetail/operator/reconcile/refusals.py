@@ -23,6 +23,16 @@ def taken(things: Sequence[tuple[str, str]]) -> str:
     return f"{told}, or give the job another name.{use}"
 
 
+def kept(name: str, folder: str) -> str:
+    """A claim was kept of an earlier job with the same name, and the manifest does not say what to do with it.
+    `folder`: of the earlier job; empty if it is not known."""
+    there = f"to {folder} " if folder else "to its folder "
+    return (
+        f"PersistentVolumeClaim {name} was kept of an earlier job with this name. Set spec.storage.folder {there}to go "
+        f"on with that run, or to another name to start anew on the same claim. Or delete the claim and its files."
+    )
+
+
 def forged(name: str) -> str:
     """A Secret with a token says that it is the job's, but the operator did not make it."""
     return f"Secret {name} names this job as its owner, but the operator did not make it. Delete it."

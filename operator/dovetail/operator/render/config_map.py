@@ -38,6 +38,7 @@ def spec_hash(job: RLHFJob) -> str:
         "ttlSecondsAfterFinished",
         "failurePolicy",
         "checkpoint",
+        "storage",
         "samples",
     ):
         spec.pop(name, None)

@@ -13,7 +13,8 @@ def claim_name(context: RenderContext) -> str:
 
 
 def volume_claim(context: RenderContext) -> Object | None:
-    """None if the manifest names a claim: that claim is the user's and outlives the job."""
+    """None if the manifest names a claim: that claim is the user's and outlives the job. A claim that is to be kept has
+    no owner, so the garbage collector leaves it alone."""
     if context.job.spec.checkpoint.volume is not None:
         return None
     settings = context.settings
@@ -25,6 +26,15 @@ def volume_claim(context: RenderContext) -> Object | None:
         spec["storageClassName"] = settings.volume_class
     return {
         **VOLUME_CLAIM.type_meta,
-        "metadata": context.metadata(names.volume_claim(context.name), "files"),
+        "metadata": claim_metadata(context),
         "spec": spec,
     }
+
+
+def claim_metadata(context: RenderContext) -> Object:
+    """Labels that name the job, and the job's folder."""
+    metadata = context.metadata(names.volume_claim(context.name), "files")
+    metadata["annotations"] = {names.FOLDER: names.folder(context.job, context.uid)}
+    if context.job.spec.storage.retain == "Keep":
+        del metadata["ownerReferences"]
+    return metadata

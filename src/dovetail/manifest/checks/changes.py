@@ -24,6 +24,7 @@ CHANGEABLE = (
     "failurePolicy",
     "checkpoint.everySteps",
     "checkpoint.keep",
+    "storage",
     "samples",
     "coordinator",
     "hub",

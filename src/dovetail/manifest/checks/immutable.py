@@ -1,10 +1,10 @@
 """Which parts of a job's spec may change, as CEL transition rules.
 
 At any time a user may suspend and resume a job, scale its rollout groups, change its deadlines, its failure policy, its
-checkpoint policy and which samples are kept as text, and have a failed job try again. Images, pod templates and the
-access to a hub may change while it is suspended. Everything else decides what is trained. It is fixed when the job has
-a plan (condition Planned=True). Before that it may be corrected, above all while Planned=False says what does not
-fit."""
+checkpoint policy and which samples are kept as text, decide to keep its claim, and have a failed job try again.
+Images, pod templates and the access to a hub may change while it is suspended. Everything else decides what is trained.
+It is fixed when the job has a plan (condition Planned=True). Before that it may be corrected, above all while
+Planned=False says what does not fit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ CHANGEABLE = (
     "retry",
     "groups",
     "checkpoint",
+    "storage",
     "failurePolicy",
     "samples",
     "coordinator",
@@ -94,5 +95,18 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
         "(has(self.spec.checkpoint.volume) ? self.spec.checkpoint.volume : '') "
         "== (has(oldSelf.spec.checkpoint.volume) ? oldSelf.spec.checkpoint.volume : '')",
         ".spec.checkpoint.volume",
+    ),
+    _rule(
+        "spec.storage.folder",
+        "(has(self.spec.storage.folder) ? self.spec.storage.folder : '') "
+        "== (has(oldSelf.spec.storage.folder) ? oldSelf.spec.storage.folder : '')",
+        ".spec.storage.folder",
+    ),
+    CelRule(
+        "",
+        f"{_UNPLANNED} || self.spec.storage.retain == oldSelf.spec.storage.retain "
+        "|| self.spec.storage.retain == 'Keep'",
+        "spec.storage.retain cannot change to Delete once the job is planned; delete the claim when the job is gone.",
+        ".spec.storage.retain",
     ),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import pod_count
-from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage, Storage
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ def _volume(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.checkpoint.volume"
 
 
+def _storage(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.storage != Storage():
+        yield "spec.storage"
+
+
 def _start_timeout(spec: RLHFJobSpec) -> Iterator[str]:
     if spec.failure_policy.start_timeout_seconds is not None:
         yield "spec.failurePolicy.startTimeoutSeconds"
@@ -106,6 +111,7 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
     Unexecuted(
         "spec.failurePolicy.startTimeoutSeconds", _start_timeout, "processes start at once or fail", on_cluster=True
     ),
+    Unexecuted("spec.storage", _storage, "the run directory is kept; --resume goes on with it", on_cluster=True),
     Unexecuted("spec.checkpoint.volume", _volume, "checkpoints go to the run directory", on_cluster=True),
     Unexecuted("spec.groups[].image", _group_field("image", "image"), "processes run from this machine's Python", True),
     Unexecuted(
