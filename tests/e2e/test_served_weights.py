@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import numpy as np
 import pytest
 import torch
 
+from dovetail.coordinator.generation.requests import abort, stream
+from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.models.build import build_stage
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.sampling import OUTPUT_DELTA
 from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from helpers.forked_servers import Forks
-from helpers.vllm_servers import GREEDY, Server, make_run
+from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run
 from helpers.weight_trainer import Trainer
 
 pytest.importorskip("vllm")
@@ -51,7 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {**GATED, "sliding_window": 8},
     "gpt_neox": {**COMMON, "intermediate_size": 96, "initializer_range": 0.1},
 }
-# Others are served once, with the head that they mostly have. Gemma 3 and gpt-oss are in test_family_jobs.py.
+# Others are served once, with the head that they mostly have. Gemma 3, gpt-oss and Qwen3-MoE are in
+# test_family_jobs.py.
 BOTH = ("llama", "qwen2", "qwen3", "opt")
 MOSTLY_TIED = ("gemma2",)
 
@@ -104,7 +113,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[f
     return tokens[len(prompt) :], logprobs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
 def test_servers_of_tied_and_untied_models_say_what_the_model_says(family: str, forks: Forks, tmp_path: Path) -> None:
     servers: dict[bool, Server] = {}
     model, found = folders(family, 1, tmp_path)
@@ -130,6 +139,80 @@ def test_servers_of_tied_and_untied_models_say_what_the_model_says(family: str, 
     for trainer in trainers.values():
         trainer.sender.close()
     forks.stop(list(servers.values()))
+
+
+def test_a_server_says_which_experts_each_token_got(forks: Forks, tmp_path: Path) -> None:
+    """The whole prompt's and the response's, also of a cached prefix, and of a response that is aborted and goes on."""
+    model, found = folders("qwen3_moe", 1, tmp_path)
+    stage = build_stage(ModelRef(head="lm", path=str(found[False])))
+    stage.config.max_position_embeddings = 512
+    make_run(tmp_path / "run", stage.config, prompt_tokens=300, tokens=200, replay=True)
+    server = forks.start("experts", tmp_path / "run")
+    forks.wait([server])
+    trainer = Trainer([server])
+    assert trainer.publish(stage, 1) == {server.name: None}
+    # More than two blocks of vLLM's cache.
+    prompt = [3 + 7 * i % 290 for i in range(260)]
+    fresh = asyncio.run(ask(server, prompt, 0, 12))
+    cached = asyncio.run(ask(server, prompt, 0, 12))
+    broken = asyncio.run(ask(server, prompt, 0, 200, abort_after=5))
+    assert fresh.reason == cached.reason == "length"
+    assert broken.reason == "abort"
+    longer = prompt + broken.tokens
+    rest = asyncio.run(ask(server, longer, len(longer) - 1, 7))
+    for answers in ([fresh], [cached], [broken, rest]):
+        tokens = prompt + [token for answer in answers for token in answer.tokens]
+        told = whole([(answer.start, answer.experts) for answer in answers if answer.experts], len(tokens))
+        assert told is not None
+        np.testing.assert_array_equal(np.sort(told[:-1], axis=-1), experts_of(model, tokens))
+        assert (told[-1] == UNKNOWN).all()
+    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as reply:
+        hits = next(line for line in reply if line.startswith(b"vllm:prefix_cache_hits_total"))
+    assert float(hits.split()[-1]) >= 3 * 256
+    trainer.sender.close()
+    forks.stop([server])
+
+
+@dataclass
+class Answer:
+    start: int
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    experts: bytes | None = None
+
+
+async def ask(server: Server, tokens: list[int], start: int, count: int, abort_after: int | None = None) -> Answer:
+    """As the coordinator asks: for `count` tokens more, and for the experts of all tokens from `start` on."""
+    answer, name = Answer(start), f"ask-{len(tokens)}-{count}"
+    params = {**GREEDY, "max_tokens": count, "routed_experts_prompt_start": start, "output_kind": OUTPUT_DELTA}
+    aborts: list[asyncio.Task[str | None]] = []
+
+    def take(new: list[int], _logprobs: list[float], reason: str | None, experts: bytes | None) -> None:
+        answer.tokens += new
+        answer.reason, answer.experts = reason, experts
+        if abort_after is not None and len(answer.tokens) >= abort_after and not aborts:
+            aborts.append(asyncio.create_task(abort(session, server.url, [name], 30)))
+
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        body = {"request_id": name, "token_ids": tokens, "sampling_params": params, "stream": True}
+        await stream(session, server.url, body, take)
+        assert await asyncio.gather(*aborts) in ([], [None])
+    return answer
+
+
+def experts_of(model: Any, tokens: list[int]) -> np.ndarray:
+    """(tokens - 1, layers, experts of a token), each token's in order."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: found.append(output[2]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([tokens[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).sort(-1).values.numpy()
 
 
 def test_a_float16_server_takes_the_weights_of_a_trainer_in_another_dtype(forks: Forks, tmp_path: Path) -> None:

@@ -5,11 +5,15 @@ Its token at an absolute position depends only on (seed, position), as with posi
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import zlib
 from typing import Any
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.protocol.messages import Register
@@ -35,6 +39,18 @@ def response_of(seed: int, prompt_length: int, max_tokens: int) -> tuple[list[in
         if tokens[-1] % END_EVERY == 0:
             return tokens, "stop"
     return tokens, "length"
+
+
+def experts_at(tokens: list[int]) -> NDArray[np.uint8]:
+    """(tokens, 2 layers, 1): what each token got on the server that computed it."""
+    return np.array([[[token % 5], [token % 3]] for token in tokens], np.uint8).reshape(len(tokens), 2, 1)
+
+
+def encoded(rows: NDArray[np.uint8]) -> str:
+    """As vLLM sends it."""
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 async def listen(app: web.Application) -> tuple[web.AppRunner, str]:
@@ -122,6 +138,12 @@ class FakeVllm:
         params, position = body["sampling_params"], len(body["token_ids"])
         interval = self.burst or params["stream_interval"]
         waiting: list[int] = []
+        every: list[int] = list(body["token_ids"])
+
+        def experts() -> str | None:
+            start = params.get("routed_experts_prompt_start")
+            return None if start is None else encoded(experts_at(every[start:-1]))
+
         if self._fault("empty abort"):
             await self._event(response, [], "abort")
             return
@@ -130,7 +152,7 @@ class FakeVllm:
             if self._fault("stall"):
                 await asyncio.Event().wait()
             if abort.is_set():
-                await self._event(response, waiting, "abort")
+                await self._event(response, waiting, "abort", experts())
                 return
             if self._fault("error event"):
                 await response.write(b'data: {"error":{"message":"Internal server error","code":500}}\n\n')
@@ -139,6 +161,7 @@ class FakeVllm:
                 await response.write(b"data: {not json\n\n")
                 return
             waiting.append(token_at(params["extra_args"][SEED], position))
+            every.append(waiting[-1])
             position += 1
             self.tokens_sent += 1
             if self.die_after is not None and self.tokens_sent >= self.die_after:
@@ -150,18 +173,21 @@ class FakeVllm:
             ended = waiting[-1] % END_EVERY == 0
             reason = "stop" if ended else "length" if made == params["max_tokens"] else None
             if reason or made == 1 or len(waiting) >= interval:
-                await self._event(response, waiting, reason)
+                await self._event(response, waiting, reason, experts() if reason else None)
                 waiting = []
             if reason:
                 await response.write(b"data: [DONE]\n\n")
                 return
 
     @staticmethod
-    async def _event(response: web.StreamResponse, tokens: list[int], reason: str | None) -> None:
+    async def _event(
+        response: web.StreamResponse, tokens: list[int], reason: str | None, experts: str | None = None
+    ) -> None:
         content = [
             {"token_id": t, "logprob": logprob_of(t), "rank": 1, "top_logprobs": [{"token_id": t, "logprob": 0.0}]}
             for t in tokens
         ]
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content}}
+        choice["routed_experts"] = experts
         event = {"request_id": "x", "usage": None, "output_mode": "tokens", "choices": [choice]}
         await response.write(f"data: {json.dumps(event)}\n\n".encode())

@@ -42,7 +42,9 @@ class Job:
         count: int = 16,
         settings: GenerationSettings = FAST,
         generation: dict[str, Any] | None = None,
+        replay: bool = False,
     ) -> None:
+        self.replay = replay
         self.folder, self.count, self.settings = folder, count, settings
         self.generation = Generation.model_validate(
             {"maxTokens": MAX_TOKENS, "maxConcurrent": 64, **(generation or {})}
@@ -65,7 +67,9 @@ class Job:
         timeouts = Timeouts(suspect=1000, dead=2000, back_off=0.02, back_off_max=0.1, revive=0.1, max_failures=100)
         self.fleet = Fleet(time.monotonic, log, timeouts)
         self.fleet.publish(1)
-        self.generator = Generator(self.store, self.fleet, self.generation, TOKEN, log, self.settings, self.clock)
+        self.generator = Generator(
+            self.store, self.fleet, self.generation, TOKEN, log, self.settings, self.clock, replay=self.replay
+        )
 
     async def server(self, name: str, join: bool = True, **options: Any) -> FakeVllm:
         server = FakeVllm(name, **options)

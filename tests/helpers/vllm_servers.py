@@ -54,9 +54,11 @@ def make_run(
     concurrent: int = 16,
     gpu: Any = None,
     dtype: str = "Auto",
+    replay: bool = False,
 ) -> None:
     """What servers read of a run directory: job.json, for prompts and responses of at most so many tokens and so many
-    requests at once, and the actor's config. `gpu`, `dtype`: of the rollouts' group."""
+    requests at once, and the actor's config. `gpu`, `dtype`: of the rollouts' group.
+    `replay`: servers say which experts each token got."""
     config.save_pretrained(run_dir / "models" / "actor-config")
     job = {
         "apiVersion": "dovetail.dev/v1alpha1",
@@ -66,6 +68,7 @@ def make_run(
             "models": {"actor": {"source": {"scratch": {}}}},
             "data": {"maxPromptTokens": prompt_tokens},
             "generation": {"maxTokens": tokens, "maxConcurrent": concurrent},
+            "ppo": {"routingReplay": replay},
             "groups": [
                 {"name": "rollout", "roles": ["rollout"], "gpu": gpu or {}, "dtype": dtype},
                 {"name": "train", "roles": ["trainer"]},

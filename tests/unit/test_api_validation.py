@@ -250,6 +250,15 @@ def test_bad_model_folders(tmp_path, make, sentence):
     assert all(s.startswith("spec.models.actor.source.path: ") for s in found)
 
 
+def test_routing_replay_of_a_model_without_experts(tmp_path):
+    models = {"actor": {"source": {"scratch": {"architecture": "llama"}}}, "tokenizer": {"train": {}}}
+    assert files(tmp_path, models=models, ppo={"routingReplay": True}) == [
+        "spec.ppo.routingReplay is for models with experts, and llama models have none; remove it."
+    ]
+    models["actor"]["source"]["scratch"]["architecture"] = "gpt_oss"
+    assert files(tmp_path, models=models, ppo={"routingReplay": True}) == []
+
+
 @pytest.mark.parametrize("scratch", [True, False])
 def test_layers_that_ranks_cannot_share(tmp_path, scratch):
     model_folder(tmp_path / "m", config='{"model_type": "qwen3_moe"}')

@@ -95,6 +95,22 @@ def test_cpu_servers_sample_by_counter_and_gpu_servers_natively(tmp_path: Path) 
     assert value(cpu, "--load-format") == "dummy"
 
 
+def test_a_server_says_experts_where_the_job_replays_them(tmp_path: Path) -> None:
+    document = job().model_dump(by_alias=True)
+    document["spec"]["ppo"]["routingReplay"] = True
+    replaying = RLHFJob.model_validate(document)
+    plain = server.vllm_arguments(env(tmp_path), job(), job().spec.groups[0], CONFIG, True, "float32")
+    assert "--enable-return-routed-experts" not in plain
+    for on_cpu in (True, False):
+        found = server.vllm_arguments(env(tmp_path), replaying, job().spec.groups[0], CONFIG, on_cpu, "float32")
+        assert "--enable-return-routed-experts" in found
+        assert (server.EXPERTS_WORKER in found) is on_cpu
+    # vLLM returns none from a server of several stages: trainers then choose by themselves.
+    stages = server.vllm_arguments(env(tmp_path), replaying, job().spec.groups[0], CONFIG, True, "float32", 2)
+    assert "--enable-return-routed-experts" not in stages
+    assert server.EXPERTS_WORKER not in stages
+
+
 def test_a_planned_server_has_pipeline_stages_and_leaves_memory(tmp_path: Path) -> None:
     made = job(gpu={"product": "A", "perPod": 8})
     group = made.spec.groups[0]

@@ -96,6 +96,19 @@ PRIVATE = (
         "which of its two model runners vLLM has chosen, and so how it draws samples",
     ),
     Private(
+        "vllm.config:VllmConfig._verify_aux_output_compatibility",
+        SEEN,
+        "vLLM refuses to return experts from its V1 runner, the only one on CPUs; our worker does the V2 runner's part",
+    ),
+    Private(
+        "vllm.distributed.aux_output_connector.worker:get_aux_output_connector",
+        SEEN,
+        "it collects the experts of a step and keeps those of cached prefixes, for a worker with the V1 runner",
+    ),
+    Private(
+        "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens", SEEN, "where the experts of a step are added to its output"
+    ),
+    Private(
         "vllm.v1.request:RequestStatus.FINISHED_ABORTED",
         SEEN,
         "a request that is aborted leaves its KV cache blocks; one that ends otherwise does not",
@@ -251,6 +264,20 @@ def make_room_for_arrivals(runner: Any, dtype: Any, device: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=dtype, device=device
         )
+
+
+def experts_collector(model: Any, config: Any, kv_cache_config: Any) -> Any:
+    """What vLLM's V2 runner collects the experts of each token with."""
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+    return get_aux_output_connector(model, config, kv_cache_config)
+
+
+def allow_experts_on_cpus() -> None:
+    """Let vLLM take `--enable-return-routed-experts` without its V2 runner. The worker must then be `ExpertsWorker`."""
+    from vllm.config import VllmConfig
+
+    VllmConfig._verify_aux_output_compatibility = lambda self: None
 
 
 def run_server(args: Any, http: type, close_seconds: int) -> Any:

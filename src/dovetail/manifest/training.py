@@ -190,6 +190,11 @@ class PPO(Model):
     importance_sampling: ImportanceSampling = Field(
         default_factory=ImportanceSampling, description="Correction of the gap between rollout and trainer."
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Actors with experts: the trainer uses the experts that the rollout chose for each token (routing "
+        "replay, Ma et al. 2025), and reports which share it would have chosen otherwise.",
+    )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="Decay of the averaged actor; null: none."
     )

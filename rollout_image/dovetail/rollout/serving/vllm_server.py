@@ -23,6 +23,7 @@ from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.process import my_capability
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import replay_error
 from dovetail.manifest.sleep import SLEEP
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
@@ -38,6 +39,7 @@ from dovetail.rollout.versions import installed, version_problem
 ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM: how long open connections may linger once the engine is gone.
 CLOSE_SECONDS = 2
+EXPERTS_WORKER = "dovetail.rollout.serving.experts_worker.ExpertsWorker"
 STAGE_WORKER = "dovetail.rollout.serving.stage_worker.StageWorker"
 # Beside trainers, where no plan says more.
 COLOCATED_MEMORY = 0.4
@@ -79,6 +81,8 @@ class VLLM:
         found = installed()
         if found is not None and (problem := version_problem(found[1])):
             return problem
+        if plan.job.spec.ppo.routing_replay and (error := replay_error(plan.config, MODEL_FAMILIES)):
+            return error
         return cpu_head_error(plan.config) if plan.on_cpu else None
 
     def serve(self, plan: ServerPlan) -> int:
@@ -87,12 +91,14 @@ class VLLM:
         os.environ.update(environment(on_cpu, os.environ))
         arguments = vllm_arguments(env, job, group, config, on_cpu, plan.dtype, plan.stages, plan.memory)
         arguments += plan.arguments
-        # A stage has the KV cache of its own layers only, which the connectors do not tell apart.
-        kv = kv_setup(env, config, on_cpu, plan.dtype, plan.ranks) if plan.stages == 1 else None
+        experts = returns_experts(job, plan.stages)
+        # A stage has the KV cache of its own layers only, which the connectors do not tell apart. Of tokens whose keys
+        # and values come from elsewhere a server knows no experts.
+        kv = kv_setup(env, config, on_cpu, plan.dtype, plan.ranks) if plan.stages == 1 and not experts else None
         if kv is not None:
             os.environ.update(kv.environment)
             arguments = [*kv.arguments, *arguments]
-        return serve(arguments, env, on_cpu, kv)
+        return serve(arguments, env, on_cpu, kv, experts)
 
 
 def _group(job: RLHFJob, name: str) -> Group:
@@ -205,6 +211,10 @@ def vllm_arguments(
         ]
         if stages > 1:
             arguments += ["--worker-cls", STAGE_WORKER]
+        elif returns_experts(job, stages):
+            arguments += ["--worker-cls", EXPERTS_WORKER]
+    if returns_experts(job, stages):
+        arguments += ["--enable-return-routed-experts"]
     if stages > 1:
         arguments += ["--pipeline-parallel-size", str(stages)]
     if not on_cpu:
@@ -220,6 +230,11 @@ def vllm_arguments(
     if spec.models.actor.trust_remote_code:
         arguments += ["--trust-remote-code"]
     return [*arguments, *group.vllm_args]
+
+
+def returns_experts(job: RLHFJob, stages: int) -> bool:
+    """Whether a server of so many pipeline stages says which experts each token got. vLLM does not with several."""
+    return job.spec.ppo.routing_replay and stages == 1
 
 
 def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
@@ -262,14 +277,14 @@ def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: st
     return prepare(env.host, on_cpu, ranks, f"{dtype} x {ranks}", kv_token_bytes(config, item_bytes))
 
 
-def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | None = None) -> int:
+def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | None = None, experts: bool = False) -> int:
     """Run vLLM's API server in this process. Works in a child of a forkserver that has called `preload`."""
     import psutil
     import uvloop
     import vllm
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    from dovetail.rollout.compat import fork_engine_core, parse_serve_arguments, run_server
+    from dovetail.rollout.compat import allow_experts_on_cpus, fork_engine_core, parse_serve_arguments, run_server
     from dovetail.rollout.serving.plugin import die_with_parent
     from dovetail.rollout.serving.register import Registrar
     from dovetail.rollout.serving.routes import STATE, UnsuitableRunner
@@ -283,6 +298,8 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         STATE.kv = kv.ability
     if on_cpu:
         fork_engine_core()
+        if experts:
+            allow_experts_on_cpus()
     # The engine core, when forked: plug-ins are already loaded in it.
     os.register_at_fork(after_in_child=die_with_parent)
 

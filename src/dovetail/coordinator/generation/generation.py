@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from dovetail.coordinator.fleet.fleet import Fleet, Instance
 from dovetail.coordinator.generation.dispatch import excess, place
@@ -49,7 +50,8 @@ class Generator:
     """Only one `generate` may run at a time. `drain` may be called meanwhile.
 
     `token`: the job's token. `clock`: monotonic seconds. `decode` gives the text of tokens, with special tokens; it is
-    needed if the job has stop strings. Use it with `async with`, or close it."""
+    needed if the job has stop strings. `replay`: servers shall say which experts each token got. Use it
+    with `async with`, or close it."""
 
     def __init__(
         self,
@@ -61,9 +63,11 @@ class Generator:
         settings: GenerationSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         decode: Callable[[Sequence[int]], str] | None = None,
+        replay: bool = False,
     ) -> None:
         self._store = store
         self._fleet = fleet
+        self._replay = replay
         self._generation = generation
         self._log = log
         self._settings = settings or GenerationSettings()
@@ -268,7 +272,7 @@ class Generator:
             work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
 
     async def _run(self, work: Work, instance: Instance) -> None:
-        def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None) -> None:
+        def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None, experts: bytes | None) -> None:
             now = self._clock()
             if work.first and tokens:
                 sent = self.kv.nbytes
@@ -277,7 +281,7 @@ class Generator:
                 work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.last_token
             work.tokens += tokens
             work.logprobs += logprobs
-            work.last_token, work.reason = now, reason
+            work.last_token, work.reason, work.experts = now, reason, experts
 
         departure, work.departure = work.departure, None
         try:
@@ -287,7 +291,7 @@ class Generator:
                 # The end was reached, but the coordinator died before it was stored; or the context is full.
                 work.reason = "length"
                 return
-            session, request = self._requests.session, body(work, self._generation, instance, left, work.interval)
+            session, request = self._requests.session, self._body(work, instance, left)
             arrived = await self.kv.prepare(session, request, instance, departure, bool(work.tokens))
             await stream(session, instance.url, request, on_tokens)
             if work.reason == "abort" and len(work.tokens) > work.before:
@@ -299,6 +303,9 @@ class Generator:
         finally:
             self._flying.ended(work)
             self._wake.set()
+
+    def _body(self, work: Work, instance: Instance, left: int) -> dict[str, Any]:
+        return body(work, self._generation, instance, left, work.interval, self._replay)
 
     def _started(
         self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int

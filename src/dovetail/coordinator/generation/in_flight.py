@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dovetail.coordinator.fleet.fleet import Fleet, Instance, InstanceHealth
 from dovetail.coordinator.generation.dispatch import Speeds
 from dovetail.coordinator.generation.migrations import Departure, Leave, Migration
+from dovetail.coordinator.store.experts import first_wanted
 from dovetail.coordinator.store.samples import Delta, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.protocol.messages import Span
@@ -103,7 +104,7 @@ class Work:
     when the current attempt began. `last_token`, `ending`: when its last token came, and when its request was asked to
     end, in monotonic seconds. `reason`: the server's finish reason. `failure`, `refusal`: why its stream broke.
     `fruitless`: attempts in a row without a token. `departure`: where its KV cache may still be. `interval`: tokens per
-    event."""
+    event. `experts`: what its server said of the tokens from `experts_from` on, and is not stored yet."""
 
     key: Key
     prompt: list[int]
@@ -129,6 +130,7 @@ class Work:
     spent: float = 0.0
     departure: Departure | None = None
     interval: int = 1
+    experts: bytes | None = None
 
     @staticmethod
     def of(sample: Sample) -> Work:
@@ -140,6 +142,11 @@ class Work:
     @property
     def request_id(self) -> str:
         return request_id(self.key, self.attempt)
+
+    @property
+    def experts_from(self) -> int:
+        """The first token whose experts the current attempt is asked for."""
+        return first_wanted(len(self.prompt), self.before)
 
     @property
     def name(self) -> str:
@@ -269,9 +276,10 @@ class InFlight:
                 self.activity[work.instance].decoded(streams[work.instance], work.steps, work.spent)
                 work.steps, work.spent = 0, 0.0
             reason = work.reason if work.reason in FINISHED else None
-            if len(work.tokens) > work.stored or reason is not None:
+            if len(work.tokens) > work.stored or reason is not None or work.experts is not None:
                 tokens, logprobs = work.tokens[work.stored :], work.logprobs[work.stored :]
-                deltas.append(Delta(work.key, work.attempt, work.stored, tokens, logprobs, reason))
+                experts = None if work.experts is None else (work.experts_from, work.experts)
+                deltas.append(Delta(work.key, work.attempt, work.stored, tokens, logprobs, reason, experts))
                 works.append(work)
         if deltas and not all(self._store.samples.record(deltas)):
             raise StoreError("the store refused tokens of a current request; is a second coordinator at work?")
@@ -280,7 +288,7 @@ class InFlight:
             activity, new = self.activity[work.instance], len(delta.tokens)
             activity.end = wall
             activity.tokens, activity.fresh = activity.tokens + new, activity.fresh + new
-            work.stored = len(work.tokens)
+            work.stored, work.experts = len(work.tokens), None
             if delta.finish_reason is not None:
                 done.append(work.key)
                 activity.samples += 1

@@ -89,6 +89,7 @@ class ExperienceMaker:
             records.log,
             GenerationSettings(wait=start_seconds),
             decode=lambda tokens: str(prepared.tokenizer.decode(tokens, skip_special_tokens=False)),
+            replay=spec.ppo.routing_replay,
         )
 
     async def close(self) -> None:
@@ -290,7 +291,7 @@ class ExperienceMaker:
     def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
         samples = self._samples.experience(iteration)
         prepared = self._prepared
-        arrays = experience_arrays(samples, prepared.pad_token_id)
+        arrays = experience_arrays(samples, prepared.pad_token_id, self._samples.experts(iteration))
         if self._spec.ppo.ptx_coef > 0:
             arrays |= prepared.ptx_batch(iteration)
         return Experience(

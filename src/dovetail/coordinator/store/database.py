@@ -58,6 +58,16 @@ CREATE TABLE IF NOT EXISTS rewards (
     function TEXT NOT NULL,          -- the reward function's name
     reward REAL NOT NULL,
     PRIMARY KEY (iteration, prompt_index, sample_index, function)
+);
+-- What a server said of the experts of a sample's tokens, from prompt and response, token `start` on.
+CREATE TABLE IF NOT EXISTS experts (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    npy BLOB NOT NULL,               -- a file of numpy's: (tokens, layers, experts of a token)
+    PRIMARY KEY (iteration, prompt_index, sample_index, attempt)
 )
 """
 
@@ -125,7 +135,8 @@ class Database:
                 f"the store {self.path} has schema version {version}, this release reads version {SCHEMA_VERSION}; "
                 "resume with the release that began the run, or begin a new run"
             )
-        self._connection.execute(ADDED)
+        for statement in ADDED.split(";"):
+            self._connection.execute(statement)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.data.tokenize import ppo_batch
-from dovetail.coordinator.store.samples import Sample
+from dovetail.coordinator.store.experts import UNKNOWN, whole
+from dovetail.coordinator.store.samples import Key, Sample
 from dovetail.coordinator.telemetry.summary import write_whole
 from dovetail.protocol.wire import Arrays, pack
 
 FloatArray = NDArray[np.float32]
 
 
-def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
-    """Scored samples as the arrays of docs/architecture.md, "Batches", ppo; `groups` are the prompts' positions."""
+def experience_arrays(
+    samples: Sequence[Sample], pad: int, experts: Mapping[Key, Sequence[tuple[int, bytes]]] | None = None
+) -> Arrays:
+    """Scored samples as the arrays of docs/architecture.md, "Batches", ppo; `groups` are the prompts' positions.
+    `experts`: what servers said of samples' tokens, if they did (`SampleTable.experts`)."""
     arrays = ppo_batch([s.prompt_tokens for s in samples], [s.tokens for s in samples], pad)
     longest = max(len(s.tokens) for s in samples)
 
@@ -38,7 +42,22 @@ def experience_arrays(samples: Sequence[Sample], pad: int) -> Arrays:
     arrays["scores"] = np.array([s.reward for s in samples], np.float32)
     arrays["groups"] = np.array([s.key.prompt for s in samples], np.int32)
     arrays["finished"] = np.array([s.finished for s in samples], np.uint8)
+    if experts:
+        arrays["routed_experts"] = routed_experts(samples, experts, arrays["tokens"].shape[1])
     return arrays
+
+
+def routed_experts(
+    samples: Sequence[Sample], experts: Mapping[Key, Sequence[tuple[int, bytes]]], longest: int
+) -> NDArray[np.int16]:
+    """(N, longest, layers, experts of a token), UNKNOWN where no server said anything."""
+    rows = [whole(experts.get(s.key, ()), len(s.prompt_tokens) + len(s.tokens)) for s in samples]
+    shape = next(row.shape[1:] for row in rows if row is not None)
+    table = np.full((len(samples), longest, *shape), UNKNOWN, np.int16)
+    for target, row in zip(table, rows, strict=True):
+        if row is not None:
+            target[: len(row)] = row
+    return table
 
 
 class ExperienceFiles:

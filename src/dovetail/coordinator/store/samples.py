@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database, StoreError
 
-_TABLES = ("chunks", "samples", "rewards")
+_TABLES = ("chunks", "samples", "rewards", "experts")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
 
 Tokens = NDArray[np.int32]
@@ -117,7 +117,8 @@ class Assignment:
 @dataclass(frozen=True)
 class Delta:
     """Response tokens from position `start` on, streamed for the assignment `attempt`. The last delta has the
-    `finish_reason`."""
+    `finish_reason`. `experts`: which the tokens got from one on, of prompt and response together, as a file of numpy's
+    (`store.experts`)."""
 
     key: Key
     attempt: int
@@ -125,6 +126,7 @@ class Delta:
     tokens: Sequence[int] | Tokens
     logprobs: Sequence[float] | Floats
     finish_reason: str | None = None
+    experts: tuple[int, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,8 @@ class SampleTable:
                         "INSERT INTO chunks VALUES (?,?,?,?,?,?)",
                         (*delta.key, delta.start, _int32(delta.tokens), _float32(delta.logprobs)),
                     )
+                if delta.experts is not None:
+                    db.execute("INSERT INTO experts VALUES (?,?,?,?,?,?)", (*delta.key, delta.attempt, *delta.experts))
                 if delta.finish_reason is not None:
                     self._finish(db, delta.key, delta.finish_reason)
                 accepted.append(True)
@@ -341,6 +345,18 @@ class SampleTable:
             )
             for prompt, sample, function, reward in rows:
                 found.setdefault(Key(iteration, prompt, sample), {})[function] = reward
+        return found
+
+    def experts(self, iteration: int) -> dict[Key, list[tuple[int, bytes]]]:
+        """What servers said of the experts of samples' tokens, in order: the first token, and a file of numpy's."""
+        found: dict[Key, list[tuple[int, bytes]]] = {}
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT prompt_index, sample_index, start, npy FROM experts WHERE iteration=? ORDER BY 1, 2, attempt",
+                (iteration,),
+            )
+            for prompt, sample, start, npy in rows:
+                found.setdefault(Key(iteration, prompt, sample), []).append((start, npy))
         return found
 
     def samples(self, iteration: int, *states: State) -> list[Sample]:

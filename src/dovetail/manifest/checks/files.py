@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import problem
+from dovetail.manifest.model_families.support import problem, replay_error
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
 
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -22,7 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
     """One sentence for each local file or folder that is missing, empty or unusable. Relative paths start at
     `base_dir`. Reads names, sizes and model configurations, but no data."""
-    checks = (_data, _models, _shared_layers, _tokenizer)
+    checks = (_data, _models, _replay, _shared_layers, _tokenizer)
     return list(dict.fromkeys(sentence for check in checks for sentence in check(spec, base_dir)))
 
 
@@ -112,17 +112,29 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
             yield f"{field}: {base / code} is no folder; name the one that holds the module."
 
 
+def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
+    """`model_type` of a trained model; None if the manifest's own folders and configurations do not say."""
+    source = next((s for m in _OWNERS[name] if (s := getattr(spec.models, m).source) is not None), None)
+    if source is not None and source.scratch is not None:
+        return source.scratch.architecture
+    if source is not None and source.path is not None:
+        config = _json(base / source.path / "config.json")
+        return config.get("model_type") if isinstance(config, dict) else None
+    return None
+
+
+def _replay(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    if Stage.PPO in spec.stages and spec.ppo.routing_replay:
+        error = replay_error({"model_type": _family_name(spec, "actor", base)}, MODEL_FAMILIES)
+        if error is not None:
+            yield error
+
+
 def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Pinned tensor parallel degrees of models whose layers ranks cannot share."""
     pinned = pinned_layouts(spec) or {}
     for name in ("actor", "critic"):
-        source = next((s for m in _OWNERS[name] if (s := getattr(spec.models, m).source) is not None), None)
-        kind: Any = None
-        if source is not None and source.scratch is not None:
-            kind = source.scratch.architecture
-        elif source is not None and source.path is not None:
-            config = _json(base / source.path / "config.json")
-            kind = config.get("model_type") if isinstance(config, dict) else None
+        kind = _family_name(spec, name, base)
         if name not in pinned or kind not in MODEL_FAMILIES or MODEL_FAMILIES[kind].splits:
             continue
         field, layout = pinned[name]

@@ -40,6 +40,15 @@ def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> s
     return None
 
 
+def replay_error(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
+    """Why `ppo.routingReplay` does not go with an actor of this `config.json`: a sentence; None if it does."""
+    kind = config.get("model_type")
+    family = families.get(str(kind))
+    if family is None or family.experts is not None:
+        return None
+    return f"spec.ppo.routingReplay is for models with experts, and {kind} models have none; remove it."
+
+
 def _has_windows(config: Mapping[str, Any]) -> bool:
     asked = config.get("use_sliding_window") and config.get("sliding_window")
     return bool(asked) or "sliding_attention" in (config.get("layer_types") or ())

@@ -149,6 +149,14 @@ def _check_routing(config: Any, sequences: Sequences) -> None:
         raise BadCommand(f"batch array 'routed_experts' holds expert {int(sequences.routing.max())}, which is none")
 
 
+def _unknown_share(sequences: Sequences) -> float:
+    """Of the tokens but the last of each sequence, whose experts nothing depends on: the share that the batch does not
+    know the experts of."""
+    assert sequences.routing is not None
+    counted = torch.arange(sequences.tokens.shape[1]) < sequences.lengths.unsqueeze(1) - 1
+    return float((sequences.routing[:, :, 0, 0] < 0)[counted].double().mean())
+
+
 def _check_returns(learns_values: bool, goals: Targets) -> None:
     if learns_values and goals.returns is None:
         raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
@@ -247,6 +255,8 @@ def _train(
             metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
         if totals.get("routing_chosen"):
             metrics["routing_differs"] = mean(totals, "routing_differs", "routing_chosen")
+        if samples.sequences.routing is not None:
+            metrics["routing_unknown"] = _unknown_share(samples.sequences)
         if totals.get("mismatch_tokens"):
             for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
                 metrics[name] = mean(totals, name, "mismatch_tokens")
