@@ -78,12 +78,14 @@ def test_progress_is_reported():
         "weight_version": 2,
         "metrics": {"reward": 0.5, "kl": float("nan"), "samples_per_second": 12.0, "iteration_seconds": 8.5},
         "checkpoint": {"stage": "ppo", "step": 1, "path": "/var/dovetail/x/checkpoints/ppo-1"},
+        "models": {"actor": {"repository": "Qwen/Qwen3-0.6B", "commit": "c" * 40}},
     }
     cluster.reconcile()
     status = cluster.document["status"]
     assert (status["stage"], status["iteration"], status["iterations"], status["weightVersion"]) == ("ppo", 2, 9, 2)
     assert (status["samplesPerSecond"], status["measuredIterationSeconds"]) == (12.0, 8.5)
     assert status["lastCheckpoint"]["step"] == 1
+    assert status["models"] == [{"name": "actor", "repository": "Qwen/Qwen3-0.6B", "commit": "c" * 40}]
     assert "kl" not in status
     cluster.reported = None  # the coordinator is away: what is known stays
     cluster.reconcile()

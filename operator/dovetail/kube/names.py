@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import COORDINATOR_PORT
+from dovetail.protocol.env import COORDINATOR_PORT, HUB_CACHE
 from dovetail.protocol.process_names import COORDINATOR
 
 FIELD_MANAGER = "dovetail-operator"
@@ -30,7 +30,7 @@ PRIORITY_LABEL = f"{KUEUE}priority-class"
 VOLUME_MOUNT = "/var/dovetail"
 CONFIG_MOUNT = "/etc/dovetail"
 CLAIMS_MOUNT = "/var/dovetail-claims"
-HUB_MOUNT = "/var/dovetail-hub"
+HUB_MOUNT = HUB_CACHE
 CODE_MOUNT = "/etc/dovetail-code"
 
 

@@ -167,6 +167,7 @@ def _measure(
 def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
     """Where the configuration comes from: the model's own source, else the reward model's or the actor's."""
     from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.hub import Hub
     from dovetail.coordinator.data.model_folders import resolve
 
     sources = [spec.models.actor] if name == "actor" else [spec.models.critic, spec.models.reward, spec.models.actor]
@@ -177,7 +178,9 @@ def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
     head: Literal["lm", "value", "lm+value"] = "value" if name == "critic" else policy
     if source.scratch is None:
         try:
-            folder = resolve(source, f"spec.models.{name}", base, model.trust_remote_code)
+            hub = Hub(spec.hub)
+            folder = resolve(source, name, base, hub, model.trust_remote_code)
+            hub.download_weights()
         except DataError as error:
             raise UsageError(str(error)) from error
         return ModelRef(head=head, path=str(folder), trust_remote_code=model.trust_remote_code)

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.prepare import model_sources, own_model
 from dovetail.coordinator.loop.model_sources import ModelSources, optimizer_steps
 from dovetail.coordinator.loop.ppo_stage import stored_step
@@ -188,7 +189,9 @@ def _folder(model: str) -> str:
 def _sources(run_dir: Path, job: RLHFJob) -> dict[str, ModelRef]:
     """What the ranks loaded before the first iteration."""
     spec = job.spec
-    own = model_sources(spec, Path())
+    hub = Hub(spec.hub, run_dir)
+    own = model_sources(spec, Path(), hub)
+    hub.download_weights()
     sources = ModelSources(
         spec, run_dir, lambda name: own_model(spec, name, own, run_dir / "tokenizer"), not spec.models.reward.calls
     )

@@ -73,6 +73,14 @@ class CheckpointStatus(Observed):
     time: datetime | None = Field(default=None, description="When it was complete.")
 
 
+class ModelStatus(Observed):
+    """A model that was fetched from a hub."""
+
+    name: str = Field(max_length=63, description="actor, critic, reward, reference or tokenizer.")
+    repository: str = Field(max_length=1024, description="Repository on the hub.")
+    commit: str = Field(max_length=64, description="Its commit. A job that is resumed uses the same.")
+
+
 class RLHFJobStatus(Observed):
     """The observed state of the job."""
 
@@ -110,6 +118,12 @@ class RLHFJobStatus(Observed):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     last_checkpoint: CheckpointStatus | None = Field(default=None, description="Newest checkpoint.")
+    models: list[ModelStatus] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Models that were fetched from a hub.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
     plan: PlanStatus | None = Field(default=None, description="The plan in short.")
     predicted_iteration_seconds: float | None = Field(
         default=None, ge=0, description="The planner's prediction, seconds."

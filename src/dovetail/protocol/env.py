@@ -22,6 +22,9 @@ WORLD_SIZE = "DOVETAIL_WORLD_SIZE"
 CONFIG_DIR = "DOVETAIL_CONFIG_DIR"
 INDEX = "DOVETAIL_INDEX"
 
+# Where pods mount a cache of hub models (spec.hub.cacheClaim).
+HUB_CACHE = "/var/dovetail-hub"
+
 # Ports of pods, each of which has an address of its own. Trainer rank i of a pod serves metrics on the first plus i.
 COORDINATOR_PORT = 8000
 SERVER_PORT = 8001

@@ -28,6 +28,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
 _VERDICTS = 16
+_MODELS = ("actor", "critic", "reward", "reference", "tokenizer")
 _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
 
 
@@ -52,6 +53,8 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("a figure is no number")
     if isinstance(problem := found.get("plan", {}).get("problem"), str):
         found["plan"]["problem"] = problem[:_PROBLEM_CHARACTERS]
+    if document.get("models"):
+        found["models"] = _judged_models(document["models"])
     if document.get("health"):
         found["health"] = _judged_health(document["health"])
     try:
@@ -59,6 +62,16 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
     except (ValidationError, OverflowError) as error:
         raise ValueError("it makes no status") from error
     return found
+
+
+def _judged_models(told: object) -> dict[str, dict[str, str]]:
+    kept = {}
+    for name, model in (told if isinstance(told, dict) else {}).items():
+        repository, commit = (model.get("repository"), model.get("commit")) if isinstance(model, dict) else (None, None)
+        if name not in _MODELS or not isinstance(repository, str) or not isinstance(commit, str):
+            raise ValueError("models are no repositories and commits")
+        kept[name] = {"repository": repository, "commit": commit}
+    return kept
 
 
 def _judged_health(told: object) -> dict[str, Any]:
@@ -104,6 +117,8 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint = document.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("path"):
         found["last_checkpoint"] = {key: checkpoint.get(key) for key in ("stage", "step", "path")}
+    if models := document.get("models"):
+        found["models"] = [{"name": name, **models[name]} for name in sorted(models)]
     return found
 
 

@@ -8,33 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.hub import Hub
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 from dovetail.manifest.types import ModelSource, ScratchModel
 
-# Weights in safetensors and what describes them; never pickles, and no code unless asked for.
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def resolve(source: ModelSource, field: str, base_dir: Path, trust_remote_code: bool = False) -> Path:
-    """The folder of a path or hub source, with safetensors weights. Raises DataError that names `field`."""
+def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remote_code: bool = False) -> Path:
+    """The folder of a path or hub source. The weights of a hub's model are there after `hub.download_weights`. `name`:
+    actor, critic, reward or reference. Raises DataError that names the field."""
+    field = f"spec.models.{name}"
     if source.path is not None:
         folder = (base_dir / source.path).resolve()
         if not folder.is_dir():
             raise DataError(f"{field}.source.path: {folder} is not a folder")
+        files = [path.name for path in folder.iterdir()]
     elif source.hugging_face is not None:
-        folder = _download(source.hugging_face, source.revision, field, trust_remote_code)
+        where = f"{field}.source.huggingFace"
+        folder = hub.describe(name, where, source.hugging_face, source.revision, trust_remote_code)
+        files = hub.files(name)
     else:
         raise DataError(f"{field}.source: a volume claim (pvc) can be read only on a cluster; use path or huggingFace")
     if not (folder / "config.json").is_file():
         raise DataError(f"{field}.source: {folder} is not a Hugging Face model folder: config.json is missing")
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
+    if not any("/" not in file and file.endswith(".safetensors") for file in files):
+        pickles = sorted(file for file in files if file.endswith(_PICKLES))
         found = f"only pickled weights ({pickles[0]}), which can run code when loaded" if pickles else "no weights"
+        fix = (
+            "save the model with save_pretrained(..., safe_serialization=True)"
+            if source.path is not None
+            else "name a repository or revision that has them"
+        )
         raise DataError(
-            f"{field}.source: {source.path or source.hugging_face} has {found}; Dovetail loads safetensors, so save "
-            "the model with save_pretrained(..., safe_serialization=True)"
+            f"{field}.source: {source.path or source.hugging_face} has {found}; Dovetail loads safetensors, so {fix}"
         )
     config = _read(folder / "config.json")
     if isinstance(config, dict) and "model_type" in config and (why := problem(config, MODEL_FAMILIES)) is not None:
@@ -48,29 +56,6 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _download(repository: str, revision: str | None, field: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-
-    patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many kinds: no network, no such repository, no permission
-        message = " ".join(str(error).split())[:300]
-        raise DataError(f"{field}.source.huggingFace: {repository} cannot be downloaded: {message}") from error
-    if not any(folder.glob("*.safetensors")):
-        try:
-            files = HfApi().list_repo_files(repository, revision=revision)
-        except Exception:
-            files = []
-        pickles = [f for f in files if Path(f).suffix in {Path(p).suffix for p in _PICKLES}]
-        if pickles:
-            raise DataError(
-                f"{field}.source: {repository} has only pickled weights ({pickles[0]}), which can run code "
-                "when loaded; Dovetail loads safetensors, so name a repository or revision that has them"
-            )
-    return folder
 
 
 # Fields of all families that must be whole numbers above 0.

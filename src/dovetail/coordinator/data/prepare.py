@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dovetail.coordinator.data.chat_template import chat_format
 from dovetail.coordinator.data.collection import Collection, StageData, collect
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint
+from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.model_folders import resolve, scratch_config
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
@@ -25,6 +27,7 @@ from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 
 CENTRING_LIMIT = 512
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MODELS = ("actor", "critic", "reward", "reference")
 
 
@@ -147,17 +150,23 @@ class Prepared:
 
 
 def prepare(
-    spec: RLHFJobSpec, run_dir: Path, base_dir: Path, known: Mapping[str, Fingerprint] | None = None
+    spec: RLHFJobSpec,
+    run_dir: Path,
+    base_dir: Path,
+    known: Mapping[str, Fingerprint] | None = None,
+    hub: Hub | None = None,
 ) -> Prepared:
     """Make what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
 
-    `known`: the fingerprints of the data with which the run began; other data is refused. Writes `tokenizer/`,
+    `known`: the fingerprints of the data with which the run began; other data is refused. `hub`: fetches models by
+    name. Writes `tokenizer/`,
     `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError when the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    sources = model_sources(spec, base_dir)
+    hub = hub or Hub(spec.hub, run_dir)
+    sources = model_sources(spec, base_dir, hub)
     tokenizer_dir = run_dir / "tokenizer"
     training = spec.models.tokenizer.train
-    given = None if training else _given_tokenizer(spec, sources, base_dir)
+    given = None if training else _given_tokenizer(spec, sources, base_dir, hub)
     data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given), known)
 
     def save_tokenizer(folder: Path) -> None:
@@ -178,6 +187,8 @@ def prepare(
     for name, source in sources.items():
         if name != "actor" and isinstance(source, ScratchModel):
             scratch_config(source, tokenizer, f"spec.models.{name}")
+    # Last, because rollouts start as soon as the actor's configuration is there.
+    hub.download_weights()
     return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
 
 
@@ -199,11 +210,10 @@ def own_model(
     )
 
 
-def model_sources(spec: RLHFJobSpec, base_dir: Path) -> dict[str, Path | ScratchModel]:
+def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path | ScratchModel]:
     """The source of each model whose manifest names one: a local folder, or a configuration for random weights.
 
-    Repositories of the hub are downloaded unless they are in its cache. Relative paths start from `base_dir`. Raises
-    DataError."""
+    Of repositories of a hub, the weights are not there yet. Relative paths start from `base_dir`. Raises DataError."""
     if spec.models.actor.source is None:
         raise DataError("spec.models.actor.source is missing: name a huggingFace repository, a path, or scratch")
     result: dict[str, Path | ScratchModel] = {}
@@ -215,7 +225,7 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path) -> dict[str, Path | Scratch
         if source.scratch is not None:
             result[name] = source.scratch
         else:
-            result[name] = resolve(source, f"spec.models.{name}", base_dir, model.trust_remote_code)
+            result[name] = resolve(source, name, base_dir, hub, model.trust_remote_code)
     return result
 
 
@@ -224,13 +234,14 @@ def _trusts(spec: RLHFJobSpec, name: str) -> bool:
     return model.trust_remote_code
 
 
-def _given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path) -> Any:
+def _given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path, hub: Hub) -> Any:
     named = spec.models.tokenizer.path
     trust = _trusts(spec, "actor")
     if named is not None:
-        folder = base_dir / named
-        field = "spec.models.tokenizer.path"
-        return tokenizers.load(folder if folder.is_dir() else named, field, trust_remote_code=trust)
+        folder, field = base_dir / named, "spec.models.tokenizer.path"
+        if not folder.exists() and HUB_NAME.fullmatch(named):
+            folder = hub.describe("tokenizer", field, named, None, trust)
+        return tokenizers.load(folder, field, trust_remote_code=trust)
     actor = sources["actor"]
     if isinstance(actor, ScratchModel):
         raise DataError("spec.models.tokenizer: a model from scratch has no tokenizer of its own; set train or path")

@@ -27,6 +27,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, Evaluation, measures
@@ -51,6 +52,7 @@ from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import serving
+from dovetail.protocol.env import HUB_CACHE
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
@@ -99,6 +101,8 @@ class Engines:
             store.close()
             raise
         self.records = RunRecords.of(settings.run_dir, store, spec, self.registry, log)
+        shared = Path(HUB_CACHE) if settings.pods and spec.hub.cache_claim else None
+        self._hub = Hub(spec.hub, settings.run_dir, pods=settings.pods, shared=shared, note=self._note)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,7 +153,11 @@ class Engines:
         await self._listen(self._runner)
         records.progress.update(state="running", message="preparing data and tokenizer")
         known = records.store.get("data/sources") or {}
-        self._prepared = prepared = await asyncio.to_thread(prepare, spec, settings.run_dir, settings.base_dir, known)
+        self._prepared = prepared = await asyncio.to_thread(
+            prepare, spec, settings.run_dir, settings.base_dir, known, self._hub
+        )
+        for name, found in self._hub.commits.items():
+            self.log("model.found", model=name, **found)
         records.store.put("data/sources", {**known, **prepared.data.fingerprints})
         self._batches = Batches(prepared, records.batches, records.store)
         sources = ModelSources(spec, settings.run_dir, prepared.model_ref, self._rewards is None)
@@ -260,6 +268,10 @@ class Engines:
         """Bring processes that come late, or come back, up to date while the stages run."""
         await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
 
+    def _note(self, text: str) -> None:
+        """Show how far the preparation is. Called from another thread."""
+        self.records.progress.update(message=text)
+
     # ------------------------------------------------------------ called by the HTTP server
 
     def register(self, message: Register) -> None:
@@ -280,7 +292,8 @@ class Engines:
         stage = document["stage"]
         step, path = self.session.checkpoint(Stage(stage)) if stage else (0, None)
         checkpoint = {"stage": stage, "step": step, "path": path} if path else None
-        return document | {"weight_version": self.fleet.version, "checkpoint": checkpoint}
+        more = {"weight_version": self.fleet.version, "checkpoint": checkpoint, "models": self._hub.commits}
+        return document | more
 
     def history_since(self, offset: int) -> dict[str, Any]:
         return self.records.history.since(offset)

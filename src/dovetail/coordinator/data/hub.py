@@ -1,0 +1,295 @@
+"""Models of a Hugging Face hub: downloaded once, and always the same commit in a run.
+
+A model comes in two parts. The small files say what it is; they come first, so that rollouts can start and a model that
+cannot be used is refused at once. The weights follow. The commit and the files of each are in `hub.json` in the run
+directory, so a run that is resumed asks the hub for nothing that it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data import hub_client
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.hub_client import FINAL, INDEX, Request, small_files, weight_files
+from dovetail.coordinator.telemetry.summary import write_whole
+from dovetail.manifest.types import Hub as HubSpec
+
+COMMITS = "hub.json"
+MAIN = "main"
+# Tries without a byte of progress, after which the hub counts as out of reach, and the seconds between them.
+WAITS = (2.0, 4.0, 8.0, 16.0)
+# Left free on a disk, for what a run writes before it says that the disk is full.
+SPARE_BYTES = 64 << 20
+GB = 1e9
+
+
+@dataclass
+class _Model:
+    """A repository in use. `files`: name and bytes of all that it holds at the commit; empty: not known."""
+
+    field: str
+    repository: str
+    revision: str
+    commit: str
+    folder: Path
+    files: dict[str, int | None]
+
+
+class Hub:
+    """Fetches the repositories of a run. `run_dir` None: nothing is recorded. `pods`: files go to the run directory,
+    which all pods see; on one machine, to the user's own cache. `shared`: a cache of models that all pods read. `note`
+    is called with a sentence on how far a download is. Methods raise DataError with a sentence for the user."""
+
+    def __init__(
+        self,
+        spec: HubSpec,
+        run_dir: Path | None = None,
+        *,
+        pods: bool = False,
+        shared: Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._spec = spec
+        self._pods = pods
+        self._cache = run_dir / "hub" if pods and run_dir is not None else None
+        self._record = run_dir / COMMITS if run_dir is not None else None
+        self._shared = shared
+        self._note = note
+        self._clock = clock
+        self._sleep = sleep
+        self._models: dict[str, _Model] = {}
+
+    def describe(self, name: str, field: str, repository: str, revision: str | None, code: bool = False) -> Path:
+        """The folder of a repository, with the files that describe the model, and later its weights. `name`: of the
+        model; `code`: the model's Python files too."""
+        wanted = revision or MAIN
+        known = self._known().get(f"{repository}@{wanted}", {})
+        model = self._from_shared(field, repository, wanted, known.get("commit")) or self._from_record(
+            field, repository, wanted, known, code
+        )
+        if model is None:
+            answer = self._fetch(
+                field, Request(repository, known.get("commit") or wanted, self._cache_name, code), wanted
+            )
+            model = _Model(field, repository, wanted, answer["commit"], Path(answer["folder"]), answer["files"])
+        self._models[name] = model
+        self._remember(model)
+        return model.folder
+
+    def files(self, name: str) -> list[str]:
+        """The names of all files in the model's repository; of one in a shared cache, of those that are there."""
+        model = self._models[name]
+        return sorted(model.files) or sorted(path.name for path in model.folder.iterdir())
+
+    def download_weights(self) -> None:
+        """The weights of all models that were described."""
+        for name, model in self._models.items():
+            if not model.files:
+                continue  # of the shared cache, and complete
+            weights = weight_files(list(model.files), _json(model.folder / INDEX))
+            missing = [each for each in weights if not _complete(model.folder / each, model.files.get(each))]
+            if missing and name != "tokenizer":
+                self._check_room(model, missing)
+                self._fetch(
+                    model.field,
+                    Request(model.repository, model.commit, self._cache_name, names=tuple(missing)),
+                    model.revision,
+                    model,
+                )
+
+    @property
+    def commits(self) -> dict[str, dict[str, str]]:
+        """Repository and commit of each model, by the model's name."""
+        return {name: {"repository": m.repository, "commit": m.commit} for name, m in self._models.items()}
+
+    # ------------------------------------------------------------ what is there
+
+    @property
+    def _cache_name(self) -> str | None:
+        return None if self._cache is None else str(self._cache)
+
+    def _from_shared(self, field: str, repository: str, revision: str, commit: str | None) -> _Model | None:
+        """A model that the shared cache has complete."""
+        if self._shared is None:
+            return None
+        roots = (self._shared, self._shared / "hub")
+        folders = [root / f"models--{repository.replace('/', '--')}" for root in roots]
+        for folder in (each for each in folders if each.is_dir()):
+            reference = folder / "refs" / revision
+            found = commit or (reference.read_text().strip() if reference.is_file() else revision)
+            snapshot = folder / "snapshots" / found
+            if not (snapshot / "config.json").is_file():
+                continue
+            weights = weight_files([path.name for path in snapshot.iterdir()], _json(snapshot / INDEX))
+            if weights and all((snapshot / name).is_file() for name in weights):
+                return _Model(field, repository, revision, found, snapshot, {})
+        return None
+
+    def _from_record(
+        self, field: str, repository: str, revision: str, known: dict[str, Any], code: bool
+    ) -> _Model | None:
+        """A model whose small files an earlier life of the run has downloaded."""
+        files, folder = known.get("files") or {}, Path(known.get("folder") or "/nonexistent")
+        if not files or not all(_complete(folder / name, files[name]) for name in small_files(list(files), code)):
+            return None
+        return _Model(field, repository, revision, known["commit"], folder, files)
+
+    def _known(self) -> dict[str, dict[str, Any]]:
+        found = _json(self._record) if self._record is not None else None
+        return found if isinstance(found, dict) else {}
+
+    def _remember(self, model: _Model) -> None:
+        if self._record is None:
+            return
+        known = self._known()
+        entry = {"commit": model.commit, "folder": str(model.folder), "files": model.files}
+        if known.get(f"{model.repository}@{model.revision}") != entry:
+            known[f"{model.repository}@{model.revision}"] = entry
+            write_whole(self._record, (json.dumps(known, indent=1) + "\n").encode())
+
+    # ------------------------------------------------------------ downloads
+
+    def _check_room(self, model: _Model, missing: list[str]) -> None:
+        """Raises DataError if the disk has too little room for the weights: better now than after an hour."""
+        at = self._cache if self._cache is not None else model.folder
+        needed = self._size(model, missing) - self._have(missing, model)
+        free = shutil.disk_usage(at).free
+        if needed + SPARE_BYTES > free:
+            raise self._full(
+                model.field, model.repository, f"it needs {needed / GB:.2f} GB, and {free / GB:.2f} GB are free"
+            )
+
+    def _fetch(self, field: str, request: Request, revision: str, model: _Model | None = None) -> dict[str, Any]:
+        """The answer of a process that downloads; it is tried again while it makes progress."""
+        deadline = self._clock() + self._spec.timeout_seconds
+        names = list(request.names or ())
+        waits, had = list(WAITS), self._have(names, model)
+        while True:
+            answer = self._run(request, deadline, names, model)
+            if answer is None:
+                raise self._late(field, request, names, model)
+            if "error" not in answer:
+                return answer
+            have = self._have(names, model)
+            if have > had:
+                waits, had = list(WAITS), have
+            if answer["error"] in FINAL or not waits:
+                raise self._error(field, request, revision, answer)
+            self._sleep(min(waits.pop(0), max(0.0, deadline - self._clock())))
+
+    def _run(self, request: Request, deadline: float, names: list[str], model: _Model | None) -> dict[str, Any] | None:
+        """One try. None: the deadline has passed."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", hub_client.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(request.line())
+            process.stdin.flush()
+            while self._clock() < deadline:
+                try:
+                    # The input stays open: it ends with this process, and so does the download.
+                    process.wait(0.2)
+                    break
+                except subprocess.TimeoutExpired:
+                    if model is not None:
+                        self._note(f"downloading {request.repository}: {self._progress(names, model)}")
+            else:
+                return None
+            said, complaints = process.communicate()
+        finally:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        try:
+            answer = json.loads(said.splitlines()[-1])
+        except (IndexError, ValueError):
+            last = (complaints.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            return {"error": "transient", "message": last[:300], "endpoint": "the hub"}
+        return dict(answer)
+
+    def _size(self, model: _Model, names: list[str]) -> int:
+        return sum(model.files.get(name) or 0 for name in names)
+
+    def _have(self, names: list[str], model: _Model | None) -> int:
+        """Bytes of these files that are there, those of files under way too."""
+        if model is None:
+            return 0
+        done = sum(path.stat().st_size for name in names if (path := model.folder / name).is_file())
+        blobs = model.folder.parents[1] / "blobs"
+        for path in blobs.glob("*.incomplete"):
+            try:
+                done += path.stat().st_size
+            except OSError:
+                continue  # it is whole now
+        return done
+
+    def _progress(self, names: list[str], model: _Model) -> str:
+        return f"{self._have(names, model) / GB:.2f} of {self._size(model, names) / GB:.2f} GB"
+
+    # ------------------------------------------------------------ sentences
+
+    def _full(self, field: str, repository: str, why: str) -> DataError:
+        if self._pods:
+            fix = "name a larger claim in spec.checkpoint.volume, or make this one larger"
+        else:
+            fix = "free some space, or let HF_HOME name a folder on a larger disk"
+        return DataError(f"{field}: the disk has no room for {repository} ({why}); {fix}")
+
+    def _late(self, field: str, request: Request, names: list[str], model: _Model | None) -> DataError:
+        got = f" ({self._progress(names, model)})" if model is not None else ""
+        return DataError(
+            f"{field}: {request.repository} was not downloaded within {self._spec.timeout_seconds} s{got}; raise "
+            "spec.hub.timeoutSeconds, or see why the hub is slow"
+        )
+
+    def _error(self, field: str, request: Request, revision: str, answer: dict[str, Any]) -> DataError:
+        kind, hub, repository = answer["error"], answer["endpoint"], request.repository
+        secret = self._spec.token_secret
+        named = f"the key {secret.key} of the Secret {secret.name}" if secret is not None else "a Secret"
+        give = f"in {named} (spec.hub.tokenSecret)" if self._pods else "with `hf auth login` or in HF_TOKEN"
+        if kind == "full":
+            return self._full(field, repository, "it filled up during the download")
+        sentences = {
+            "gated": f"{repository} is gated; ask for access on its page at {hub}, and give a token of that account "
+            + give,
+            "missing": f"{hub} has no {repository}, or it is private; correct the name, or give a token that may read "
+            f"it {give}",
+            "revision": f"{repository} has no branch, tag or commit {revision}; correct the revision",
+            "token": f"{hub} does not accept the token for {repository}; give a valid one {give}",
+            "forbidden": f"the token may not read {repository} at {hub}; give one that may {give}",
+            "invalid": f"{repository} is no name of a repository; write owner/name",
+        }
+        told = sentences.get(kind)
+        if told is None:
+            told = f"{repository} cannot be downloaded from {hub}: {answer['message']}"
+        return DataError(f"{field}: {told}")
+
+
+def _complete(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,150 @@
+"""A process that downloads one repository of a Hugging Face hub: `python -P -m dovetail.coordinator.data.hub_client`.
+
+In: one JSON line (`Request`). Out: one JSON line, {"commit", "folder", "files": {name: bytes}} or {"error": kind,
+"message", "endpoint"}. The process ends when its input ends. It is a process of its own, so that it can be ended at a
+deadline: huggingface_hub has none for a whole download. The token, the hub's address and the user's cache come from the
+environment, as huggingface_hub reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Configurations, tokenizers and templates; and code only where the manifest says so.
+SMALL = (".json", ".model", ".txt", ".jinja")
+CODE = ".py"
+WEIGHTS = ".safetensors"
+INDEX = "model.safetensors.index.json"
+# Kinds of errors that a second try does not mend; all others are `transient`.
+FINAL = ("gated", "missing", "revision", "token", "forbidden", "full", "invalid")
+
+
+@dataclass(frozen=True)
+class Request:
+    """`cache_dir` None: the user's own cache. `names` None: the small files; else these files."""
+
+    repository: str
+    revision: str
+    cache_dir: str | None
+    code: bool = False
+    names: tuple[str, ...] | None = None
+
+    def line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def small_files(names: Iterator[str] | list[str], code: bool) -> list[str]:
+    """What describes a model, of a repository's files. Files in folders belong to other formats."""
+    wanted = (*SMALL, CODE) if code else SMALL
+    return sorted(name for name in names if "/" not in name and name.endswith(wanted))
+
+
+def weight_files(names: list[str], index: Any) -> list[str]:
+    """The files with the model's weights. `index`: the content of INDEX. Some repositories have the same weights a
+    second time, in another format."""
+    here = sorted(name for name in names if "/" not in name and name.endswith(WEIGHTS))
+    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
+        return sorted({str(name) for name in index["weight_map"].values()})
+    return ["model.safetensors"] if "model.safetensors" in here else here
+
+
+def download(request: Request) -> dict[str, Any]:
+    """Raises what huggingface_hub raises."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    named = request.names is not None
+    kinds = (*SMALL, CODE) if request.code else SMALL
+    folder = Path(
+        snapshot_download(
+            request.repository,
+            revision=request.revision,
+            cache_dir=request.cache_dir,
+            allow_patterns=list(request.names or ()) if named else [f"*{kind}" for kind in kinds],
+            ignore_patterns=None if named else ["*/*"],
+            max_workers=4,
+        )
+    )
+    files: dict[str, int | None] = {}
+    if not named:
+        try:
+            info = HfApi().model_info(request.repository, revision=folder.name, files_metadata=True)
+            files = {each.rfilename: each.size for each in info.siblings or []}
+        except Exception:
+            # Without a network a model that is in the cache will do.
+            files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+            if not weight_files(list(files), None):
+                raise
+    return {"commit": folder.name, "folder": str(folder), "files": files}
+
+
+def kind_of(error: BaseException) -> str:
+    """What an error of huggingface_hub means for the user. It hides some in others."""
+    from huggingface_hub import errors
+
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
+            return "full"
+        if isinstance(each, errors.GatedRepoError):
+            return "gated"
+        if isinstance(each, errors.RevisionNotFoundError):
+            return "revision"
+        if isinstance(each, errors.RepositoryNotFoundError):
+            return "missing"
+        if isinstance(each, errors.HfHubHTTPError) and each.response is not None:
+            status = each.response.status_code
+            known = {401: "token", 403: "forbidden", 404: "missing"}.get(status)
+            if known is not None:
+                return known
+        if isinstance(each, errors.HFValidationError):
+            return "invalid"
+    return "transient"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _make_room(request: Request) -> None:
+    """Delete what was not downloaded completely: it would keep a full disk full, so that nobody could write why."""
+    if request.cache_dir is not None:
+        for path in Path(request.cache_dir).rglob("*.incomplete"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> int:
+    request = Request(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import constants
+
+    answer: dict[str, Any]
+    try:
+        answer = download(request)
+    except Exception as error:
+        kind = kind_of(error)
+        if kind == "full":
+            _make_room(request)
+        answer = {"error": kind, "message": " ".join(str(error).split())[:300], "endpoint": constants.ENDPOINT}
+    print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
