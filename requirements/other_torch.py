@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Beside torch and vLLM: what exists for one CUDA only, and what needs such a package.
 BOUND = re.compile(
-    r"(nvidia|cuda|nccl|flashinfer|tokenspeed|torch|triton|quack|humming|tilelang|instanttensor|vllm)([-0-9a-z]*)$"
+    r"(nvidia|cuda|nccl|nixl|flashinfer|tokenspeed|torch|triton|quack|humming|tilelang|instanttensor|vllm)([-0-9a-z]*)$"
 )
 _PIN = re.compile(r"([\w.-]+)==(\S+)( ; .*?)?( \\)?$")
 _WHEEL = re.compile(r"([^/]+?)-[^/]+\.whl$")
