@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dovetail.models.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.advantages import gae, grpo, whiten
 from dovetail.trainer.algorithms.balance import partition
-from dovetail.trainer.algorithms.logprobs import gather_logprobs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.recursive_gae import gae_recursive

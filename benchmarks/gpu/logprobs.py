@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dovetail.trainer.algorithms.logprobs import gather_logprobs, logprobs_and_entropy
+from dovetail.models.logprobs import gather_logprobs, logprobs_and_entropy
 from gpu import device
 from gpu.report import Report
 from gpu.scale import Scale

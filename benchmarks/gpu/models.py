@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Load, ModelRef
-from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
@@ -96,14 +96,11 @@ def micro_batches(scale: Scale, head: str, equal: bool, vocabulary: int) -> list
         wanted = torch.arange(tokens.shape[1]) < sizes.unsqueeze(1) - 1
         packed = Sequences(tokens, sizes).pack(range(len(sizes)), wanted)
 
-        def loss(output: Tensor, targets: Tensor = packed.targets) -> tuple[Tensor, dict[str, Tensor]]:
-            if head == "lm":
-                value = -gather_logprobs(output, targets.to(output.device, non_blocking=True)).mean()
-            else:
-                value = output.square().mean()
+        def loss(output: Tensor | Predicted) -> tuple[Tensor, dict[str, Tensor]]:
+            value = -output.logprobs.mean() if isinstance(output, Predicted) else output.square().mean()
             return value / scale.micro_batches, {"loss": value.detach()}
 
-        made.append(MicroBatch(packed, loss))
+        made.append(MicroBatch(packed, loss, Predictions if head == "lm" else None))
     return made
 
 

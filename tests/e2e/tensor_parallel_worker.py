@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import engine_worker as base
 import torch
 
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import PipelineStage, load_config
+from dovetail.models import stage as models_stage
 from dovetail.models.build import build_stage, fill, open_source
+from dovetail.models.predictions import Predictions, by_chunks
 from dovetail.models.tensor_parallel import split_stage
 from dovetail.protocol.messages import Action, ModelRef
 from dovetail.trainer import groups as trainer_groups
@@ -158,14 +162,30 @@ def passes(groups: Any, family: str) -> tuple[float, float]:
     outputs = [model(tokens, (9, 11)) for model in (whole, stage)]
     for output in outputs:
         output.logsumexp(-1).square().mean().backward()
+    worst = unlike_gradients(whole, stage, split.partial, mesh)
+    # As on a GPU: no rank has all of the vocabulary's logits.
+    asked = Predictions(tokens[0].roll(-1), 0.7, "gradient")
+    said = []
+    for model, predict in ((whole, models_stage.predict), (stage, partial(by_chunks, chunk=900))):
+        model.zero_grad()
+        with patch.object(models_stage, "predict", predict):
+            said.append(model(tokens, (9, 11), torch.arange(20), predictions=asked))
+        (said[-1].logprobs.square() + 0.1 * said[-1].entropy).sum().backward()
+    worst = max(worst, unlike_gradients(whole, stage, split.partial, mesh) / 20)
+    differences = [outputs[0] - outputs[1], said[0].logprobs - said[1].logprobs, said[0].entropy - said[1].entropy]
+    return max(float(each.detach().abs().max()) for each in differences), worst
+
+
+def unlike_gradients(whole: PipelineStage, stage: PipelineStage, summed: frozenset[str], mesh: Any) -> float:
+    """Largest difference of parameters' gradients. `summed`: those to be added up over the ranks of `mesh`."""
     worst = 0.0
     for (name, a), b in zip(whole.named_parameters(), stage.parameters(), strict=True):
         found: Any = b.grad
-        if name in split.partial:
+        if name in summed:
             torch.distributed.all_reduce(found, group=mesh.get_group())
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
         worst = max(worst, float((found - a.grad).abs().max()))
-    return float((outputs[0] - outputs[1]).detach().abs().max()), worst
+    return worst
 
 
 def refused(groups: Any) -> dict[str, str]:

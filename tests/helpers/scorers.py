@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, build_stage
+from dovetail.models.logprobs import gather_logprobs
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.wire import Arrays, pack, unpack
 from dovetail.rollout.scoring import passes as scoring
 from dovetail.rollout.scoring.scorer_app import ScorerService, make_app
-from dovetail.trainer.algorithms.logprobs import gather_logprobs
 
 TOKEN = "secret"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

@@ -11,9 +11,12 @@ from helpers.null_gpu import Run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_memory.cases import SMALL, Case
+from gpu_memory.cases import LLAMA3_8B, SMALL, Case
 from gpu_memory.measured import scenario
 from gpu_memory.predicted import predicted
+
+from dovetail.planner.costs.memory import logit_bytes
+from dovetail.planner.shape import ModelShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,6 +27,17 @@ def test_the_planner_knows_what_the_allocator_reserves(null_gpu: Run, case: Case
     results = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
     reserved = max(result["reserved"] for result in results)
     assert predicted(case) == pytest.approx(reserved, rel=0.05)
+
+
+def test_logits_are_never_there_as_a_whole(null_gpu: Run) -> None:
+    """Of a 7B model with 128k words, for 4 responses of 2,048 tokens."""
+    rows, shape = 4 * 2048, ModelShape.of(LLAMA3_8B)
+    sizes = {"rows": rows, "hidden": shape.hidden, "vocabulary": shape.vocabulary}
+    (found,) = null_gpu("words", "memory.words", **sizes).good()
+    logits = 2 * rows * shape.vocabulary
+    assert found["whole"] > 1.9 * logits
+    assert found["chunks"] < 0.4 * logits
+    assert logit_bytes(shape, rows, itemsize=2) == pytest.approx(found["chunks"], rel=0.05)
 
 
 def test_little_is_lost_to_fragments(null_gpu: Run) -> None:

@@ -15,7 +15,8 @@ from torch.autograd import gradcheck
 
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.manifest.types import KL
-from dovetail.trainer.algorithms import balance, ema, importance, kl, logprobs
+from dovetail.models import logprobs
+from dovetail.trainer.algorithms import balance, ema, importance, kl
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:

@@ -240,11 +240,16 @@ static int poll_part(comm *c, part *p) {
     return 1;
 }
 
+static long receiving; /* receives that have started and wait; under the lock of the streams */
+
 static int poll_group(work *w) {
     group *g = (group *)w;
     if (atomic_load(&g->c->aborted)) return 1;
     if (!g->posted)
-        for (int i = 0; i < g->count; i++) announce(slot(g->c, &g->parts[i], g->c->r, 0), &g->parts[i]);
+        for (int i = 0; i < g->count; i++) {
+            announce(slot(g->c, &g->parts[i], g->c->r, 0), &g->parts[i]);
+            if (g->parts[i].kind == RECEIVE && ++receiving > atomic_load(&c_receiving.value)) count(&c_receiving, 1);
+        }
     g->posted = 1;
     int all = 1;
     for (int i = 0; i < g->count; i++) {
@@ -252,6 +257,7 @@ static int poll_group(work *w) {
         if (done < 0) return -1;
         all &= done;
     }
+    for (int i = 0; all && i < g->count; i++) receiving -= g->parts[i].kind == RECEIVE;
     return all;
 }
 static void describe_group(work *w, char *text, size_t size) {

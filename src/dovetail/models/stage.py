@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.packing import Packing
+from dovetail.models.predictions import Predicted, Predictions, Vocabulary, predict
 from dovetail.models.routing import replays
-from dovetail.models.vocabulary import project
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
@@ -28,9 +28,10 @@ VALUE_HEAD_FILE = "value_head/model.safetensors"
 
 
 class Outputs(NamedTuple):
-    """Of a last stage with both heads: logits (..., V) in the compute dtype, values (...) float32."""
+    """Of a last stage with both heads: logits (..., V) in the compute dtype, or what was asked for in their place;
+    values (...) float32."""
 
-    logits: Tensor
+    logits: Tensor | Predicted
     values: Tensor
 
 
@@ -146,7 +147,8 @@ class PipelineStage(nn.Module):
         wanted: Tensor | None = None,
         prefixes: Sequence[int | None] | None = None,
         routing: Tensor | None = None,
-    ) -> Tensor | Outputs:
+        predictions: Predictions | None = None,
+    ) -> Tensor | Predicted | Outputs:
         """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
 
         With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other, of which some may
@@ -158,7 +160,7 @@ class PipelineStage(nn.Module):
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
-        those: (n, V) or (n,)."""
+        those: (n, V) or (n,). With `predictions` also, what these ask for takes the place of logits."""
         body, device = self.body, inputs.device
         extra: dict[str, Any] = {}
         if lengths is None:
@@ -178,7 +180,7 @@ class PipelineStage(nn.Module):
             hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
         if not self.is_last:
             return hidden
-        return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted])
+        return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted], predictions)
 
     def _kind(self, layer: int) -> str | None:
         """The kind of a layer's attention, where each kind has rotary frequencies of its own."""
@@ -205,24 +207,24 @@ class PipelineStage(nn.Module):
             hidden = body.project_in(hidden)
         return hidden + body.embed_positions(None, position_ids=positions)
 
-    def _head(self, hidden: Tensor) -> Tensor | Outputs:
+    def _head(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted | Outputs:
         body = self.body
         for name in self.family.exits:
             if hasattr(body, name):
                 hidden = getattr(body, name)(hidden)
         if self.head == "lm":
-            return self._logits(hidden)
+            return self._words(hidden, predictions)
         # A matrix-vector product rather than `score(hidden).squeeze(-1)`: FSDP2 wants no view as a module's output.
         values: Tensor = (hidden @ getattr(self, VALUE_HEAD).weight[0]).float()
         if self.score_bias:
             values = values + self.score_bias
-        return values if self.head == "value" else Outputs(self._logits(hidden), values)
+        return values if self.head == "value" else Outputs(self._words(hidden, predictions), values)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _words(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted:
         head = self.lm_head if hasattr(self, "lm_head") else getattr(self.body, self.family.embedding)
-        logits = project(hidden, head.weight)
         bound = getattr(self.config, self.family.softcap, None) if self.family.softcap else None
-        return logits if bound is None else torch.tanh(logits / bound) * bound
+        vocabulary = Vocabulary(head.weight, bound)
+        return vocabulary.logits(hidden) if predictions is None else predict(hidden, vocabulary, predictions)
 
 
 def _take(source: nn.Module, body: nn.Module, names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from worker import DEADLINE, Place
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
-from dovetail.models import build
-from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.models import build, predictions
+from dovetail.models.predictions import Predictions, Vocabulary, predict
+from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
@@ -50,6 +52,25 @@ def accounts(place: Place, conf: str) -> dict[str, Any]:
         refused = True
     del kept
     return {"gib": [size / GIB for size in found], "refused": refused, "host": int(host[:: 10 * GIB].sum())}
+
+
+def words(place: Place, rows: int, hidden: int, vocabulary: int) -> dict[str, int]:
+    """Of log-probabilities and entropies at `rows` positions, and of their gradients: bytes at the peak, without what
+    comes in and the weight's gradient; by chunks, as the trainer's last stage computes them, and from the whole
+    logits."""
+    found = {}
+    for name, chunk in (("chunks", LOGPROB_CHUNK_BYTES), ("whole", 4 * rows * vocabulary)):
+        states = torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with patch.object(predictions, "LOGPROB_CHUNK_BYTES", chunk):
+            said = predict(states, Vocabulary(weight), Predictions(tokens, 0.9, "value"))
+        said.logprobs.sum().backward()
+        found[name] = torch.cuda.max_memory_allocated() - before - weight.nbytes
+        del states, weight, said
+    return found
 
 
 def train(

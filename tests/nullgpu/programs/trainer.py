@@ -64,13 +64,18 @@ def micro_batches(count: int, stray: bool = False) -> list[MicroBatch]:
     return made
 
 
-def counts() -> dict[str, int]:
-    """What this process has asked of the GPU until now."""
+def counted(name: str) -> int:
+    """One of the null GPU's counts of this process."""
     read = ctypes.CDLL(None).nullgpu_count
     read.restype = ctypes.c_long
+    return int(read(name.encode()))
+
+
+def counts() -> dict[str, int]:
+    """What this process has asked of the GPU until now."""
     of_communication = ("communicators", "collectives", "sends", "receives")
     names = ("launches", "h2d", "h2d_bytes", "d2h", "synchronisations", "mallocs", "pinned_bytes", *of_communication)
-    return {name: read(name.encode()) for name in names}
+    return {name: counted(name) for name in names}
 
 
 def split(words: str) -> str:
@@ -158,7 +163,11 @@ def train(
         engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
         torch.cuda.synchronize()
         runs.append({"steps": steps, "used": {name: value - before[name] for name, value in counts().items()}})
-    found: dict[str, Any] = {"communicators": made["communicators"], "runs": runs}
+    found: dict[str, Any] = {
+        "communicators": made["communicators"],
+        "runs": runs,
+        "receiving": counted("receiving"),
+    }
     if more.get("offload"):
         found |= restored(engine, place.folder / "checkpoint")
     if exports:

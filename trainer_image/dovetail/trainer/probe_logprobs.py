@@ -9,11 +9,11 @@ import torch
 
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.models import load_config
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.models.stage import Outputs
 from dovetail.protocol.messages import Probe
-from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.engine.parallel import compute_dtype
-from dovetail.trainer.packed_batches import Packed, Sequences, moved
+from dovetail.trainer.packed_batches import Packed, Sequences
 from dovetail.trainer.steps.step_context import Context
 
 TOKENS = 32
@@ -47,10 +47,10 @@ def take_probe(context: Context, version: int) -> Probe | None:
     wanted[:, -1] = False
 
     def read(output: Any, packed: Packed, rows: list[int]) -> torch.Tensor:
-        logits = output.logits if isinstance(output, Outputs) else output
-        return gather_logprobs(logits, moved(packed.targets, logits.device)).view(len(rows), -1)
+        said: Predicted = output.logits if isinstance(output, Outputs) else output
+        return said.logprobs.view(len(rows), -1)
 
-    found = context.per_sequence(_MODEL, sequences, wanted, 1, len(tokens) - 1, read)[0]
+    found = context.per_sequence(_MODEL, sequences, wanted, 1, len(tokens) - 1, read, Predictions)[0]
     if not bool(found.isfinite().all()):
         raise FloatingPointError(
             f"the actor's weights of version {version} give log-probabilities that are not finite; lower the learning "

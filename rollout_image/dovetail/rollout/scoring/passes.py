@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
@@ -27,8 +28,6 @@ HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "valu
 # sequence. So a sample's scores are the same to the last bit whatever it is scored with, and neither inter-stage fusion
 # nor the number of scorers changes a run.
 ROWS = 16
-# A float32 chunk of a pass's logits stays below this: on a CPU what its caches hold, on a GPU enough to fill it.
-CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 64 * 2**20
 
 
 class NotReady(Exception):
@@ -40,23 +39,11 @@ def filled(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
     return np.pad(values, (0, -len(values) % multiple))
 
 
-def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) in `rows` at `tokens`: (n, V), (m,), (m,) -> (m,) float32; as the trainer's
-    `gather_logprobs`."""
-    limit = CPU_CHUNK_BYTES if logits.device.type == "cpu" else GPU_CHUNK_BYTES
-    step = max(1, limit // (4 * logits.shape[1]))
-    parts = []
-    for start in range(0, len(tokens), step):
-        x = logits[rows[start : start + step]].float()
-        if temperature != 1.0:
-            x = x / temperature
-        logprobs = torch.log_softmax(x, dim=1)
-        parts.append(logprobs.gather(1, tokens[start : start + step, None]).squeeze(1))
-    return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
-
-
-def _values(_: Pack, values: Tensor, rows: Tensor) -> Tensor:
-    return values.float()[rows]
+def _read(found: Tensor | Predicted, rows: NDArray[np.int64]) -> Tensor:
+    """(m,) float32: values (n,) in the rows, or what was asked for of them."""
+    if isinstance(found, Predicted):
+        return found.logprobs
+    return found.float()[torch.from_numpy(rows).to(found.device, non_blocking=True)]
 
 
 class ModelScorer:
@@ -187,55 +174,61 @@ class ModelScorer:
         model: SplitModel,
         samples: SamplesToScore,
         wanted: Callable[[Pack], NDArray[np.int64]],
-        read: Callable[[Pack, Tensor, Tensor], Tensor],
+        temperature: float = 1.0,
     ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
-        """Each forward pass: what went through it, and what `read` makes of its outputs (n, V) or (n,) and, for every
-        position that `wanted` names (m,), which of them is its."""
+        """Each forward pass: what went through it, and for every position that `wanted` names (m,) its value (m,), or,
+        of a language model, the log-probability at `temperature` of the response token after it."""
         # Stages wait the less for the first and the last pass, the smaller these are.
         most = max(1, self.max_tokens // len(model.stages))
+        speaks, on_cpu = HEADS[name] == "lm", self.device.type == "cpu"
         outputs = most
-        if HEADS[name] == "lm":
+        if speaks and on_cpu:
             outputs = max(1, SCORER_LOGIT_BYTES // (self.dtype.itemsize * int(model.config.vocab_size)))
-        multiple, enough = (ROWS, SCORER_CPU_TOKENS) if self.device.type == "cpu" else (1, None)
+        multiple, enough = (ROWS, SCORER_CPU_TOKENS) if on_cpu else (1, None)
 
-        def forward(pack: Pack) -> StagePass[tuple[Pack, Tensor]]:
+        def forward(pack: Pack) -> StagePass[tuple[Pack, NDArray[np.int64], Tensor]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
             if len(tokens) > len(pack.tokens):
                 # Token 0 is in every vocabulary.
                 lengths, prefixes = (*lengths, len(tokens) - len(pack.tokens)), (*prefixes, None)
             positions, which = np.unique(wanted(pack), return_inverse=True)
+            # Several tokens may come after one position, the end of their prompt; they are asked for together.
+            order = np.argsort(which, kind="stable") if speaks else np.arange(len(which))
+            rows = which[order]
 
-            def result(found: Tensor) -> tuple[Pack, Tensor]:
-                return pack, read(pack, found, torch.from_numpy(which).to(found.device, non_blocking=True))
+            def asks(device: torch.device) -> Predictions:
+                after = samples.tokens[pack.of, samples.prompts[pack.of] + pack.at][order]
+                there = torch.from_numpy(after).to(device, non_blocking=True)
+                return Predictions(there, temperature, rows=rows)
 
-            return StagePass(tokens, lengths, prefixes, filled(positions, multiple), result)
+            def result(found: Tensor | Predicted) -> tuple[Pack, NDArray[np.int64], Tensor]:
+                return pack, order, _read(found, rows)
 
-        for pack, values in model.run(map(forward, packs(samples, most, outputs, enough))):
-            yield pack, values.cpu().numpy()
+            return StagePass(tokens, lengths, prefixes, filled(positions, multiple), result, asks if speaks else None)
+
+        for pack, order, found in model.run(map(forward, packs(samples, most, outputs, enough))):
+            values = np.empty(len(order), np.float32)
+            values[order] = found.cpu().numpy()
+            yield pack, values
             self._progress(name, len(pack.tokens))
 
     def _reference(
         self, model: SplitModel, samples: SamplesToScore, shape: tuple[int, int], temperature: float
     ) -> NDArray[np.float32]:
-        def read(pack: Pack, logits: Tensor, rows: Tensor) -> Tensor:
-            tokens = samples.tokens[pack.of, samples.prompts[pack.of] + pack.at]
-            on_device = torch.from_numpy(tokens).to(logits.device, non_blocking=True)
-            return token_logprobs(logits, rows, on_device, temperature)
-
         result = np.zeros(shape, np.float32)
-        for pack, logprobs in self._passes("reference", model, samples, lambda pack: pack.before, read):
+        for pack, logprobs in self._passes("reference", model, samples, lambda pack: pack.before, temperature):
             result[pack.of, pack.at] = logprobs
         return result
 
     def _critic(self, model: SplitModel, samples: SamplesToScore, shape: tuple[int, int]) -> NDArray[np.float32]:
         result = np.zeros(shape, np.float32)
-        for pack, values in self._passes("critic", model, samples, lambda pack: pack.before, _values):
+        for pack, values in self._passes("critic", model, samples, lambda pack: pack.before):
             result[pack.of, pack.at] = values
         return result
 
     def _reward(self, model: SplitModel, samples: SamplesToScore) -> NDArray[np.float32]:
         result = np.zeros(len(samples.tokens), np.float32)
-        for pack, values in self._passes("reward", model, samples, lambda pack: pack.last, _values):
+        for pack, values in self._passes("reward", model, samples, lambda pack: pack.last):
             result[pack.rows] = values
         return result
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dovetail.models import PipelineStage, build_stage
 from dovetail.models.config import load_config
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import ModelRef
 
 R = TypeVar("R")
@@ -23,13 +24,14 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class StagePass(Generic[R]):
     """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. `read` makes the
-    result of the last stage's output."""
+    result of the last stage's output, which is what `asks` says for the stage's device, if it is given."""
 
     tokens: NDArray[np.int64]
     lengths: tuple[int, ...]
     prefixes: tuple[int | None, ...]
     wanted: NDArray[np.int64]
-    read: Callable[[Tensor], R]
+    read: Callable[[Tensor | Predicted], R]
+    asks: Callable[[torch.device], Predictions] | None = None
 
 
 class SplitModel:
@@ -84,34 +86,41 @@ class SplitModel:
         last = len(self.stages) - 1
 
         def first() -> Tensor:
-            return self._stage(0, each, torch.from_numpy(each.tokens)[None])
+            return self._hidden(0, each, torch.from_numpy(each.tokens)[None])
 
         def further(k: int, before: Future[Tensor]) -> Tensor:
-            return self._stage(k, each, before.result())
+            return self._hidden(k, each, before.result())
 
         def end(before: Future[Tensor]) -> R:
-            return self._read(each, further(last, before))
+            return self._read(each, self._stage(last, each, before.result()))
 
         future = workers[0].submit(first)
         for k in range(1, last):
             future = workers[k].submit(further, k, future)
         return workers[last].submit(end, future)
 
+    def _hidden(self, k: int, each: StagePass[R], inputs: Tensor) -> Tensor:
+        found = self._stage(k, each, inputs)
+        assert isinstance(found, Tensor)
+        return found
+
     # Inference mode is a thread's own.
-    def _stage(self, k: int, each: StagePass[R], inputs: Tensor) -> Tensor:
+    def _stage(self, k: int, each: StagePass[R], inputs: Tensor) -> Tensor | Predicted:
         stage, device = self.stages[k], self.devices[k]
         with torch.inference_mode():
             # The host does not wait: CUDA takes a copy of what is not page-locked.
             wanted = torch.from_numpy(each.wanted).to(device, non_blocking=True) if stage.is_last else None
+            predictions = each.asks(device) if stage.is_last and each.asks is not None else None
             inputs = inputs.to(device, non_blocking=True)
             # Kernels that know of no tensor's device run on the thread's.
             with torch.cuda.device_of(inputs):
-                found = stage(inputs, each.lengths, wanted, each.prefixes)
-        assert isinstance(found, Tensor)  # a scorer's models have one head
+                found = stage(inputs, each.lengths, wanted, each.prefixes, predictions=predictions)
+        assert isinstance(found, Tensor | Predicted)  # a scorer's models have one head
         return found
 
-    def _read(self, each: StagePass[R], found: Tensor) -> R:
-        with torch.inference_mode(), torch.cuda.device_of(found):
+    def _read(self, each: StagePass[R], found: Tensor | Predicted) -> R:
+        tensor = found if isinstance(found, Tensor) else found.logprobs
+        with torch.inference_mode(), torch.cuda.device_of(tensor):
             return each.read(found)
 
 

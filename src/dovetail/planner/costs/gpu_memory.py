@@ -17,6 +17,7 @@ from dovetail.planner.costs.memory import (
     UTILISATION,
     Training,
     generation_step_bytes,
+    logit_bytes,
     scoring_step_bytes,
     shortage,
     stage_parameters,
@@ -26,7 +27,7 @@ from dovetail.planner.costs.memory import (
 )
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
-from dovetail.protocol.budgets import SCORER_LOGIT_BYTES, SCORER_TOKENS
+from dovetail.protocol.budgets import SCORER_TOKENS
 
 # Parts of a training rank that stay while other tasks have the GPU.
 _STAYS = ("weights", "optimizer", "moving average", "NCCL buffers")
@@ -322,7 +323,7 @@ class GPUMemoryModel:
             works["a step"] = generation_step_bytes(shape, BATCHED_TOKENS, b, share.tp)
         else:
             tokens = self.scored_tokens(share)
-            logits = min(tokens * shape.vocabulary * b / share.tp, SCORER_LOGIT_BYTES) if head == "lm" else 0.0
+            logits = logit_bytes(shape, tokens, b, share.tp, training=False) if head == "lm" else 0.0
             # Logits come when the last layer is done.
             body = scoring_step_bytes(shape, "value", tokens, b, share.tp)
             works["a step"] = max(body, 2.0 * tokens * shape.hidden * b + logits)

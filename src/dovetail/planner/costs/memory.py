@@ -28,8 +28,6 @@ BATCHED_TOKENS = 8192
 UTILISATION = 0.92
 GRAPH_BYTES = 1.0 * GIB
 ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2}
-# About three chunks are there at a time.
-LOSS_CHUNK_BYTES = 3 * LOGPROB_CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,17 @@ def scoring_step_bytes(
     inner = max(shape.queries + 2 * shape.keys, 3 * shape.intermediate) / tp
     logits = (head == "lm") * min(tokens * shape.vocabulary * itemsize / tp, logit_bytes)
     return tokens * (3 * shape.hidden + inner) * itemsize + logits
+
+
+def logit_bytes(shape: ModelShape, outputs: int, itemsize: int, tp: int = 1, training: bool = True) -> float:
+    """On a GPU, of the logits of `outputs` positions and what is computed of them: log-probabilities and, in training,
+    gradients. Logits of more than a chunk are never there as a whole (`dovetail.models.predictions`)."""
+    wide = 4.0 * outputs * shape.vocabulary
+    if tp == 1 and wide <= LOGPROB_CHUNK_BYTES:
+        # They and their gradient, and float32 copies.
+        return wide * (3 + 2 * itemsize / 4) if training else wide * (1 + itemsize / 4)
+    gradients = 4.0 * outputs * shape.hidden if training else 0.0
+    return 2 * min(LOGPROB_CHUNK_BYTES, wide / tp) + gradients
 
 
 # ------------------------------------------------------------ training
@@ -239,10 +248,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
     backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + again
     logits = 0.0
     if stage == job.layout.pp - 1 and job.head != "value":
-        # The logits of the micro-batch whose loss is computed, and their gradient; the loss goes by chunks. Tensor
-        # parallel ranks gather them, and have their own part of the gradient besides.
-        wide = (job.tokens if job.outputs is None else job.outputs) * shape.vocabulary
-        logits = (2 + (1 / tp if tp > 1 else 0)) * wide * b + min(LOSS_CHUNK_BYTES, 3 * wide * 4)
+        logits = logit_bytes(shape, job.tokens if job.outputs is None else job.outputs, b, tp)
         parts["logits"] = logits
     parts["a layer's backward"] = max(0.0, backward - logits)
     return parts

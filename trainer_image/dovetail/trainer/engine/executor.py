@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from dovetail.models import PipelineStage
 from dovetail.models.compiled import use_compiled
+from dovetail.models.predictions import Predictions
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
@@ -28,7 +29,13 @@ from dovetail.trainer.engine.measure import ActionStopwatch, AllocatedBytes, Met
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
-from dovetail.trainer.packed_batches import Packed
+from dovetail.trainer.packed_batches import Packed, moved_together
+
+# How many actions ahead receives are posted.
+WINDOW = 3
+# On a GPU a posted receive is a kernel that spins, on some of the multiprocessors that compute needs, until its message
+# has come. That of the next action is enough: its message travels while this action computes.
+GPU_RECEIVES = 2
 
 Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
@@ -40,10 +47,12 @@ class MicroBatch:
 
     `loss` maps the last stage's output (logits (n, V), or values (n,), or both, at the n wanted positions) to a
     scalar, scaled so that the sum over all micro-batches and all dp ranks is the mini-batch's loss, and to detached
-    scalars that are summed the same way."""
+    scalars that are summed the same way. `asks` makes, of the packed targets on the device, what the last stage is to
+    say of them in place of logits; None: logits."""
 
     packed: Packed
     loss: Loss | None = None
+    asks: Callable[[Tensor], Predictions] | None = None
 
 
 @dataclass
@@ -169,8 +178,8 @@ def _number(text: str) -> int:
 
 
 class Executor:
-    """Runs one action list. `window` is how many actions ahead receives are posted; `deadline` bounds every wait of a
-    CPU. `awaiting` is told about every wait of a GPU, with a sentence about the peer.
+    """Runs one action list. `deadline` bounds every wait of a CPU. `awaiting` is told about every wait of a GPU, with a
+    sentence about the peer.
 
     After `run`: `watch` has the times of compute by (model, kind, micro-batch), `saved_bytes` the bytes of activations
     by (model, micro-batch), `peak_bytes` the most of these held at once by both models together."""
@@ -180,12 +189,11 @@ class Executor:
         pipes: dict[str, Pipe],
         deadline: timedelta,
         record: Record | None = None,
-        window: int = 3,
         clock: Callable[[], float] = time.time,
         awaiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.awaiting = awaiting
-        self.pipes, self.deadline, self.record, self.window = pipes, deadline, record, window
+        self.pipes, self.deadline, self.record = pipes, deadline, record
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
         self.nccl = device.type == "cuda"
         self.watch = ActionStopwatch(device, clock)
@@ -212,8 +220,7 @@ class Executor:
         for model, pipe in self.pipes.items():
             use_compiled(pipe.stage, model not in self._splits)
         for index, action in enumerate(actions):
-            for ahead in actions[index : index + 1 + self.window]:
-                self._post(ahead)
+            self._post_ahead(actions[index : index + 1 + WINDOW])
             pipe = self.pipes[action.model]
             first = action.kind == "F" and action.micro_batch % pipe.mini_batch == 0
             if first and action.micro_batch and pipe.step is not None:
@@ -250,7 +257,10 @@ class Executor:
         packed = batch.packed
         key = (action.model, action.micro_batch)
         inputs = packed.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
-        wanted = packed.wanted.to(pipe.device, non_blocking=True) if pipe.stage.is_last else None
+        wanted = predictions = None
+        if pipe.stage.is_last:
+            wanted, targets = moved_together([packed.wanted, packed.targets], pipe.device)
+            predictions = None if batch.asks is None else batch.asks(targets)
         routing = None if packed.routing is None else packed.routing.to(pipe.device, non_blocking=True)
         if arrived is not None and training:
             inputs.requires_grad_(True)
@@ -266,7 +276,7 @@ class Executor:
             meter if training else nullcontext(),
         ):
             with peer_errors(f"a forward pass of {action.model}"):
-                output = pipe.stage(inputs, packed.lengths, wanted, routing=routing)
+                output = pipe.stage(inputs, packed.lengths, wanted, routing=routing, predictions=predictions)
             if pipe.stage.is_last and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")
@@ -347,6 +357,13 @@ class Executor:
         if action.kind == "W" or pipe.stage.is_last:
             return None
         return pipe.groups.next, pipe.groups.backward_in
+
+    def _post_ahead(self, actions: Sequence[Action]) -> None:
+        """Post the receives of the first action and of those after it, in their order, as far as they may be."""
+        for action in actions:
+            if self.nccl and sum(work is not None for _, work, _ in self._received.values()) >= GPU_RECEIVES:
+                return
+            self._post(action)
 
     def _post(self, action: Action) -> None:
         """Post the receive that `action` needs, once."""

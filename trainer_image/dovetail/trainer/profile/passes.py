@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dovetail.models import Outputs, PipelineStage, load_config
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.profile import ModelTimes, PassTimes
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
@@ -128,10 +128,12 @@ def _pass(
     inputs = words if stage.is_first else torch.randn(*words.shape, stage.hidden_size, device=device, dtype=dtype)
     if not stage.is_first:
         inputs.requires_grad_(True)
+    every = torch.arange(words.numel(), device=device)
     meter = SavedBytes(stage.parameters())
     with timed("forward"), meter:
-        output = stage(inputs, lengths)
-        output = _loss(output, words) if stage.is_last else output
+        asked = Predictions(words.flatten()) if stage.is_last else None
+        output = stage(inputs, lengths, every if stage.is_last else None, predictions=asked)
+        output = _loss(output) if stage.is_last else output
         output = output.clone() if is_view(output) else output
     gradient = None if stage.is_last else torch.ones_like(output)
     if not split:
@@ -153,12 +155,11 @@ def _pass(
     stage.zero_grad(set_to_none=True)
 
 
-def _loss(output: Tensor | Outputs, words: Tensor) -> Tensor:
+def _loss(output: Tensor | Predicted | Outputs) -> Tensor:
     if isinstance(output, Outputs):
-        return _loss(output.logits, words) + _loss(output.values, words)
-    if output.dim() == 2:
-        return output.square().mean()
-    return F.cross_entropy(output.float().flatten(0, 1), words.flatten())
+        assert isinstance(output.logits, Predicted)
+        return _loss(output.logits) + _loss(output.values)
+    return -output.logprobs.mean() if isinstance(output, Predicted) else output.square().mean()
 
 
 def _finish(device: torch.device) -> None:

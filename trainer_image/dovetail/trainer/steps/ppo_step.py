@@ -14,11 +14,12 @@ from dovetail.manifest.critic import value_coef
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.reward import ppo_config
 from dovetail.models import Outputs
+from dovetail.models.logprobs import Entropy
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Step
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
-from dovetail.trainer.algorithms.logprobs import gather_logprobs, logprobs_and_entropy
 from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, value_loss
 from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
 from dovetail.trainer.command_errors import BadCommand
@@ -27,7 +28,6 @@ from dovetail.trainer.packed_batches import (
     Packed,
     Sequences,
     mini_batches,
-    moved,
     moved_together,
     read,
     split,
@@ -308,12 +308,12 @@ def _actor_micro_batch(
 
     counts = None if mini.counted is None else mini.counted[rows].unsqueeze(1).expand(keep.shape)
 
-    def loss(output: Tensor | Outputs) -> tuple[Tensor, Stats]:
-        logits = _logits(output)
-        device = logits.device
-        numbers = [packed.targets, keep.nonzero()[:, 0]]
+    def loss(output: Predicted | Outputs) -> tuple[Tensor, Stats]:
+        said = _said(output)
+        wanted, logprobs, spread, device = said.tokens, said.logprobs, said.entropy, said.tokens.device
+        numbers = [keep.nonzero()[:, 0]]
         numbers += [] if counts is None else [counts[keep].long()]
-        wanted, sequence_ids, *counting = moved_together(numbers, device)
+        sequence_ids, *counting = moved_together(numbers, device)
         mask = counting[0].bool() if counting else torch.ones_like(wanted, dtype=torch.bool)
         tables = [goals.old_logprobs, samples.rollout_logprobs, samples.ref_logprobs, goals.advantages]
         tables += [] if goals.weights is None else [goals.weights]
@@ -324,7 +324,6 @@ def _actor_micro_batch(
         weights = aggregated
         if goals.weights is not None:
             weights = factors[0] if aggregated is None else aggregated * factors[0]
-        logprobs, spread = logprobs_and_entropy(logits, wanted, temperature, config.entropy_coef > 0)
         inputs = LossInputs(
             tokens=wanted,
             sequence_ids=sequence_ids,
@@ -366,7 +365,8 @@ def _actor_micro_batch(
             total, stats = total + values_total, stats | more
         return total, stats
 
-    return MicroBatch(packed, loss)
+    entropy: Entropy = "gradient" if config.entropy_coef > 0 else "value"
+    return MicroBatch(packed, loss, lambda tokens: Predictions(tokens, temperature, entropy))
 
 
 def _critic_micro_batch(
@@ -400,8 +400,10 @@ def _value_part(
     return loss
 
 
-def _logits(output: Tensor | Outputs) -> Tensor:
-    return output.logits if isinstance(output, Outputs) else output
+def _said(output: Predicted | Outputs) -> Predicted:
+    said = output.logits if isinstance(output, Outputs) else output
+    assert isinstance(said, Predicted)
+    return said
 
 
 def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action]) -> dict[str, float]:
@@ -421,13 +423,12 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
         rows = [mini.ptx_rows[i] for i in padded.rows]
         packed = ptx.sequences.pack(rows, ptx.mask[rows] & padded.weights.bool().unsqueeze(1))
 
-        def loss(output: Tensor | Outputs, packed: Packed = packed) -> tuple[Tensor, Stats]:
-            logits = _logits(output)
-            logprobs = gather_logprobs(logits, moved(packed.targets, logits.device))
+        def loss(output: Predicted | Outputs) -> tuple[Tensor, Stats]:
+            logprobs = _said(output).logprobs
             coef = context.spec.ppo.ptx_coef
             return ptx_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser, coef=coef)
 
-        work.append(MicroBatch(packed, loss))
+        work.append(MicroBatch(packed, loss, Predictions))
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
@@ -438,20 +439,22 @@ def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor 
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
 
-    def of(output: Tensor | Outputs, packed: Packed, rows: list[int]) -> Tensor:
-        logits = _logits(output)
-        found = unpacked(gather_logprobs(logits, moved(packed.targets, logits.device), temperature), samples.mask[rows])
+    def asks(tokens: Tensor) -> Predictions:
+        return Predictions(tokens, temperature, plain=temperature != 1.0)
+
+    def of(output: Predicted | Outputs, packed: Packed, rows: list[int]) -> Tensor:
+        said = _said(output)
+        found = unpacked(said.logprobs, samples.mask[rows])
         if isinstance(output, Outputs):
             found = torch.cat([found, unpacked(output.values, samples.mask[rows])], dim=1)
-        if temperature != 1.0:
-            plain = gather_logprobs(logits, moved(packed.targets, logits.device))
-            found = torch.cat([found, unpacked(plain, samples.mask[rows])], dim=1)
+        if said.plain is not None:
+            found = torch.cat([found, unpacked(said.plain, samples.mask[rows])], dim=1)
         return found
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
     valued, warm = context.require("actor").head != "lm", temperature != 1.0
     columns = width * (1 + valued + warm)
-    table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of)
+    table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of, asks)
     values = table[:, width : 2 * width] if valued else None
     return table[:, :width], values, table[:, -width:] if warm else None

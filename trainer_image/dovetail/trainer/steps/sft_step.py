@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Evaluate, Step
-from dovetail.trainer.algorithms.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.losses import sft_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, moved, read, shifted, split, unpacked
+from dovetail.trainer.packed_batches import Packed, Sequences, read, shifted, split, unpacked
 from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
 
 
@@ -43,11 +43,10 @@ def prepare_step(context: Context, step: Step) -> Run:
     def micro_batch(rows: list[int]) -> MicroBatch:
         packed = sequences.pack(rows, mask[rows])
 
-        def loss(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs = gather_logprobs(logits, moved(packed.targets, logits.device))
-            return sft_loss(logprobs, torch.ones_like(logprobs, dtype=torch.bool), normaliser=normaliser)
+        def loss(said: Predicted) -> tuple[Tensor, dict[str, Tensor]]:
+            return sft_loss(said.logprobs, torch.ones_like(said.tokens, dtype=torch.bool), normaliser=normaliser)
 
-        return MicroBatch(packed, loss)
+        return MicroBatch(packed, loss, Predictions)
 
     work = [micro_batch(rows) for rows in micro_batches]
     schedule = digest(step.actions)
@@ -70,12 +69,12 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
         loss = tokens = 0.0
         for sequences, mask in batches:
 
-            def sums(logits: Tensor, packed: Packed, rows: list[int], mask: Tensor = mask) -> Tensor:
-                logprobs = gather_logprobs(logits, moved(packed.targets, logits.device))
-                return -unpacked(logprobs, mask[rows]).sum(dim=1, keepdim=True)
+            def sums(said: Predicted, packed: Packed, rows: list[int], mask: Tensor = mask) -> Tensor:
+                return -unpacked(said.logprobs, mask[rows]).sum(dim=1, keepdim=True)
 
             with context.timeline.phase("sft evaluation"):
-                found = context.per_sequence("actor", sequences, mask, context.spec.sft.micro_batch_size, 1, sums)
+                micro = context.spec.sft.micro_batch_size
+                found = context.per_sequence("actor", sequences, mask, micro, 1, sums, Predictions)
             loss += float(found.double().sum())
             tokens += float(mask.sum())
         return {"loss": loss / tokens if tokens else 0.0, "tokens": tokens}

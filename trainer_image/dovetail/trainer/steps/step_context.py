@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.manifest.types import RLHFJobSpec
+from dovetail.models.predictions import Predictions
 from dovetail.protocol.messages import Action, ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.policy import PolicyLoss
@@ -91,18 +92,19 @@ class Context:
         micro: int,
         width: int,
         read: Callable[[Any, Packed, list[int]], Tensor],
+        asks: Callable[[Tensor], Predictions] | None = None,
     ) -> Tensor:
         """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
 
         `read` maps the last stage's output at the positions that `wanted` (N, T) bool marks, and the micro-batch and
-        its rows, to (rows, width). A collective call."""
+        its rows, to (rows, width); `asks` is the micro-batches'. A collective call."""
         n = len(sequences)
         model = self.engine.models.get(name)
         mine = [] if model is None else split_padded(n, model.dp_size, micro)[model.dp_rank]
         by_tokens: dict[int, Padded] = {}
         work = []
         for part in mine:
-            batch = MicroBatch(sequences.pack(part.rows, wanted[part.rows]))
+            batch = MicroBatch(sequences.pack(part.rows, wanted[part.rows]), asks=asks)
             by_tokens[id(batch)] = part
             work.append(batch)
         parts = self.engine.forward(

@@ -25,7 +25,7 @@ def _rows(logits: Tensor, itemsize: int) -> int:
     return max(1, limit // (itemsize * max(1, vocabulary)))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -36,7 +36,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, wanted: Entropy) -> tuple[Tensor, Tensor]:
-        wide = _wide(logits.dtype)
+        wide = wide_dtype(logits.dtype)
         logprobs = torch.empty(len(tokens), dtype=wide, device=logits.device)
         entropy = torch.zeros_like(logprobs)
         step = _rows(logits, wide.itemsize)
@@ -45,7 +45,7 @@ class _TokenStatistics(torch.autograd.Function):
             logp = torch.log_softmax(_scaled(logits[part], temperature), dim=-1, dtype=wide)
             logprobs[part] = logp.gather(-1, tokens[part].unsqueeze(-1)).squeeze(-1)
             if wanted != "none":
-                entropy[part] = -_times_logp(logp.exp(), logp).sum(-1)
+                entropy[part] = -times_logp(logp.exp(), logp).sum(-1)
         ctx.temperature = temperature
         ctx.with_entropy = wanted == "gradient"
         if ctx.with_entropy:
@@ -58,7 +58,7 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
         logits, tokens, *entropies = ctx.saved_tensors
-        wide = _wide(logits.dtype)
+        wide = wide_dtype(logits.dtype)
         grad = torch.empty_like(logits)
         step = _rows(logits, wide.itemsize)
         for start in range(0, len(tokens), step):
@@ -70,7 +70,7 @@ class _TokenStatistics(torch.autograd.Function):
                 logp = torch.log_softmax(x, dim=-1, dtype=wide)
                 p = logp.exp()
                 u = grad_entropy[part].unsqueeze(-1) / ctx.temperature
-                d = -p * g - _times_logp(p, logp + entropy[part].unsqueeze(-1)) * u
+                d = -p * g - times_logp(p, logp + entropy[part].unsqueeze(-1)) * u
             else:
                 d = torch.softmax(x, dim=-1, dtype=wide).mul_(-g)
             grad[part] = d.scatter_add_(-1, tokens[part].unsqueeze(-1), g)
@@ -78,10 +78,10 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits if temperature == 1.0 else logits.to(_wide(logits.dtype)) / temperature
+    return logits if temperature == 1.0 else logits.to(wide_dtype(logits.dtype)) / temperature
 
 
-def _times_logp(p: Tensor, logp: Tensor) -> Tensor:
+def times_logp(p: Tensor, logp: Tensor) -> Tensor:
     """p * logp, where a forbidden token (log p = -inf, p = 0) gives 0, not nan."""
     return torch.where(p > 0, p * logp, 0.0)
 

@@ -1,0 +1,295 @@
+"""What a last stage says of tokens in place of logits: log-probabilities and entropies.
+
+On a GPU logits are the largest tensor of a step. Where they are larger than one chunk they never exist as a whole: a
+chunk of rows at a time is computed for the sums of a row, and a chunk of the vocabulary at a time once more for the
+gradients. That is one product with the vocabulary's weight more (2 % of a training step of a 7B model). Each
+tensor-parallel rank computes with its own rows of that weight, and the ranks exchange four numbers a row.
+
+On a CPU the logits are there as a whole: there memory is cheaper than the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from dovetail.models.logprobs import Entropy, gather_logprobs, logprobs_and_entropy, wide_dtype
+from dovetail.models.vocabulary import project, rows_of
+from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
+
+# A float32 chunk of a CPU's logits that several tokens read: what its caches hold.
+_CPU_CHUNK_BYTES = 4 * 2**20
+# Columns of a chunk of the vocabulary are a multiple of this, for the matrix product's sake.
+_COLUMNS = 128
+
+
+class Predicted(NamedTuple):
+    """Of `tokens` (m,), as they were asked for: `logprobs` (m,); `entropy` of each wanted position in nats, (n,), zeros
+    if it was not asked for; `plain`, the log-probabilities at temperature 1, if they were. float32 (float64 for
+    float64 logits)."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    plain: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What to say of `tokens` (m,) int64, one at each of the n wanted positions, or, with `rows`, at the position
+    `rows[i]` among them (ascending; without gradients). `temperature` divides the logits. `plain`: also at temperature
+    1, without gradients."""
+
+    tokens: Tensor
+    temperature: float = 1.0
+    entropy: Entropy = "none"
+    plain: bool = False
+    rows: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The projection to logits: `weight` (V, H), whole or a DTensor of rows over tensor-parallel ranks. `bound`: of the
+    logits, by tanh."""
+
+    weight: Any
+    bound: float | None = None
+
+    @property
+    def shared(self) -> bool:
+        return hasattr(self.weight, "device_mesh")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., H) to (..., V) in the compute dtype."""
+        return _bounded(project(hidden, self.weight), self.bound)
+
+
+def predict(hidden: Tensor, vocabulary: Vocabulary, asked: Predictions) -> Predicted:
+    """`hidden` (n, H). Differentiable in it and in the vocabulary's weight."""
+    size = int(vocabulary.weight.shape[0])
+    # Every tensor-parallel rank has some of the rows.
+    ranks = vocabulary.weight.device_mesh.size() if vocabulary.shared else 1
+    small = ranks == 1 and 4 * len(hidden) * size <= LOGPROB_CHUNK_BYTES
+    if not hidden.is_cuda or small or size < ranks * ranks:
+        return _from_logits(vocabulary.logits(hidden), asked)
+    return by_chunks(hidden, vocabulary, asked)
+
+
+def by_chunks(
+    hidden: Tensor, vocabulary: Vocabulary, asked: Predictions, chunk: int = LOGPROB_CHUNK_BYTES
+) -> Predicted:
+    """`predict` without the whole logits. About two float32 tensors of `chunk` bytes are there at a time (three with
+    the entropy's gradient)."""
+    weight, first, group = vocabulary.weight, 0, None
+    if vocabulary.shared:
+        (first, _), group = rows_of(weight), weight.device_mesh.get_group()
+        weight = weight.to_local()
+    part = _Part(first, group, vocabulary.bound, chunk)
+    plain = None
+    if asked.plain and asked.temperature != 1.0:
+        with torch.no_grad():
+            plain = _sums(hidden, weight, asked.tokens, asked.rows, 1.0, False, part).logprobs(asked.rows)
+    if asked.rows is not None or not torch.is_grad_enabled():
+        sums = _sums(hidden, weight, asked.tokens, asked.rows, asked.temperature, asked.entropy != "none", part)
+        logprobs, entropy = sums.logprobs(asked.rows), sums.entropy
+    else:
+        logprobs, entropy = _Chunked.apply(hidden, weight, asked.tokens, asked.temperature, asked.entropy, part)
+    return Predicted(asked.tokens, logprobs, entropy, logprobs if asked.plain and plain is None else plain)
+
+
+# ------------------------------------------------------------ from whole logits
+
+
+def _from_logits(logits: Tensor, asked: Predictions) -> Predicted:
+    tokens, plain = asked.tokens, None
+    if asked.rows is not None:
+        rows = torch.from_numpy(asked.rows).to(logits.device, non_blocking=True)
+        logprobs = _of_rows(logits, rows, tokens, asked.temperature)
+        return Predicted(tokens, logprobs, logprobs.new_zeros(0))
+    if asked.entropy == "none":
+        logprobs = gather_logprobs(logits, tokens, asked.temperature)
+        entropy = logprobs.new_zeros(0)
+    else:
+        gradient = asked.entropy == "gradient"
+        logprobs, entropy = logprobs_and_entropy(logits, tokens, asked.temperature, gradient)
+    if asked.plain:
+        plain = logprobs if asked.temperature == 1.0 else gather_logprobs(logits, tokens)
+    return Predicted(tokens, logprobs, entropy, plain)
+
+
+def _of_rows(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) in `rows` at `tokens`: (n, V), (m,), (m,) -> (m,) float32."""
+    limit = _CPU_CHUNK_BYTES if logits.device.type == "cpu" else LOGPROB_CHUNK_BYTES // 4
+    step = max(1, limit // (4 * logits.shape[1]))
+    parts = []
+    for start in range(0, len(tokens), step):
+        x = logits[rows[start : start + step]].float()
+        if temperature != 1.0:
+            x = x / temperature
+        logprobs = torch.log_softmax(x, dim=1)
+        parts.append(logprobs.gather(1, tokens[start : start + step, None]).squeeze(1))
+    return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
+
+
+# ------------------------------------------------------------ by chunks
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of the vocabulary from `first` on, which this rank of `group` (None: alone) computes with."""
+
+    first: int
+    group: Any
+    bound: float | None
+    chunk: int
+
+
+class _Sums(NamedTuple):
+    """Of y = logits / temperature: `top` (n,), the largest of each row; `spread` (n,), log sum exp(y - top); `at` (m,),
+    each token's y; `mean` (n,), the expectation of y - top, zeros if no entropy was asked for."""
+
+    top: Tensor
+    spread: Tensor
+    at: Tensor
+    mean: Tensor
+
+    def logprobs(self, rows: NDArray[np.int64] | None) -> Tensor:
+        top, spread = self.top, self.spread
+        if rows is not None:
+            index = torch.from_numpy(rows).to(top.device, non_blocking=True)
+            top, spread = top[index], spread[index]
+        return (self.at - top) - spread
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.spread - self.mean
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(count, start + step)) for start in range(0, count, step))
+
+
+def _bounded(logits: Tensor, bound: float | None) -> Tensor:
+    return logits if bound is None else torch.tanh(logits / bound) * bound
+
+
+def _sums(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    rows: NDArray[np.int64] | None,
+    temperature: float,
+    entropy: bool,
+    part: _Part,
+) -> _Sums:
+    """A chunk of rows at a time, then over all ranks of the vocabulary."""
+    count, size = len(hidden), len(weight)
+    dtype = wide_dtype(hidden.dtype)
+    top, total, mean = (torch.zeros(count, dtype=dtype, device=hidden.device) for _ in range(3))
+    at = torch.zeros(len(tokens), dtype=dtype, device=hidden.device)
+    here = (tokens >= part.first) & (tokens < part.first + size)
+    place = (tokens - part.first).clamp(0, size - 1)
+    index = None if rows is None else torch.from_numpy(rows).to(hidden.device, non_blocking=True)
+    for chunk in _slices(count, max(1, part.chunk // (dtype.itemsize * size))):
+        y = _bounded(F.linear(hidden[chunk], weight), part.bound).to(dtype)
+        if temperature != 1.0:
+            y.div_(temperature)
+        if rows is None or index is None:
+            at[chunk] = y.gather(1, place[chunk, None]).squeeze(1)
+        else:
+            begin, end = np.searchsorted(rows, [chunk.start, chunk.stop])
+            at[begin:end] = y[index[begin:end] - chunk.start, place[begin:end]]
+        top[chunk] = y.amax(1)
+        y.sub_(top[chunk, None])
+        odds = y.exp() if entropy else y.exp_()
+        total[chunk] = odds.sum(1)
+        if entropy:
+            mean[chunk] = odds.mul_(y).sum(1)
+    at = at.masked_fill(~here, 0.0)
+    if part.group is not None:
+        top, total, mean, at = _over_ranks(top, total, mean, at, part.group)
+    return _Sums(top, total.log(), at, mean / total)
+
+
+def _over_ranks(top: Tensor, total: Tensor, mean: Tensor, at: Tensor, group: Any) -> tuple[Tensor, ...]:
+    """The whole vocabulary's, from those of each rank's part. `mean` is not yet divided by `total`."""
+    mine = torch.cat([top, total, mean, at])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    count = len(top)
+    tops, totals, means, ats = torch.stack(every).split([count, count, count, len(at)], dim=1)
+    top = tops.amax(0)
+    above = tops - top
+    odds = above.exp()
+    return top, (totals * odds).sum(0), (odds * (means + above * totals)).sum(0), ats.sum(0)
+
+
+class _Chunked(torch.autograd.Function):
+    """Log-probabilities of tokens and entropies, (n,) each, of y = x / temperature, x = hidden @ weight.T.
+
+    With g and u, the gradients of both: d/dy_j = g ([token is j] - p_j) - u p_j (log p_j + entropy)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        temperature, wanted, part = more
+        sums = _sums(hidden, weight, tokens, None, temperature, wanted != "none", part)
+        logprobs, entropy = sums.logprobs(None), sums.entropy
+        ctx.more = more
+        ctx.save_for_backward(hidden, weight, tokens, sums.top + sums.spread, entropy)
+        if wanted != "gradient":
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, tokens, normaliser, entropy = ctx.saved_tensors
+        temperature, wanted, part = ctx.more
+        dtype = normaliser.dtype
+        g, u = (each[:, None] / temperature for each in gradients)
+        size, count = len(weight), max(1, len(hidden))
+        step = max(1, part.chunk // (dtype.itemsize * count) // _COLUMNS) * _COLUMNS
+
+        def of_logits(chunk: slice) -> Tensor:
+            """The gradient of a chunk of the vocabulary, (n, columns) in the compute dtype."""
+            x = _bounded(F.linear(hidden, weight[chunk]), part.bound)
+            logp = x.to(dtype, copy=True)
+            if temperature != 1.0:
+                logp.div_(temperature)
+            logp.sub_(normaliser[:, None])
+            if wanted == "gradient":
+                p = logp.exp()
+                d = logp.add_(entropy[:, None]).mul_(p).mul_(-u).sub_(p.mul_(g))
+            else:
+                d = logp.exp_().mul_(-g)
+            columns = chunk.stop - chunk.start
+            place = tokens - (part.first + chunk.start)
+            here = (place >= 0) & (place < columns)
+            d.scatter_add_(1, place.clamp(0, columns - 1)[:, None], g * here[:, None])
+            if part.bound is not None:
+                d.mul_(1 - (x.to(dtype) / part.bound).square())
+            return d.to(hidden.dtype)
+
+        # Partial products are added up in float32.
+        of_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for chunk in _slices(size, step):
+            d = of_logits(chunk)
+            of_hidden += d @ weight[chunk]
+            if of_weight is not None:
+                torch.mm(d.t(), hidden, out=of_weight[chunk])
+            del d
+        of_hidden = of_hidden.to(hidden.dtype)
+        if part.group is not None:
+            dist.all_reduce(of_hidden, group=part.group)
+        return of_hidden, of_weight, None, None, None, None

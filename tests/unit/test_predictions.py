@@ -1,0 +1,74 @@
+"""Log-probabilities and entropies without the whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.models.predictions import Predictions, Vocabulary, by_chunks, predict
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Nine rows of width 8, a vocabulary of 300, more than two chunks of its columns; and tokens."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64).to(dtype) for n in (9, 300))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, 300, (9,), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bound", [None, 3.0])
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+@pytest.mark.parametrize("chunk", [1, 5000, 2**20])
+def test_chunks_give_what_whole_logits_give(temperature: float, bound: float | None, entropy: Any, chunk: int) -> None:
+    hidden, weight, tokens = inputs()
+    asked = Predictions(tokens, temperature, entropy)
+    factors = torch.arange(9.0, dtype=torch.float64)
+
+    def found(chunked: bool) -> list[torch.Tensor]:
+        vocabulary = Vocabulary(weight, bound)
+        said = by_chunks(hidden, vocabulary, asked, chunk) if chunked else predict(hidden, vocabulary, asked)
+        loss = (said.logprobs * factors).sum()
+        if entropy == "gradient":
+            loss = loss + (said.entropy * factors.flip(0)).sum()
+        values = [said.logprobs] if entropy == "none" else [said.logprobs, said.entropy]
+        return [*values, *torch.autograd.grad(loss, [hidden, weight])]
+
+    for ours, whole in zip(found(True), found(False), strict=True):
+        torch.testing.assert_close(ours, whole)
+
+
+def test_a_likely_token_keeps_its_digits() -> None:
+    """Log-probabilities near 0 are no difference of two large numbers."""
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[100.0], [88.0]])
+    said = by_chunks(hidden, Vocabulary(weight), Predictions(torch.tensor([0])))
+    assert float(said.logprobs) == pytest.approx(-6.144e-06, abs=1e-7)
+
+
+@pytest.mark.parametrize("chunk", [1, 7000, 2**20])
+def test_several_tokens_at_one_position(chunk: int) -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    rows, tokens = np.array([0, 0, 2, 5, 5, 5, 8]), torch.tensor([3, 299, 7, 0, 1, 2, 128])
+    with torch.inference_mode():
+        asked = Predictions(tokens, 0.7, rows=rows)
+        ours, whole = by_chunks(hidden, Vocabulary(weight), asked, chunk), predict(hidden, Vocabulary(weight), asked)
+        expected = torch.log_softmax(hidden @ weight.T / 0.7, 1)[rows, tokens]
+    torch.testing.assert_close(ours.logprobs, expected)
+    torch.testing.assert_close(whole.logprobs, expected)
+
+
+def test_at_temperature_one_as_well() -> None:
+    hidden, weight, tokens = inputs()
+    for say in (predict, by_chunks):
+        with torch.no_grad():
+            said = say(hidden, Vocabulary(weight), Predictions(tokens, 0.7, plain=True))
+            alone = say(hidden, Vocabulary(weight), Predictions(tokens))
+        torch.testing.assert_close(said.plain, alone.logprobs)
+        assert not torch.allclose(said.logprobs, alone.logprobs)
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        Predictions(torch.tensor([0]), 0.0)
