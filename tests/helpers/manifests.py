@@ -108,6 +108,7 @@ RULES = [
     ({"models.actor.lora": {"dropout": 1.0}}, "spec.models.actor.lora.dropout is 1"),
     ({"models.actor.lora": {"targetModules": ["q", "q"]}}, "spec.models.actor.lora.targetModules names a module twice"),
     ({"models.reference": {"lora": {}}}, "spec.models.reference.lora has no effect"),
+    ({"models.reference": {"routerAuxLossCoef": 0.1}}, "spec.models.reference.routerAuxLossCoef has no effect"),
     ({"models.actor.source.scratch.config.vocab_size": 9}, "config.vocab_size comes from the tokenizer; remove it."),
     (
         {"models.actor.source.scratch.config.num_attention_heads": 3},

@@ -259,6 +259,13 @@ def test_routing_replay_of_a_model_without_experts(tmp_path):
     assert files(tmp_path, models=models, ppo={"routingReplay": True}) == []
 
 
+def test_a_load_balancing_loss_of_a_model_without_experts(tmp_path):
+    models = {"actor": {"source": {"scratch": {"architecture": "llama"}}, "routerAuxLossCoef": 0.01}}
+    assert files(tmp_path, models={**models, "tokenizer": {"train": {}}}) == [
+        "spec.models.actor.routerAuxLossCoef is for models with experts, and llama models have none; remove it."
+    ]
+
+
 @pytest.mark.parametrize("scratch", [True, False])
 def test_layers_that_ranks_cannot_share(tmp_path, scratch):
     model_folder(tmp_path / "m", config='{"model_type": "qwen3_moe"}')

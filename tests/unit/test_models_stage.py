@@ -297,7 +297,6 @@ def test_pickle_weights_are_refused(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later tokens"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "layers without experts"),
-        ({"model_type": "qwen3_moe", "output_router_logits": True}, "the auxiliary loss of experts"),
         ({"model_type": "bert"}, "model type 'bert' is not supported"),
         ({"hidden_size": 16}, "config.json asks for"),
         ({"num_hidden_layers": 4}, "is missing from the weights"),

@@ -9,13 +9,15 @@ import pytest
 import torch
 from test_models_stage import ref
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dovetail.manifest.types import ScratchModel, Stage
 from dovetail.models import PipelineStage, build_stage
 from dovetail.models.recompute import recompute
-from dovetail.models.routing import take_counts
+from dovetail.models.routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.wire import pack, unpack
+from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import VOCABULARY, job, load_command, ppo_batch
 
@@ -130,3 +132,64 @@ def test_experts_that_are_not_there(routing: np.ndarray, sentence: str) -> None:
         trainer.metrics(load())
         result = trainer.execute(trainer.step(Stage.PPO, 1, batch, ["actor", "critic"], 4, kl_coef=0.05))
     assert sentence in str(result.error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_load_balancing_loss_is_transformers_own_of_each_layer(family: str) -> None:
+    """Its value and its gradients: on packed rows, over stages, with activation checkpointing, in a split backward."""
+    tokens = torch.randint(1, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    whole = build_stage(ref(family, initializer_range=0.5)).requires_grad_(True).train()
+    logits: list[Tensor] = []
+    hooks = [
+        layer.mlp.get_submodule(whole.family.experts.router).register_forward_hook(
+            lambda _module, _inputs, output: logits.append(output[0])
+        )
+        for layer in whole.body.layers.values()
+    ]
+    output = run([whole], tokens, None)
+    wanted = torch.stack([load_balancing_loss_func((each,), 4, 2) for each in logits]).mean()
+    (output.square().mean() + 0.1 * wanted).backward()
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for hook in hooks:
+        hook.remove()
+    halves = [build_stage(ref(family, initializer_range=0.5), rank, 2).requires_grad_(True).train() for rank in (0, 1)]
+    recompute(halves[0])
+    sent = halves[0](tokens, LENGTHS, balance=0.1)
+    arrived = sent.detach().requires_grad_(True)
+    last_output = halves[1](arrived, LENGTHS, balance=0.1)
+    torch.testing.assert_close(last_output, output)
+    # The second stage's backward pass in two halves.
+    (gradient,), groups = stage_backward_input([last_output.square().mean()], None, [arrived], halves[1].parameters())
+    sent.backward(gradient)
+    stage_backward_weight(halves[1].parameters(), groups)
+    found = [take_unbalance(half) for half in halves]
+    layers = len(logits)
+    # A layer that runs again for its backward pass is counted twice.
+    assert sum(passes for _, passes in found) > layers
+    last = [load_balancing_loss_func((each.detach(),), 4, 2) for each in logits[-found[1][1] :]]
+    assert found[1][0] == pytest.approx(float(sum(last)))
+    for half in halves:
+        for name, parameter in half.named_parameters():
+            if half.checkpoint_name(name) == name:
+                torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+    assert take_unbalance(halves[0]) == (0.0, 0)
+
+
+@pytest.mark.parametrize("layout", ["whole", "adapters"])
+def test_a_ppo_step_with_a_load_balancing_loss(layout: str) -> None:
+    """Routers change with it, and what the policy loss does not see is reported."""
+    found = {}
+    for coefficient in (0.0, 10.0):
+        actor: dict[str, Any] = {"source": {"scratch": {}}, "routerAuxLossCoef": coefficient}
+        if layout == "adapters":
+            actor["lora"] = {"rank": 2}
+        with LocalTrainer(job(models={"actor": actor})) as trainer:
+            trainer.metrics(load())
+            found[coefficient] = trainer.metrics(
+                trainer.step(Stage.PPO, 1, ppo_batch(1), ["actor", "critic"], 4, kl_coef=0.05)
+            )
+    assert "router_aux_loss" not in found[0.0]
+    # Two of four experts, all used alike: 2.
+    assert 1.9 < found[10.0]["router_aux_loss"] < 8
+    assert found[10.0]["mismatch_abs"] == found[0.0]["mismatch_abs"]
+    assert found[10.0]["actor_grad_norm"] > 1.5 * found[0.0]["actor_grad_norm"]

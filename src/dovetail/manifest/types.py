@@ -167,6 +167,12 @@ class TrainedModel(Model):
         "bfloat16 (V100, T4).",
     )
     lora: LoRA | None = Field(default=None, description="Train low-rank adapters in place of all weights.")
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Models with experts: weight of the load-balancing loss (Fedus et al. 2021), which keeps experts "
+        "equally used; 0: off. Default: router_aux_loss_coef of the model's config.json if its output_router_logits is "
+        "true, else off.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run the Python code that comes with the model.")
 
 

@@ -56,6 +56,16 @@ def is_tied(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
+def balance_coefficient(config: Any, asked: float | None) -> float:
+    """What the load-balancing loss of a model with experts counts for. `asked`: by the manifest; None: what the model's
+    configuration says, 0 unless it has `output_router_logits`. 0 for models without experts."""
+    if MODEL_FAMILIES[config.model_type].experts is None:
+        return 0.0
+    if asked is not None:
+        return asked
+    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
+
+
 def _from_folder(path: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 

@@ -1,5 +1,11 @@
-"""Routing replay: the experts that a rollout chose are the ones that a trainer uses (Ma et al. 2025, arXiv 2510.11370).
-Near a tie, rounding lets the two choose differently, and their log-probabilities differ by more than rounding."""
+"""Routers of mixtures of experts in training: routing replay and the load-balancing loss.
+
+Routing replay (Ma et al. 2025, arXiv 2510.11370): the experts that a rollout chose are the ones that a trainer uses.
+Near a tie, rounding lets the two choose differently, and their log-probabilities differ by more than rounding.
+
+Load-balancing loss of a layer (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6): experts times the sum over
+experts of the share of tokens that got it and the mean probability that the router gave it. It is transformers'
+`load_balancing_loss_func` of that layer."""
 
 from __future__ import annotations
 
@@ -12,29 +18,44 @@ from dovetail.manifest.model_families import Experts
 
 
 class _Layer(nn.Module):
-    """A base class put before a decoder layer's own. `routing` is an argument of the layer, so that what runs again for
-    activation checkpointing has it too."""
+    """A base class put before a decoder layer's own. `routing` and `balance` are arguments of the layer, so that what
+    runs again for activation checkpointing has them too."""
 
     replays: str
 
-    def forward(self, hidden: Tensor, routing: Tensor | None = None, **others: Any) -> Any:
+    def forward(self, hidden: Tensor, routing: Tensor | None = None, balance: float = 0.0, **others: Any) -> Any:
         router: Any = self.get_submodule(self.replays)
-        router.given = routing
+        router.given, router.balance = routing, balance
         try:
             return super().forward(hidden, **others)
         finally:
-            router.given = None
+            router.given, router.balance = None, 0.0
 
 
 class _Router(nn.Module):
     """A base class put before a router's own. Weights of the experts are always the present policy's."""
 
     given: Tensor | None
+    balance: float
     over_chosen: bool
     # Experts that the router would have chosen otherwise, and all that it chose, in passes with `given`.
     counts: Tensor | None
+    # The sum of load-balancing losses, and of how many passes.
+    unbalance: Tensor | None
+    passes: int
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, chosen = self._chosen(hidden)
+        if self.balance and torch.is_grad_enabled():
+            loss = balance_loss(logits, chosen)
+            found = loss.detach()
+            self.unbalance = found if self.unbalance is None else self.unbalance + found
+            self.passes += 1
+            if weights.requires_grad:
+                weights = _With.apply(weights, loss * self.balance)
+        return logits, weights, chosen
+
+    def _chosen(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, chosen = super().forward(hidden)
         if self.given is None:
             return logits, weights, chosen
@@ -54,6 +75,29 @@ class _Router(nn.Module):
         return found.to(logits.dtype)
 
 
+class _With(torch.autograd.Function):
+    """`values` as they are, and in the backward pass the gradient of `loss` too: no stage but the last has a loss that
+    it could be added to."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.unit = torch.ones_like(loss)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.unit
+
+
+def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Load-balancing loss of one layer. logits (tokens, experts), chosen (tokens, experts of a token)."""
+    experts = logits.shape[1]
+    # Not bincount, for which the host waits.
+    counts = (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
+    mean = logits.softmax(-1, dtype=torch.float).mean(0)
+    return experts * (counts / logits.shape[0] * mean).sum()
+
+
 _classes: dict[type[Any], type[Any]] = {}
 
 
@@ -66,9 +110,10 @@ def _before(base: type[Any], module: nn.Module) -> None:
 
 def replays(layer: nn.Module, experts: Experts) -> None:
     """Let a decoder layer take `routing`: (tokens, experts of a token) of whole numbers, -1 for tokens whose experts
-    the layer chooses itself; None for all of them."""
+    the layer chooses itself; None for all of them; and `balance`, the factor of its load-balancing loss in the loss."""
     router: Any = layer.get_submodule(f"mlp.{experts.router}")
     router.given, router.counts, router.over_chosen = None, None, experts.over_chosen
+    router.balance, router.unbalance, router.passes = 0.0, None, 0
     layer.replays = f"mlp.{experts.router}"  # type: ignore[assignment]
     _before(_Router, router)
     _before(_Layer, layer)
@@ -84,3 +129,16 @@ def take_counts(module: nn.Module) -> tuple[float, float]:
     for router in found:
         router.counts = None
     return float(other), float(every)
+
+
+def take_unbalance(module: nn.Module) -> tuple[float, int]:
+    """Of all routers in `module` since this was asked before: the sum of their load-balancing losses, and of how many
+    passes. Waits for the device."""
+    found = [router for router in module.modules() if isinstance(router, _Router) and router.unbalance is not None]
+    if not found:
+        return 0.0, 0
+    loss = float(torch.stack([router.unbalance for router in found if router.unbalance is not None]).sum())
+    passes = sum(router.passes for router in found)
+    for router in found:
+        router.unbalance, router.passes = None, 0
+    return loss, passes

@@ -148,6 +148,7 @@ class PipelineStage(nn.Module):
         prefixes: Sequence[int | None] | None = None,
         routing: Tensor | None = None,
         predictions: Predictions | None = None,
+        balance: float = 0.0,
     ) -> Tensor | Predicted | Outputs:
         """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
 
@@ -156,7 +157,8 @@ class PipelineStage(nn.Module):
         sequence, right-padded; outputs at pad positions mean nothing.
 
         `routing` (total, layers of the whole model, experts of a token) of whole numbers: the experts to use, -1 where
-        the model chooses itself (`dovetail.models.routing`).
+        the model chooses itself. `balance`: what the mean of all layers' load-balancing losses counts for in the
+        gradients (`dovetail.models.routing`).
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
@@ -177,6 +179,8 @@ class PipelineStage(nn.Module):
                 extra["position_embeddings"] = rotations[self._kind(number)]
             if routing is not None:
                 extra["routing"] = routing[:, number]
+            if balance:
+                extra["balance"] = balance / self.config.num_hidden_layers
             hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
         if not self.is_last:
             return hidden

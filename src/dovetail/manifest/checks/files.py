@@ -22,7 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
     """One sentence for each local file or folder that is missing, empty or unusable. Relative paths start at
     `base_dir`. Reads names, sizes and model configurations, but no data."""
-    checks = (_data, _models, _replay, _shared_layers, _tokenizer)
+    checks = (_data, _models, _experts, _shared_layers, _tokenizer)
     return list(dict.fromkeys(sentence for check in checks for sentence in check(spec, base_dir)))
 
 
@@ -123,7 +123,15 @@ def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
     return None
 
 
-def _replay(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    """Settings of models with experts, for models without."""
+    for name in _OWNERS:
+        family = MODEL_FAMILIES.get(_family_name(spec, name, base))
+        if getattr(spec.models, name).router_aux_loss_coef and family is not None and family.experts is None:
+            yield (
+                f"spec.models.{name}.routerAuxLossCoef is for models with experts, and {family.name} models have none; "
+                "remove it."
+            )
     if Stage.PPO in spec.stages and spec.ppo.routing_replay:
         error = replay_error({"model_type": _family_name(spec, "actor", base)}, MODEL_FAMILIES)
         if error is not None:

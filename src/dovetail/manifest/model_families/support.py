@@ -33,8 +33,6 @@ def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> s
         return f"layers of type {other[0]!r} are not supported; use a model with {' and '.join(sorted(_KINDS))} only"
     if config.get("use_bidirectional_attention"):
         return "attention to later tokens is not supported; set use_bidirectional_attention to false in config.json"
-    if config.get("output_router_logits"):
-        return "the auxiliary loss of experts is not computed; set output_router_logits to false in config.json"
     if family.experts is not None and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
         return "layers without experts between layers with experts are not supported; use a model with experts in all"
     return None

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
-from dovetail.models.routing import take_counts
+from dovetail.models.config import balance_coefficient
+from dovetail.models.routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.engine import checkpoint
@@ -171,6 +172,9 @@ class Engine:
             other, every = take_counts(pipe.stage)
             if every and not pipe.groups.tp_rank:
                 mine.setdefault(name, {}).update(routing_differs=other, routing_chosen=every)
+            unbalance, passes = take_unbalance(pipe.stage)
+            if passes and not pipe.groups.tp_rank:
+                mine.setdefault(name, {}).update(router_aux_loss=unbalance, router_passes=float(passes))
         total: dict[str, dict[str, float]] = {name: {} for name in work}
         for failed, part, there in self.groups.share_json([error, mine, steps]):
             error = error or failed
@@ -315,6 +319,8 @@ class Engine:
             mini_batch=len(batches) // mini_batches,
             reduce=lambda: self._take(held),
         )
+        asked = getattr(self.spec.models, held.name).router_aux_loss_coef
+        pipe.balance = balance_coefficient(held.module.config, asked) / (pipe.mini_batch * held.dp_size)
         if stepped is not None:
             begun: list[Reduction] = []
             left = [*range(mini_batches)]

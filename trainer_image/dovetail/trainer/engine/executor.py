@@ -60,7 +60,8 @@ class Pipe:
     """One model on this rank during one run.
 
     `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has run all backward
-    passes of a mini-batch, `step` before the next one's first forward and at the end."""
+    passes of a mini-batch, `step` before the next one's first forward and at the end. `balance`: of each micro-batch
+    (`PipelineStage.forward`)."""
 
     stage: PipelineStage
     groups: ModelGroups
@@ -74,6 +75,7 @@ class Pipe:
     mini_batch: int = 0
     reduce: Callable[[], None] | None = None
     step: Callable[[], None] | None = None
+    balance: float = 0.0
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
 
@@ -276,7 +278,9 @@ class Executor:
             meter if training else nullcontext(),
         ):
             with peer_errors(f"a forward pass of {action.model}"):
-                output = pipe.stage(inputs, packed.lengths, wanted, routing=routing, predictions=predictions)
+                output = pipe.stage(
+                    inputs, packed.lengths, wanted, routing=routing, predictions=predictions, balance=pipe.balance
+                )
             if pipe.stage.is_last and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")

@@ -43,7 +43,7 @@ from dovetail.trainer.steps.experience_batch import (
     targets,
 )
 from dovetail.trainer.steps.sft_step import predictions
-from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, digest, mean
 
 Stats = dict[str, Tensor]
 
@@ -230,8 +230,8 @@ def _train(
             # The iteration's last step is applied as the weights are published, layer by layer.
             last = start + len(span) == len(minis)
             found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest, defer=last)
-            for stats in found.values():
-                _add(totals, stats)
+            for model, stats in found.items():
+                _add(totals, stats, "critic_" if model == "critic" else "")
         if ptx is not None:
             if span[0].ptx_rows:
                 with context.timeline.phase(f"demonstrations {start}"):
@@ -269,13 +269,15 @@ def _train(
     for name, values in applied.items():
         last = name.endswith("learning_rate")
         metrics[name] = values[-1] if last else sum(values) / len(values)
+    metrics |= balance(totals) | balance(totals, "critic_")
     metrics["optimizer_steps"] = float(len(minis))
     return metrics
 
 
-def _add(totals: dict[str, float], stats: dict[str, float]) -> None:
+def _add(totals: dict[str, float], stats: dict[str, float], prefix: str = "") -> None:
+    """`prefix`: of what actor and critic both count."""
     for key, value in stats.items():
-        totals[key] += value
+        totals[prefix + key if key.startswith("router_") else key] += value
 
 
 # ---------------------------------------------------------------- micro-batches

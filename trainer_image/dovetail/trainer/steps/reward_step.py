@@ -10,7 +10,7 @@ from dovetail.trainer.algorithms.losses import reward_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Packed, Sequences, split
-from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, digest, mean
 
 
 def last_tokens(sequences: Sequences) -> Tensor:
@@ -63,6 +63,7 @@ def prepare_step(context: Context, step: Step) -> Run:
             "accuracy": mean(stats, "correct", "pairs"),
             "margin": mean(stats, "margin", "pairs"),
             "pairs": stats["pairs"],
+            **balance(stats),
             **applied,
         }
 

@@ -11,7 +11,7 @@ from dovetail.trainer.algorithms.losses import sft_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Packed, Sequences, read, shifted, split, unpacked
-from dovetail.trainer.steps.step_context import Context, Metrics, Run, digest, mean
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, digest, mean
 
 
 def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def prepare_step(context: Context, step: Step) -> Run:
         with context.timeline.phase("sft step"):
             stats = context.engine.run(actions, {"actor": work}, schedule=schedule)["actor"]
             applied = context.engine.optimizer_step("actor")
-        return {"loss": mean(stats, "loss", "tokens"), "tokens": stats["tokens"], **applied}
+        return {"loss": mean(stats, "loss", "tokens"), "tokens": stats["tokens"], **balance(stats), **applied}
 
     return run
 

@@ -137,6 +137,13 @@ def mean(stats: dict[str, float], name: str, count: str) -> float:
     return stats.get(name, 0.0) / stats[count] if stats.get(count) else 0.0
 
 
+def balance(stats: dict[str, float], prefix: str = "") -> Metrics:
+    """The mean load-balancing loss of layers with experts, if it was computed."""
+    if not stats.get(f"{prefix}router_passes"):
+        return {}
+    return {f"{prefix}router_aux_loss": mean(stats, f"{prefix}router_aux_loss", f"{prefix}router_passes")}
+
+
 def variance(x: Tensor) -> float:
     """Population variance of a flat tensor in float64; 0 when it is empty."""
     return float(x.double().var(correction=0)) if x.numel() else 0.0

@@ -167,6 +167,12 @@ MODEL_RULES = (
         "!has(self.lora)",
         "{path}.lora has no effect, for the reference is not trained; remove it.",
     ),
+    Rule(
+        ("spec.models.reference",),
+        lambda model: model.router_aux_loss_coef is None,
+        "!has(self.routerAuxLossCoef)",
+        "{path}.routerAuxLossCoef has no effect, for the reference is not trained; remove it.",
+    ),
 )
 
 # ---------------------------------------------------------------- reward
