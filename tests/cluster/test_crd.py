@@ -210,6 +210,7 @@ FIXED = [
     ({"groups.0.replicas": 4}, "replicas of a trainer group in spec.groups"),
     ({"checkpoint.volume": "claim"}, "spec.checkpoint.volume"),
     ({"storage": {"folder": "other"}}, "spec.storage.folder"),
+    ({"output": {"path": "/models"}}, "spec.output"),
 ]
 FREE = [
     {"suspend": True},

@@ -58,6 +58,7 @@ USED = {
     "spec.failurePolicy.startTimeoutSeconds": {"failurePolicy": {"startTimeoutSeconds": 60}},
     "spec.ttlSecondsAfterFinished": {"ttlSecondsAfterFinished": 0},
     "spec.storage": {"storage": {"folder": "first"}},
+    "spec.output.pvc": {"output": {"pvc": "models/chat"}},
     "spec.checkpoint.volume": {"checkpoint": {"volume": "claim"}},
     "spec.groups[].image": {"groups": [{"name": "a", "roles": ["trainer", "rollout"], "image": "x"}]},
     "spec.groups[].podTemplate": {

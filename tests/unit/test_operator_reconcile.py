@@ -242,6 +242,50 @@ def test_an_invalid_spec_is_refused_and_can_be_mended():
     assert cluster.condition("Planned")["status"] == "True"
 
 
+@pytest.mark.parametrize(
+    ("output", "copies"),
+    [
+        (None, [None, None]),
+        ({"pvc": "shared/chat/"}, ["shared/chat/reward", "shared/chat/actor"]),
+        ({"s3": {"bucket": "models", "prefix": "/chat"[1:]}}, ["s3://models/chat/reward", "s3://models/chat/actor"]),
+    ],
+)
+def test_the_status_says_where_the_models_are(output, copies):
+    """The coordinator says which there are; the rest is the operator's own knowledge."""
+    cluster = running(output=output, storage={"folder": "first"})
+    word = {"stage": "ppo", "iteration": 1, "total_iterations": 1, "artifacts": ["actor", "reward", "../../etc"]}
+    cluster.end(cluster.pod(COORDINATOR), 0, json.dumps(word))
+    cluster.settle()
+    found = cluster.document["status"]["artifacts"]
+    assert [(each["name"], each["claim"], each["path"]) for each in found] == [
+        ("reward", "demo-files", "first/models/reward"),
+        ("actor", "demo-files", "first/models/actor"),
+    ]
+    assert [each.get("copy") for each in found] == copies
+
+
+def test_the_coordinators_pod_alone_writes_the_copies():
+    cluster = running(output={"pvc": "shared/chat"})
+    jobs = cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"]
+    pods = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in jobs}
+    mounts = {name: [m["name"] for m in pod["containers"][0]["volumeMounts"]] for name, pod in pods.items()}
+    assert [name for name, found in mounts.items() if "output" in found] == [COORDINATOR]
+    job = json.loads(cluster.objects["ConfigMap", "demo-plan"]["data"]["job.json"])
+    assert job["spec"]["output"] == {"path": "/var/dovetail-output/chat", "s3": None}
+    keys = running(output={"s3": {"bucket": "models", "credentialsSecret": "keys"}})
+    jobs = keys.objects["JobSet", "demo"]["spec"]["replicatedJobs"]
+    secrets = {
+        job["name"]: [
+            (each["name"], each["valueFrom"]["secretKeyRef"]["optional"])
+            for each in job["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+            if each.get("valueFrom", {}).get("secretKeyRef", {}).get("name") == "keys"
+        ]
+        for job in jobs
+    }
+    names = [("AWS_ACCESS_KEY_ID", False), ("AWS_SECRET_ACCESS_KEY", False), ("AWS_SESSION_TOKEN", True)]
+    assert secrets == {COORDINATOR: names, "train": [], "gen": []}
+
+
 def test_a_planner_that_had_trouble_is_asked_again_ever_more_seldom():
     """Nothing else would look at the job: no event tells that the planner has time now."""
     cluster = a_cluster()

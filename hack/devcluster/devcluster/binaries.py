@@ -25,12 +25,13 @@ MODULES = {
     "kubeconform": ["kubeconform"],
     "helm-unittest": ["helm-unittest"],
     "promtool": ["promtool"],
+    "versitygw": ["versitygw"],  # an S3 server
 }
 # Without the clouds' client libraries, which only look for targets: half the build.
 TAGS = {"promtool": "remove_all_sd"}
 CONTROL_PLANE = ("kubernetes",)
 CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
-CHART_TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool")
+TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool", "versitygw")
 FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath"}
 
 

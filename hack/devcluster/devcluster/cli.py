@@ -60,7 +60,7 @@ def _tools(_: argparse.Namespace) -> int:
     if shutil.which("go") is None:
         print("devcluster: without Go the tests of the Helm chart are skipped", file=sys.stderr)
         return 0
-    for module in binaries.CHART_TOOLS:
+    for module in binaries.TOOLS:
         binaries.build(module)
     binaries.fetch("kubernetes", "k8s.io/kubernetes")
     return 0

@@ -31,6 +31,7 @@ VOLUME_MOUNT = "/var/dovetail"
 CONFIG_MOUNT = "/etc/dovetail"
 CLAIMS_MOUNT = "/var/dovetail-claims"
 HUB_MOUNT = HUB_CACHE
+OUTPUT_MOUNT = "/var/dovetail-output"
 CODE_MOUNT = "/etc/dovetail-code"
 
 

@@ -81,6 +81,20 @@ class ModelStatus(Observed):
     commit: str = Field(max_length=64, description="Its commit. A job that is resumed uses the same.")
 
 
+class ArtifactStatus(Observed):
+    """A trained model, as a Hugging Face folder."""
+
+    name: str = Field(max_length=63, description="sft, reward, actor, actor-ema or critic.")
+    claim: str = Field(max_length=253, description="The claim with the job's files.")
+    path: str = Field(max_length=4096, description="The model's folder on this claim.")
+    copy_: str | None = Field(
+        default=None,
+        alias="copy",
+        max_length=4096,
+        description="Where spec.output had it copied: s3://bucket/prefix/name, claim/path/name, or a folder.",
+    )
+
+
 class RLHFJobStatus(Observed):
     """The observed state of the job."""
 
@@ -122,6 +136,12 @@ class RLHFJobStatus(Observed):
         default_factory=list,
         max_length=8,
         description="Models that were fetched from a hub.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    artifacts: list[ArtifactStatus] = Field(
+        default_factory=list,
+        max_length=16,
+        description="The trained models of a completed job.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     plan: PlanStatus | None = Field(default=None, description="The plan in short.")

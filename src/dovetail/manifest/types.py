@@ -49,7 +49,9 @@ __all__ = [
     "Models",
     "Name",
     "ObjectMeta",
+    "ObjectStorage",
     "Optimizer",
+    "Output",
     "Parallelism",
     "ParallelismByModel",
     "PlanPins",
@@ -528,6 +530,38 @@ class Storage(Model):
     )
 
 
+class ObjectStorage(Model):
+    """A bucket that speaks the S3 protocol."""
+
+    bucket: Annotated[str, Field(min_length=3, max_length=63, pattern=r"^[a-z0-9][-a-z0-9._]*[a-z0-9]$")] = Field(
+        description="The bucket's name. It must exist."
+    )
+    prefix: Annotated[str, Field(max_length=512, pattern=r"^([^/\s][^\s]*)?$")] = Field(
+        default="", description="What the names of all objects begin with, such as models/chat-7b."
+    )
+    endpoint: Annotated[str, Field(max_length=512, pattern=r"^https?://[^/\s]+/?$")] | None = Field(
+        default=None, description="URL of the server; default: Amazon's of the region."
+    )
+    region: Text | None = Field(default=None, description="The bucket's region, if the server has regions.")
+    credentials_secret: ObjectName | None = Field(
+        default=None,
+        description="On a cluster: a Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if needed, "
+        "AWS_SESSION_TOKEN. Only the coordinator's pod gets it. On one machine, or without a Secret: these environment "
+        "variables, or what else the AWS SDK finds.",
+    )
+
+
+class Output(Model):
+    """Where the trained models are copied when the job is done: exactly one of path, pvc and s3. Each model gets a
+    folder of its own: sft, reward, actor, actor-ema or critic."""
+
+    path: Path_ | None = Field(default=None, description="A folder. A model that is there already is replaced.")
+    pvc: Path_ | None = Field(
+        default=None, description="claim/path: a folder on a PersistentVolumeClaim, which the coordinator's pod mounts."
+    )
+    s3: ObjectStorage | None = Field(default=None, description="Object storage.")
+
+
 class FailurePolicy(Model):
     """Which failures the job survives."""
 
@@ -616,6 +650,9 @@ class RLHFJobSpec(Model):
     trainer: Trainer = Field(default_factory=Trainer, description="How trainer ranks compute on GPUs.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")
     storage: Storage = Field(default_factory=Storage, description="What becomes of the job's files on a cluster.")
+    output: Output | None = Field(
+        default=None, description="Where the trained models are copied when the job is done. null: nowhere."
+    )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
     samples: SampleLog = Field(default_factory=SampleLog, description="Which responses are kept and shown as text.")
     active_deadline_seconds: PositiveInt | None = Field(

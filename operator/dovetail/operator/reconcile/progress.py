@@ -12,10 +12,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.kube import names
-from dovetail.manifest.status import RLHFJobStatus
+from dovetail.manifest.status import ArtifactStatus, RLHFJobStatus
 from dovetail.manifest.types import Stage
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object, label
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.volume_claim import claim_name
 from dovetail.protocol.process_names import COORDINATOR
 
 # Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
@@ -29,6 +31,8 @@ _PARTS: dict[str, tuple[str, ...]] = {
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
 _VERDICTS = 16
 _MODELS = ("actor", "critic", "reward", "reference", "tokenizer")
+# What a job may train; whatever else a coordinator names is ignored.
+MODELS = ("sft", "reward", "actor", "actor-ema", "critic")
 _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
 
 
@@ -55,6 +59,8 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
         found["plan"]["problem"] = problem[:_PROBLEM_CHARACTERS]
     if document.get("models"):
         found["models"] = _judged_models(document["models"])
+    if isinstance(trained := document.get("artifacts"), list):
+        found["artifacts"] = [name for name in MODELS if name in trained]
     if document.get("health"):
         found["health"] = _judged_health(document["health"])
     try:
@@ -120,6 +126,25 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
     if models := document.get("models"):
         found["models"] = [{"name": name, **models[name]} for name in sorted(models)]
     return found
+
+
+def artifacts(context: RenderContext, document: Mapping[str, Any]) -> list[ArtifactStatus]:
+    """Where the models are that the coordinator has named. Of documents that are `judged`."""
+    folder, output = names.folder(context.job, context.uid), context.job.spec.output
+    place = ""
+    if output is not None and output.s3 is not None:
+        place = "/".join(part for part in (f"s3://{output.s3.bucket}", output.s3.prefix.strip("/")) if part)
+    elif output is not None:
+        place = str(output.pvc or output.path).rstrip("/")
+    return [
+        ArtifactStatus(
+            name=name,
+            claim=claim_name(context),
+            path=f"{folder}/models/{name}",
+            copy=f"{place}/{name}" if place else None,
+        )
+        for name in document.get("artifacts", ())
+    ]
 
 
 def plan_problem(document: Mapping[str, Any]) -> str | None:

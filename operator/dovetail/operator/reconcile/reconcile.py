@@ -197,6 +197,8 @@ class _Reconciler:
         status = self._status
         if status.iterations is not None and final:
             self._status = status.model_copy(update={"iteration": status.iterations})
+        made = progress.artifacts(self._context, document)
+        self._status = self._status.model_copy(update={"artifacts": made})
         stages = ", ".join(self._context.job.spec.stages)
         self._end("Completed", reasons.COMPLETED, f"all stages are done: {stages}")
         self._conditions.set("Degraded", False, reasons.AS_EXPECTED)

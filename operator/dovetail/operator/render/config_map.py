@@ -39,6 +39,7 @@ def spec_hash(job: RLHFJob) -> str:
         "failurePolicy",
         "checkpoint",
         "storage",
+        "output",
         "samples",
     ):
         spec.pop(name, None)
@@ -62,6 +63,11 @@ def _without_later_fields(spec: Object) -> None:
             del parent[field]
 
 
+def output_path(claim: str) -> str:
+    """Where the coordinator's pod finds claim/path of spec.output."""
+    return "/".join([names.OUTPUT_MOUNT, *claim.strip("/").split("/")[1:]])
+
+
 def in_pods(job: RLHFJob) -> Object:
     """The manifest as the job's processes read it: what is on claims and in ConfigMaps are folders and files there."""
     document = job.model_dump(mode="json", by_alias=True, exclude={"status"})
@@ -80,7 +86,11 @@ def in_pods(job: RLHFJob) -> Object:
         folder = f"{names.CLAIMS_MOUNT}/{on_claim.strip('/')}" if on_claim else names.CODE_MOUNT
         models["reward"]["importPath"] = folder
     # No process reads what is said of the coordinator's pod.
-    del spec["coordinator"]
+    del spec["coordinator"], spec["storage"]
+    if (output := spec["output"]) is None:
+        del spec["output"]
+    elif claim := output.pop("pvc"):
+        output["path"] = output_path(claim)
     if job.spec.hub == Hub():
         del spec["hub"]
     _without_later_fields(spec)

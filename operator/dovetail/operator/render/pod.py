@@ -19,6 +19,7 @@ GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 # Writable places of a read-only root; caches of Hugging Face, vLLM, Triton and torch.inductor go below HOME.
 HOME = "/tmp"
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 HUB_TOKEN = "HF_TOKEN"  # as huggingface_hub and datasets read it
 
 
@@ -36,6 +37,11 @@ def coordinator_pod(context: RenderContext) -> Object:
     if (code := spec.models.reward.code) is not None and code.config_map is not None:
         container["volumeMounts"].append({"name": "reward-code", "mountPath": names.CODE_MOUNT, "readOnly": True})
         volumes.append({"name": "reward-code", "configMap": {"name": code.config_map}})
+    if (output := spec.output) is not None and output.pvc is not None:
+        container["volumeMounts"].append({"name": "output", "mountPath": names.OUTPUT_MOUNT})
+        volumes.append({"name": "output", "persistentVolumeClaim": {"claimName": _claim(output.pvc)}})
+    if output is not None and output.s3 is not None and (keys := output.s3.credentials_secret) is not None:
+        container["env"] += [_key(keys, name) for name in CREDENTIALS]
     container |= {
         "ports": [{"name": "http", "containerPort": port}],
         "startupProbe": _probe("/healthz", port, period=2, failures=150),
@@ -215,6 +221,12 @@ def _template(
     if context.settings.pull_secrets:
         template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
     return merge(merge(template, context.settings.pod_template), patch)
+
+
+def _key(secret: str, name: str) -> Object:
+    """A variable from a Secret's key of the same name; only the session token may be missing."""
+    reference = {"name": secret, "key": name, "optional": name == CREDENTIALS[-1]}
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
 
 
 def _value(name: str, value: object) -> Object:

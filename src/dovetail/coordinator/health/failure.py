@@ -10,12 +10,16 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.rewards.calls import RewardError
+from dovetail.coordinator.store.delivery import OutputError
 from dovetail.coordinator.store.manifest_changes import ChangeError
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.trainers.trainer_group import TrainerError
 
 # Errors whose message is a sentence for the user. For others the traceback is printed too.
-EXPLAINED = (ChangeError, DataError, StoreError, TrainerError, GenerationError, RewardError, UnhealthyError)
+EXPLAINED = (
+    *(ChangeError, DataError, StoreError, OutputError),
+    *(TrainerError, GenerationError, RewardError, UnhealthyError),
+)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

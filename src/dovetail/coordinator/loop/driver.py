@@ -13,6 +13,7 @@ async def run_job(engines: Engines) -> dict[str, Any]:
     Returns the summary."""
     stages = engines.spec.stages
     await engines.check_rewards()
+    await engines.check_output()
     if Stage.SFT in stages:
         await engines.run_sft()
     if Stage.REWARD in stages:

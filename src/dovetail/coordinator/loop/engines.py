@@ -42,6 +42,7 @@ from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.serving.routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
+from dovetail.coordinator.store.delivery import check, deliver, place
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.store import Store, StoreError
@@ -125,6 +126,7 @@ class Engines:
             self.trainers, store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
         )
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
+        self._trained: list[str] = []
         self.fleet = Fleet(
             time.monotonic,
             log,
@@ -293,7 +295,7 @@ class Engines:
         step, path = self.session.checkpoint(Stage(stage)) if stage else (0, None)
         checkpoint = {"stage": stage, "step": step, "path": path} if path else None
         more = {"weight_version": self.fleet.version, "checkpoint": checkpoint, "models": self._hub.commits}
-        return document | more
+        return document | more | {"artifacts": self._trained}
 
     def history_since(self, offset: int) -> dict[str, Any]:
         return self.records.history.since(offset)
@@ -379,11 +381,19 @@ class Engines:
 
     # ------------------------------------------------------------ end
 
+    async def check_output(self) -> None:
+        """Raises OutputError if the models could not be copied to spec.output."""
+        await asyncio.to_thread(check, self.spec.output)
+
     async def finish(self) -> dict[str, Any]:
-        """Export the trained models and write summary.json; returns its content."""
+        """Export the trained models, copy them to spec.output, and write summary.json; returns its content."""
         if Stage.PPO in self.spec.stages:
             await self._evaluate(AFTER)
             await self._ppo.finish()
+        models = self.settings.run_dir / "models"
+        self._trained = await asyncio.to_thread(deliver, self.spec.output, models)
+        if self.spec.output is not None:
+            self.log("models.copied", models=self._trained, to=place(self.spec.output))
         document = self.records.results.write("succeeded")
         self.records.progress.update(state="succeeded", phase=None, message="")
         self.log("job.succeeded")

@@ -25,6 +25,7 @@ CHANGEABLE = (
     "checkpoint.everySteps",
     "checkpoint.keep",
     "storage",
+    "output",
     "samples",
     "coordinator",
     "hub",

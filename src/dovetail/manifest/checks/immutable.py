@@ -18,6 +18,7 @@ CHANGEABLE = (
     "groups",
     "checkpoint",
     "storage",
+    "output",
     "failurePolicy",
     "samples",
     "coordinator",
@@ -101,6 +102,12 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
         "(has(self.spec.storage.folder) ? self.spec.storage.folder : '') "
         "== (has(oldSelf.spec.storage.folder) ? oldSelf.spec.storage.folder : '')",
         ".spec.storage.folder",
+    ),
+    _rule(
+        "spec.output",
+        "has(self.spec.output) == has(oldSelf.spec.output) "
+        "&& (!has(self.spec.output) || self.spec.output == oldSelf.spec.output)",
+        ".spec.output",
     ),
     CelRule(
         "",

@@ -73,6 +73,11 @@ def _storage(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.storage"
 
 
+def _output_claim(spec: RLHFJobSpec) -> Iterator[str]:
+    if spec.output is not None and spec.output.pvc is not None:
+        yield "spec.output.pvc"
+
+
 def _start_timeout(spec: RLHFJobSpec) -> Iterator[str]:
     if spec.failure_policy.start_timeout_seconds is not None:
         yield "spec.failurePolicy.startTimeoutSeconds"
@@ -112,6 +117,7 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
         "spec.failurePolicy.startTimeoutSeconds", _start_timeout, "processes start at once or fail", on_cluster=True
     ),
     Unexecuted("spec.storage", _storage, "the run directory is kept; --resume goes on with it", on_cluster=True),
+    Unexecuted("spec.output.pvc", _output_claim, "use path or s3; nothing is copied", on_cluster=True),
     Unexecuted("spec.checkpoint.volume", _volume, "checkpoints go to the run directory", on_cluster=True),
     Unexecuted("spec.groups[].image", _group_field("image", "image"), "processes run from this machine's Python", True),
     Unexecuted(

@@ -12,13 +12,20 @@ from dovetail.manifest.checks.cel import CelRule
 from dovetail.manifest.checks.rules.data_rules import DATA_RULES
 from dovetail.manifest.checks.rules.group_rules import GROUP_RULES
 from dovetail.manifest.checks.rules.layout_rules import CONFIGURATION_RULES, LAYOUT_RULES
-from dovetail.manifest.checks.rules.model_rules import MODEL_RULES, REWARD_RULES, STAGE_RULES, TOKENIZER_RULES
+from dovetail.manifest.checks.rules.model_rules import (
+    MODEL_RULES,
+    OUTPUT_RULES,
+    REWARD_RULES,
+    STAGE_RULES,
+    TOKENIZER_RULES,
+)
 from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
 from dovetail.manifest.checks.rules.rule import Rule
 from dovetail.manifest.types import RLHFJobSpec
 
 RULES: tuple[Rule, ...] = (
     *STAGE_RULES,
+    *OUTPUT_RULES,
     *MODEL_RULES,
     *REWARD_RULES,
     *TOKENIZER_RULES,

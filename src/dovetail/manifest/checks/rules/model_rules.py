@@ -11,6 +11,7 @@ from dovetail.manifest.types import (
     Dtype,
     LoRA,
     ModelSource,
+    Output,
     RewardCode,
     RewardFunction,
     RewardModel,
@@ -51,6 +52,10 @@ STAGE_RULES = (
     ),
 )
 
+# ---------------------------------------------------------------- where models go
+
+OUTPUT_RULES = one_of(("spec.output",), "path", "pvc", "s3")
+
 # ---------------------------------------------------------------- models
 
 _MODEL_NAMES = ("actor", "critic", "reward", "reference")
@@ -60,7 +65,7 @@ _LORAS = tuple(f"spec.models.{name}.lora" for name in _MODEL_NAMES)
 _KINDS_OF_MODEL = ("huggingFace", "path", "pvc", "scratch")
 
 
-def _claim_and_path(source: ModelSource | DataSource | Tokenizer | RewardCode) -> bool:
+def _claim_and_path(source: ModelSource | DataSource | Tokenizer | RewardCode | Output) -> bool:
     return source.pvc is None or "/" in source.pvc.strip("/")
 
 
@@ -108,7 +113,7 @@ def _config(name: str) -> Value:
 
 MODEL_RULES = (
     *one_of(MODEL_SOURCES, *_KINDS_OF_MODEL),
-    claim_rule(*MODEL_SOURCES, "spec.models.tokenizer", "spec.models.reward.code"),
+    claim_rule(*MODEL_SOURCES, "spec.models.tokenizer", "spec.models.reward.code", "spec.output"),
     Rule(
         _SCRATCH,
         lambda model: "vocab_size" not in model.config,

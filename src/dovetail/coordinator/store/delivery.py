@@ -1,0 +1,124 @@
+"""Copies the trained models to where spec.output says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dovetail.manifest.types import ObjectStorage, Output
+
+# All that a job may have trained, in the order in which it is made.
+MODELS = ("sft", "reward", "actor", "actor-ema", "critic")
+# A folder without it is no model, so it is written last.
+LAST = "config.json"
+CHUNK = 16 << 20
+# What AWS's SDK calls errors that come again.
+_HOPELESS = (
+    *("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY_ID", "INVALID_SIGNATURE", "SIGNATURE_DOES_NOT_MATCH"),
+    *("MISSING_AUTHENTICATION_TOKEN", "INVALID_CLIENT_TOKEN_ID", "HTTP status 403", "HTTP status 404"),
+)
+
+
+class OutputError(RuntimeError):
+    """The models cannot be copied, and trying again would not help."""
+
+
+def trained(models: Path) -> list[str]:
+    """Names of the models in the folder `models` that are whole."""
+    return [name for name in MODELS if (models / name / LAST).is_file()]
+
+
+def check(output: Output | None) -> None:
+    """Write a small file where the models will go, and delete it: a wrong bucket or key is to be noticed before the
+    training. Raises OutputError, or OSError for trouble that may pass."""
+    if output is None:
+        return
+    with _explained(output):
+        if output.path is not None:
+            Path(output.path).mkdir(parents=True, exist_ok=True)
+            mark = Path(output.path) / f".dovetail-{os.getpid()}"
+            mark.touch()
+            mark.unlink()
+        elif output.s3 is not None:
+            files, mark_name = _connect(output.s3), _key(output.s3, ".dovetail")
+            with files.open_output_stream(mark_name) as file:
+                file.write(b"Dovetail may write here.\n")
+            with contextlib.suppress(OSError):  # whoever may write need not be allowed to delete
+                files.delete_file(mark_name)
+
+
+def deliver(output: Output | None, models: Path) -> list[str]:
+    """Copy all trained models in the folder `models`, and return their names. Models that were copied before are
+    replaced. Raises OutputError, or OSError for trouble that may pass."""
+    names = trained(models)
+    if output is not None:
+        with _explained(output):
+            for name in names:
+                if output.path is not None:
+                    _copy(models / name, Path(output.path) / name)
+                elif output.s3 is not None:
+                    _upload(models / name, output.s3, name)
+    return names
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A reader of `target` finds the old model, nothing, or the new one."""
+    fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh, copy_function=shutil.copyfile)
+    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _upload(source: Path, storage: ObjectStorage, name: str) -> None:
+    files = _connect(storage)
+    found = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path == source / LAST)
+    for path in found:
+        key = _key(storage, f"{name}/{path.relative_to(source).as_posix()}")
+        with path.open("rb") as read, files.open_output_stream(key) as write:
+            shutil.copyfileobj(read, write, CHUNK)
+
+
+def _key(storage: ObjectStorage, name: str) -> str:
+    return "/".join(part for part in (storage.bucket, storage.prefix.strip("/"), name) if part)
+
+
+def _connect(storage: ObjectStorage) -> Any:
+    """Credentials come from the environment. Files of any size are sent in parts."""
+    from pyarrow import fs  # its SDK takes a second to load
+
+    scheme, _, server = (storage.endpoint or "https://").rstrip("/").partition("://")
+    return fs.S3FileSystem(
+        region=storage.region or ("us-east-1" if storage.endpoint else None),
+        scheme=scheme,
+        endpoint_override=server or None,
+        connect_timeout=10,
+        request_timeout=60,
+    )
+
+
+def place(output: Output) -> str:
+    """Where models go, for people."""
+    if output.s3 is not None:
+        return f"s3://{_key(output.s3, '')}"
+    return str(output.path or output.pvc)
+
+
+@contextlib.contextmanager
+def _explained(output: Output) -> Iterator[None]:
+    try:
+        yield
+    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        raise OutputError(f"spec.output: the models cannot be copied to {place(output)}: {error}") from error
+    except OSError as error:
+        if output.s3 is None:
+            raise
+        told = f"spec.output: the models cannot be copied to {place(output)}: {error}"
+        raise (OutputError if any(word in str(error) for word in _HOPELESS) else OSError)(told) from error
