@@ -134,6 +134,13 @@ def test_a_micro_batch_keeps_to_its_budget(null_gpu: Run, place: str) -> None:
     assert over_budget(runs[1]["used"], runs[2]["used"], BUDGETS[place]) == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_backward_in_two_halves_launches_no_more_than_a_whole_one(null_gpu: Run, rank: int) -> None:
+    _, whole, _, halves = train(null_gpu, "pp2").good()[rank]["runs"]
+    more = {name: used - whole["used"][name] for name, used in halves["used"].items()}
+    assert {name: by for name, by in more.items() if by > 0} == {}
+
+
 def test_a_stray_item_is_over_the_budget(null_gpu: Run) -> None:
     """A loss that reads one number makes the host wait twice a micro-batch, for actor and for critic."""
     stray = {**TRAINING["pp2"], "world": 2, "stray": True, "schedules": [4, 4, 8]}

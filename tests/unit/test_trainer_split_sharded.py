@@ -71,7 +71,7 @@ def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head, alone: bool) 
                 _, halves[number] = stage_backward_input([output], [gradient], [hidden], weights)
             else:
                 stage_backward_weight(weights, halves.pop(number))
-                take_split_gradients(stage, COMPUTE, CPU, last, alone)
+                take_split_gradients(stage, COMPUTE, last, alone)
         if alone:
             take_gradients(stage)
     found: dict[str, Any] = {name: parameter.grad for name, parameter in stage.named_parameters()}

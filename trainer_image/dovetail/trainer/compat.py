@@ -15,6 +15,7 @@ __all__ = [
     "PRIVATE",
     "abort_all_groups",
     "copy_into",
+    "end_backward",
     "forget_groups",
     "is_view",
     "multiply",
@@ -62,6 +63,11 @@ PRIVATE = (
         "FSDP2 on one rank would copy each gradient, which is whole there, into memory of another stream",
     ),
     Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
+        "torch 2.13",
+        "FSDP2 takes gradients at the end of a whole backward pass only; torch's pipelines call it after split ones",
+    ),
+    Private(
         "torch.distributed.device_mesh:DeviceMesh._pg_registry",
         "torch 2.13",
         "torch's caches keep meshes of tensor-parallel layers, whose groups would live on after a rank is lost",
@@ -101,6 +107,14 @@ def placed(shard: Tensor, parameter: Any) -> Tensor:
 
     whole: Tensor = DTensor(shard, parameter._spec, requires_grad=False)
     return whole
+
+
+def end_backward(module: Any) -> None:
+    """Let FSDP2 do for its root module what it does at the end of a backward pass."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    state._root_post_backward_final_callback()
 
 
 def take_whole_gradients(module: Any) -> None:

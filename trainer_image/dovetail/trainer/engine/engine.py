@@ -313,9 +313,7 @@ class Engine:
             held.compute,
             before_forward=self._seeder(held),
             before_last_backward=lambda: set_last_backward(held.module, True, held.alone),
-            after_weight_gradient=lambda last: take_split_gradients(
-                held.module, held.compute, self.groups.device, last, held.alone
-            ),
+            after_weight_gradient=lambda last: take_split_gradients(held.module, held.compute, last, held.alone),
             mini_batch=len(batches) // mini_batches,
             reduce=lambda: self._take(held),
         )

@@ -91,21 +91,12 @@ def take_gradients(stage: PipelineStage) -> None:
         compat.take_whole_gradients(module)
 
 
-def take_split_gradients(
-    stage: PipelineStage, compute: torch.dtype, device: torch.device, last: bool, alone: bool
-) -> None:
-    """Hand FSDP2 what the second half of a split backward added to the weights' gradients; reduce them if `last`.
-
-    FSDP2 reduces only after a full backward pass. So after split backwards we run a one-token backward with zero
-    gradients: after the last one of a mini-batch, and in lower precision after each, so that gradients accumulate in
-    float32 as always."""
-    if not is_sharded(stage) or not (last or compute != torch.float32):
-        return
-    set_last_backward(stage, last, alone)
-    hidden = torch.zeros(1, 1, stage.hidden_size, dtype=compute, device=device, requires_grad=True)
-    output = stage(hidden)
-    outputs = list(output) if isinstance(output, tuple) else [output]
-    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+def take_split_gradients(stage: PipelineStage, compute: torch.dtype, last: bool, alone: bool) -> None:
+    """Hand FSDP2 what the second half of a split backward added to the weights' gradients; reduce them if `last`. In
+    lower precision it takes them after each, so that they accumulate in float32 as always."""
+    if is_sharded(stage) and (last or compute != torch.float32):
+        set_last_backward(stage, last, alone)
+        compat.end_backward(stage)
 
 
 def gather_by_layer(stage: PipelineStage, by_layer: bool) -> None:
