@@ -1,6 +1,7 @@
 """The operator on a real API server, where no pod starts: objects, drift, rights, leadership, status."""
 
 import json
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from dovetail.kube import names
+from helpers.breakable import BreakableProxy
 from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
 
@@ -145,6 +147,34 @@ def test_another_leader_takes_over(server: KubeCluster, config: Path, tmp_path: 
                 wait_for("the third's probes", lambda: answers(third))
                 assert second.stop() == 0  # gives the lease back: no need to wait for its end
                 wait_for("the third leads", third.leads, 60)
+
+
+def test_nothing_is_lost_while_the_api_server_is_away(server: KubeCluster, config: Path, tmp_path: Path) -> None:
+    document = json.loads(config.read_text())
+    address = urllib.parse.urlsplit(document["clusters"][0]["cluster"]["server"])
+    proxy = BreakableProxy(str(address.hostname), int(address.port or 443))
+    try:
+        # The server's certificate is not for the proxy's address.
+        cluster = {"server": f"https://127.0.0.1:{proxy.port}", "insecure-skip-tls-verify": True}
+        document["clusters"][0]["cluster"] = cluster
+        (mine := tmp_path / "broken.kubeconfig").write_text(json.dumps(document))
+        with operator(mine, tmp_path, "one", NAMESPACES) as process:
+            wait_for("leadership", process.leads)
+            submit(server, manifest())
+            submit(server, manifest("other"))
+            for name in ("demo", "other"):
+                wait_for("the JobSet", lambda name=name: server.get("jobset", name, "-n", NAMESPACES[0]))
+            proxy.cut()
+            server.kubectl("delete", "jobset", "demo", "-n", NAMESPACES[0], "--wait=true")
+            server.kubectl("delete", "rlhfjob", "other", "-n", NAMESPACES[0], "--wait=true")
+            submit(server, manifest("third"))
+            proxy.mend()
+            wait_for("the JobSet again", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
+            wait_for("the new job's", lambda: server.get("jobset", "third", "-n", NAMESPACES[0]))
+            wait_for("the deleted job's to go", lambda: server.get("jobset", "other", "-n", NAMESPACES[0]) is None)
+            assert process.stop() == 0, "it was the same process all the time"
+    finally:
+        proxy.close()
 
 
 def answers(process: OperatorProcess) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
+from dovetail.operator.cluster.client import Page
 from dovetail.operator.controller import GATHER_SECONDS, Controller
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
@@ -72,7 +73,7 @@ class Client:
         gpus = {"nvidia.com/gpu": "1"}
         ready = [{"type": "Ready", "status": "True"}]
         metadata = {"labels": {"nvidia.com/gpu.product": "NVIDIA-A10"}}
-        yield [{"metadata": metadata, "status": {"allocatable": gpus, "conditions": ready}}] * self.nodes
+        yield Page([{"metadata": metadata, "status": {"allocatable": gpus, "conditions": ready}}] * self.nodes)
 
     async def create(self, thing):
         return self._write("create", thing)
@@ -316,7 +317,7 @@ def test_what_a_list_lacks_is_gone():
     listed = []
 
     async def pages(resource, namespace, selector="", fields="", size=0):
-        yield [thing for thing in listed if thing["kind"] == resource.kind]
+        yield Page([thing for thing in listed if thing["kind"] == resource.kind], "7")
 
     async def check():
         await controller.process(KEY)
@@ -331,5 +332,27 @@ def test_what_a_list_lacks_is_gone():
         client.calls.clear()
         await controller.process(KEY)
         assert [kind for call, kind in client.calls if call == "create"] == ["NetworkPolicy"]
+
+    asyncio.run(check())
+
+
+def test_a_job_whose_deletion_was_missed_is_forgotten():
+    """kopf does not tell of what was deleted while it reconnected. The status that cannot be written does."""
+    controller, client = a_controller(suspend=True)
+
+    tried = []
+
+    async def gone(job, status):
+        tried.append(status)
+        raise KubeError(404, "not found")
+
+    async def check():
+        client.write_status = gone
+        await controller.process(KEY)
+        assert tried
+        assert controller.store.job(KEY) is None
+        client.calls.clear()
+        await controller.process(KEY)
+        assert client.calls == []
 
     asyncio.run(check())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -35,6 +35,7 @@ async def connect() -> client.ApiClient:
         await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
     # Else aiohttp looks for a .netrc file with every request; a proxy is what the kubeconfig says.
     settings.client_session_kwargs = {"trust_env": False}
+    settings.connection_pool_maxsize = 0  # no limit: each watch keeps a connection of its own
     return client.ApiClient(settings)
 
 
@@ -68,6 +69,38 @@ async def request(
     if reply.status >= 300:
         raise KubeError(int(reply.status), status_message(content.decode(errors="replace")))
     return content
+
+
+async def stream(
+    api: client.ApiClient, path: str, query: Mapping[str, str], *, silence: float
+) -> AsyncGenerator[bytes, None]:
+    """The lines of a watch as they come. Ends when the API server ends it. Raises KubeError, also (`status` 0) when
+    nothing came for `silence` seconds."""
+    limit: Any = aiohttp.ClientTimeout(sock_connect=silence, sock_read=silence)
+    try:
+        verb, address, *more = await api.param_serialize(
+            "GET",
+            f"{path}?{urlencode(query)}",
+            header_params={"Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        reply = (await api.call_api(verb, address, more[0], _request_timeout=limit)).response
+        try:
+            if reply.status >= 300:
+                raise KubeError(int(reply.status), status_message((await reply.read()).decode(errors="replace")))
+            rest = bytearray()
+            async for chunk in reply.content.iter_any():
+                rest += chunk
+                *lines, last = rest.split(b"\n") if b"\n" in chunk else (rest,)
+                for line in lines:
+                    yield bytes(line)
+                rest = last
+        finally:
+            reply.close()
+    except client.ApiException as error:
+        raise KubeError(int(error.status or 0), status_message(error.body or str(error.reason))) from error
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise KubeError(0, f"the Kubernetes API does not answer: {error or type(error).__name__}") from error
 
 
 def status_message(body: str) -> str:

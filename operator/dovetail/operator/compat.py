@@ -7,19 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
-
-# kopf 1.45.2. kopf has no public way to get a watch's events without its bookkeeping for each object
-# (`kopf_watches.py` says what that costs). `queueing.watcher` consumes the events of one kind,
-# `watching.infinite_watch` yields them, `watching.Bookmark` is an event that is no object, and `api.json` parses each
-# line of a watch.
-from kopf._cogs.clients import api as kopf_api
-from kopf._cogs.clients import watching as kopf_watching
-from kopf._core.reactor import queueing as kopf_queueing
 from kubernetes.aio.client import ApiException, V1Lease, V1ObjectMeta
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock as _LeaseLock
 
-__all__ = ["NO_ANSWER", "LeaseLock", "kopf_api", "kopf_queueing", "kopf_watching"]
+__all__ = ["NO_ANSWER", "LeaseLock"]
 
 # What a call raises when the API server does not answer.
 NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from dovetail.kube import names
@@ -16,11 +17,12 @@ from dovetail.kube.resources import CHILDREN, JOB, JOBSET, POD, RLHFJOB, ROLE_BI
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator.cluster import own_objects
+from dovetail.operator.cluster.child_watch import follow
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.gpu_nodes import Nodes
 from dovetail.operator.cluster.mounts import Mounts
-from dovetail.operator.cluster.object_cache import Key, ObjectCache
+from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
 from dovetail.operator.cluster.own_objects import NameTaken
 from dovetail.operator.cluster.tokens import Tokens
 from dovetail.operator.log import log
@@ -82,6 +84,7 @@ class Controller:
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
         self._status_rate = StatusRate(time.monotonic)
+        self._missing: set[str] = set()  # kinds that the API server does not have
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
@@ -100,19 +103,41 @@ class Controller:
         be missing."""
         if self._settings.nodes_seconds > 0:
             await self.nodes.look()  # so that new jobs are planned with it
-        while True:
-            try:
-                await self.resync()
-                break
-            except KubeError as error:
-                log("sync.failed", error=str(error))
-                await asyncio.sleep(FIRST_SYNC_SECONDS)
+        await self._list_jobs()
         async with asyncio.TaskGroup() as group:
+            listed = []
+            for namespace in self._settings.namespaces or (None,):
+                for resource in CHILDREN:
+                    listed.append(first := asyncio.Event())
+                    told = partial(self._listed, resource, first)
+                    group.create_task(follow(self._client, resource, namespace, MANAGED, self, told))
+            for first in listed:
+                await first.wait()
+            await self.look_at_all()
             for _ in range(self._settings.workers):
                 group.create_task(self._work())
             group.create_task(self._resync_forever())
             if self._settings.nodes_seconds > 0:
                 group.create_task(self.nodes.run())
+
+    async def _list_jobs(self) -> None:
+        """Before their children, which nobody would look at otherwise."""
+        while True:
+            try:
+                for namespace in self._settings.namespaces or (None,):
+                    await self.relist(RLHFJOB, namespace)
+                return
+            except KubeError as error:
+                log("sync.failed", error=str(error))
+                await asyncio.sleep(FIRST_SYNC_SECONDS)
+
+    async def _listed(self, resource: Resource, first: asyncio.Event, there: bool) -> None:
+        """Jobs say what the cluster lacks, so all are looked at when it gets or loses a kind."""
+        if there != (resource.kind not in self._missing):
+            self._missing ^= {resource.kind}
+            log("kind.served" if there else "kind.missing", kind=resource.kind, api_version=resource.api_version)
+            await self.look_at_all()
+        first.set()
 
     async def _work(self) -> None:
         while True:
@@ -299,7 +324,8 @@ class Controller:
             self.store.put({"kind": KIND, **await self._client.write_status(document, wanted)})
         except KubeError as error:
             if error.status == 404:
-                return None  # deleted meanwhile
+                self.store.remove(document)  # deleted meanwhile, whether or not a watch tells it
+                return None
             if error.status in (409, 422):
                 metadata = document["metadata"]
                 fresh = await self._client.get(RLHFJOB, metadata["namespace"], metadata["name"])
@@ -338,7 +364,8 @@ class Controller:
     # ------------------------------------------------------------ resync
 
     async def _resync_forever(self) -> None:
-        """Watches may miss deletions while they reconnect: compare with lists from time to time."""
+        """kopf may miss that an RLHFJob was deleted while it reconnects, and an API server may be restored from an
+        older copy: compare with lists from time to time."""
         while True:
             await asyncio.sleep(RESYNC_SECONDS)
             try:
@@ -350,7 +377,7 @@ class Controller:
         """Bring the store in line with the API server, and look at every job. Raises KubeError."""
         for namespace in self._settings.namespaces or (None,):
             for resource in (RLHFJOB, *CHILDREN):
-                await self._compare(resource, namespace)
+                await self.relist(resource, namespace)
         self._tokens.doubt()
         await self.look_at_all()
 
@@ -359,19 +386,26 @@ class Controller:
         for key in self.store.jobs():
             await self.queue.add(key)
 
-    async def _compare(self, resource: Resource, namespace: str | None) -> None:
+    async def relist(self, resource: Resource, namespace: str | None) -> str | None:
+        """Take what a list has, and what it lacks as deleted. Returns the list's version; None if the API server does
+        not know the kind. Raises KubeError."""
         gone = self.store.uids(resource.kind, namespace)
+        version: str | None = ""
         try:
             async for page in self._client.pages(resource, namespace, "" if resource is RLHFJOB else MANAGED):
-                for item in page:
-                    key = self.store.put(item)
-                    if key is not None and gone.get((key, item["metadata"]["name"])) == item["metadata"]["uid"]:
-                        del gone[key, item["metadata"]["name"]]
+                version = page.version
+                for item in page.items:
+                    await self.observe(item, deleted=False)
+                    key, name = key_of(item), item["metadata"]["name"]
+                    if key is not None and gone.get((key, name)) == item["metadata"]["uid"]:
+                        del gone[key, name]
         except KubeError as error:
             if error.status != 404:
-                raise  # else the API server does not know the kind: JobSet is not installed
+                raise
+            version = None
         for (key, name), uid in gone.items():
             await self.observe(_shell(resource.kind, key, name, uid), deleted=True)
+        return version
 
 
 def _shell(kind: str, key: Key, name: str, uid: str) -> Object:

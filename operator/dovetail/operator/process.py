@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dovetail.kube import coordinator_http
-from dovetail.kube.connection import KubeError, connect
+from dovetail.kube.connection import connect
+from dovetail.kube.resources import RLHFJOB
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
-from dovetail.operator.cluster.kinds import missing_kinds, until_changed
+from dovetail.operator.cluster.kinds import until_served
 from dovetail.operator.cluster.leader import LEASE, Lock, lead
 from dovetail.operator.controller import Controller
-from dovetail.operator.handlers import watch
+from dovetail.operator.handlers import watch_jobs
 from dovetail.operator.log import log
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
@@ -53,8 +54,12 @@ async def run(settings: OperatorSettings) -> int:
     metrics, health = OperatorMetrics(), ProbeHealth(time.monotonic())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+
+    def on_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+
+    on_signals()
     api = await connect()
 
     def seen() -> None:
@@ -63,7 +68,7 @@ async def run(settings: OperatorSettings) -> int:
     async def work() -> None:
         log("leader.started", identity=settings.identity)
         metrics.leading.set(1)
-        await _operate(settings, Client(api), metrics, health)
+        await _operate(settings, Client(api), metrics, health, on_signals)
 
     lock = Lock(LEASE, settings.namespace, settings.identity, api, seen)
     server = await _serve(settings, metrics, health)
@@ -111,7 +116,13 @@ async def _guard(lock: Lock, work: object) -> None:
         await asyncio.gather(leading, return_exceptions=True)
 
 
-async def _operate(settings: OperatorSettings, client: Client, metrics: OperatorMetrics, health: ProbeHealth) -> None:
+async def _operate(
+    settings: OperatorSettings,
+    client: Client,
+    metrics: OperatorMetrics,
+    health: ProbeHealth,
+    on_signals: Callable[[], None],
+) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner = Planner(settings.planner_seconds, problems=image_check(settings))
     async with coordinator_http.session() as session:
@@ -121,38 +132,29 @@ async def _operate(settings: OperatorSettings, client: Client, metrics: Operator
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(controller.run())
-                await _watch(controller, client, settings.namespaces)
+                await _watch(controller, client, settings.namespaces, on_signals)
         finally:
             health.controller = None
             await coordinators.close()
             await planner.close()
 
 
-async def _watch(controller: Controller, client: Client, namespaces: tuple[str, ...]) -> None:
-    """Watch all kinds that the API server has, and begin anew when it gets or loses one. Raises when a watch dies for
-    another reason."""
-    loop = asyncio.get_running_loop()
+async def _watch(
+    controller: Controller, client: Client, namespaces: tuple[str, ...], on_signals: Callable[[], None]
+) -> None:
+    """Watch RLHFJobs, whenever the API server has them. Raises when the watch dies for another reason."""
     while True:
-        missing = await missing_kinds(client)
-        for resource in missing:
-            log("kind.missing", kind=resource.kind, api_version=resource.api_version)
-        stop = threading.Event()
-        watching = asyncio.create_task(asyncio.to_thread(watch, controller, loop, namespaces, stop))
-        noticing = asyncio.create_task(until_changed(client, missing))
+        await until_served(client, RLHFJOB)
+        watching = asyncio.create_task(watch_jobs(controller.observe, namespaces, on_signals))
         try:
-            await asyncio.wait({watching, noticing}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done() and await missing_kinds(client) == missing:
-                raise watching.exception() or RuntimeError("the watches ended")
+            await asyncio.wait({watching})
         finally:
-            stop.set()
-            noticing.cancel()
-        await asyncio.wait({watching, noticing})
-        log("kinds.changed")
-        try:
-            await controller.resync()
-        except KubeError as error:  # a new kind cannot be listed at once; the watch will
-            log("resync.failed", error=str(error))
-            await controller.look_at_all()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        if await client.serves(RLHFJOB):
+            raise watching.exception() or RuntimeError("the watches ended")
+        for namespace in namespaces or (None,):
+            await controller.relist(RLHFJOB, namespace)
 
 
 async def _serve(settings: OperatorSettings, metrics: OperatorMetrics, health: ProbeHealth) -> web.AppRunner:

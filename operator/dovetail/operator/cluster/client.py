@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
 
 from kubernetes.aio import client
 from pydantic_core import from_json
 
 from dovetail.kube import names
-from dovetail.kube.connection import KubeError, request
+from dovetail.kube.connection import KubeError, request, stream
 from dovetail.kube.resources import BY_KIND, SECRET, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
+
+
+# Bookmarks come every minute.
+SILENCE_SECONDS = 75.0
+
+
+class Page(NamedTuple):
+    """A part of a list, and the version of the whole list."""
+
+    items: Sequence[Object]
+    version: str = ""
 
 
 class Client:
@@ -55,21 +67,42 @@ class Client:
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = ""
     ) -> Sequence[Object]:
         """All objects, with kind and apiVersion, which the API server leaves out in lists."""
-        return [item async for page in self.pages(resource, namespace, selector, fields) for item in page]
+        return [item async for page in self.pages(resource, namespace, selector, fields) for item in page.items]
 
     async def pages(
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
-    ) -> AsyncIterator[Sequence[Object]]:
+    ) -> AsyncIterator[Page]:
         """As `list`, `size` objects at a time."""
         query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
             page = await self._call("GET", resource.path(namespace), query)
-            yield [{"apiVersion": resource.api_version, "kind": resource.kind, **item} for item in page["items"]]
-            token = page["metadata"].get("continue")
+            metadata, kind = page["metadata"], {"apiVersion": resource.api_version, "kind": resource.kind}
+            yield Page([{**kind, **item} for item in page["items"]], str(metadata.get("resourceVersion", "")))
+            token = metadata.get("continue")
             if not token:
                 return
             query["continue"] = token
+
+    async def watch(
+        self, resource: Resource, namespace: str | None, selector: str, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        """What changes after `version`: ADDED, MODIFIED, DELETED or BOOKMARK, and the object, of which a bookmark has
+        the version only."""
+        query = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version} | (
+            {"labelSelector": selector} if selector else {}
+        )
+        self.requests += 1
+        async with aclosing(stream(self._api, resource.path(namespace), query, silence=SILENCE_SECONDS)) as lines:
+            async for line in lines:
+                try:
+                    event = from_json(line)
+                    kind, thing = str(event["type"]), dict(event["object"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise KubeError(0, "the API server sent a watch event that cannot be read") from error
+                if kind == "ERROR":
+                    raise KubeError(int(thing.get("code") or 0), str(thing.get("message") or "the watch failed"))
+                yield kind, thing
 
     async def create(self, thing: Object) -> Object:
         """Create the object. The API server refuses (409) if there is one of that name."""

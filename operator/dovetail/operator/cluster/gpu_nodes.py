@@ -64,7 +64,7 @@ class Nodes:
             found: Counter[tuple[str, int]] = Counter()
             fields = "spec.unschedulable=false"
             async for page in self._client.pages(NODE, None, PRODUCT_LABEL, fields, PAGE):
-                found.update(count(page))
+                found.update(count(page.items))
         except KubeError as error:
             if error.status == 403 and not self.refused:
                 self.refused = True
