@@ -18,7 +18,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 DRILL_ARGS ?=
 
 .PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
-.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images
+.PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
@@ -149,8 +149,17 @@ cluster-packages: ## Install the Debian packages that it needs
 cluster-binaries: ## Build all its programs into the cache
 	@$(DEVCLUSTER) build
 
+# The rollout image's packages: rollout-gpu.txt for GPUs.
+REQUIREMENTS ?= rollout-cpu.txt
+
 images: ## Build the three images with buildah, on a base made by debootstrap
-	@$(DEVCLUSTER) images
+	@$(DEVCLUSTER) images --requirements $(REQUIREMENTS)
+
+PUSH_ARGS ?=
+
+images-push: ## Push them to REGISTRY=..., and print chart values that name them by digest
+	@test -n "$(REGISTRY)" || { echo "give REGISTRY, such as make images-push REGISTRY=registry.example.com/team"; exit 2; }
+	@$(DEVCLUSTER) push $(REGISTRY) $(PUSH_ARGS)
 
 bench-switch: install ## Switching a model's layout: bytes and time, and overlapped with the optimizer
 	$(BIN)/python benchmarks/bench_switch.py

@@ -26,6 +26,7 @@ MODULES = {
     "helm-unittest": ["helm-unittest"],
     "promtool": ["promtool"],
     "versitygw": ["versitygw"],  # an S3 server
+    "registry": ["crane"],
 }
 # Without the clouds' client libraries, which only look for targets: half the build.
 TAGS = {"promtool": "remove_all_sd"}

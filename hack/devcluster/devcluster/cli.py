@@ -111,6 +111,23 @@ def _images(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _push(arguments: argparse.Namespace) -> int:
+    names = arguments.image or list(dockerfiles.FOLDERS)
+    tag = arguments.as_tag or dockerfiles.released()
+    pushed = dockerfiles.push(names, arguments.tag, arguments.registry, tag, arguments.insecure)
+    print("# helm install with these values:")
+    print(f"images:\n  registry: {arguments.registry.rstrip('/')}\n  tag: {json.dumps(tag)}")
+    for name, digest in pushed.items():
+        print(f"  {name}: {{digest: {json.dumps(digest)}}}")
+    return 0
+
+
+def _registry(arguments: argparse.Namespace) -> int:
+    cluster, _ = _running(arguments)
+    nodes.allow_plain_registry(cluster, arguments.address)
+    return 0
+
+
 def _install(arguments: argparse.Namespace) -> int:
     cluster, _ = _running(arguments)
     addons.install_dovetail(cluster, arguments.namespace, arguments.set)
@@ -163,6 +180,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--base", help="base image (else one made by debootstrap)")
     command.add_argument("--tag", default="dev")
     command.add_argument("--requirements", default="rollout-cpu.txt", help="the rollout image's list")
+    command = add("push", _push, "push these images to a registry, and print chart values that name them")
+    command.add_argument("registry", help="such as registry.example.com/team")
+    command.add_argument("image", nargs="*")
+    command.add_argument("--tag", default="dev", help="the tag that they were built with")
+    command.add_argument("--as-tag", help="their tag there (else the chart's appVersion)")
+    command.add_argument("--insecure", action="store_true", help="the registry has no TLS")
+    command = add("registry", _registry, "let the nodes pull from a registry without TLS")
+    command.add_argument("address", help="host:port")
     command = add("install", _install, "install Dovetail's chart, with images made from this checkout")
     command.add_argument("--namespace", default="dovetail-system")
     command.add_argument("--set", action="append", default=[], help="a chart value, as for helm")

@@ -60,6 +60,32 @@ def build_base() -> str:
     return BASE
 
 
+def released() -> str:
+    """The chart's appVersion: the tag that it looks for."""
+    chart = (REPOSITORY / "helm/dovetail/Chart.yaml").read_text()
+    return next(
+        line.split(":", 1)[1].strip().strip('"') for line in chart.splitlines() if line.startswith("appVersion:")
+    )
+
+
+def push(names: list[str], tag: str, registry: str, as_tag: str, insecure: bool) -> dict[str, str]:
+    """Pushes images that `build` made, as REGISTRY/dovetail/NAME:AS_TAG; returns the digest of each.
+
+    Raises: ClusterError for an image that is missing, or a registry that does not take it.
+    """
+    pushed = {}
+    for name in names:
+        image = f"localhost/dovetail/{name}:{tag}"
+        if not exists(image):
+            raise ClusterError(f"there is no image {image} to push (make images builds it)")
+        with tempfile.NamedTemporaryFile(mode="r", prefix="dovetail-digest-") as digest:
+            there = f"docker://{registry.rstrip('/')}/dovetail/{name}:{as_tag}"
+            flags = [f"--tls-verify={str(not insecure).lower()}", f"--digestfile={digest.name}", "--quiet"]
+            _buildah("push", *flags, image, there)
+            pushed[name] = Path(digest.name).read_text().strip()
+    return pushed
+
+
 def build(names: list[str], base: str | None, tag: str, requirements: str) -> list[str]:
     """Builds these of the three images and returns what they are called.
 

@@ -23,6 +23,9 @@ address = "/run/containerd/containerd.sock"
 [plugins.'io.containerd.cri.v1.images']
 snapshotter = "overlayfs"
 
+[plugins.'io.containerd.cri.v1.images'.registry]
+config_path = "{folder}/registries"
+
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
 sandbox = "dovetail-dev/pause:dev"
 
@@ -180,6 +183,15 @@ def load(supervisor: Supervisor, node: Node, archive: Path) -> None:
     wait_for(f"containerd on {node.name}", lambda: supervisor.run(*answers, node=node, check=False), 120)
     supervisor.run(ctr, "--namespace=k8s.io", "images", "import", str(archive), node=node)
     mark.touch()
+
+
+def allow_plain_registry(cluster: Cluster, address: str) -> None:
+    """Lets all nodes pull from the registry at host:port without TLS."""
+    hosts = f'server = "http://{address}"\n[host."http://{address}"]\ncapabilities = ["pull", "resolve"]\n'
+    for node in NODES:
+        folder = cluster.node_state(node) / "registries" / address
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts.toml").write_text(hosts)
 
 
 def load_everywhere(supervisor: Supervisor, archive: Path) -> None:
