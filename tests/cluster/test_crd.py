@@ -14,7 +14,7 @@ from helpers.manifests import DELETE, GOOD, changed
 from helpers.manifests import RULES as CASES
 from helpers.rlhfjobs import CRD, DryRun, create, install_crd, mark_planned, sentences
 
-EXAMPLES = sorted((REPOSITORY / "examples").glob("*.yaml"))
+EXAMPLES = sorted(p for p in (REPOSITORY / "examples").glob("**/*.yaml") if "kind: RLHFJob" in p.read_text())
 
 # What types say: the API server's words.
 TYPES = [

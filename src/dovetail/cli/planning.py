@@ -151,7 +151,7 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
         name = owner(spec, model) if needed(spec, model) else None
         source = getattr(spec.models, name).source if name is not None else None
         if source is not None and source.scratch is None and name not in configs:
-            where = source.hugging_face or source.path
+            where = source.hugging_face or source.path or f"claim {source.pvc}"
             get = f"; get it with: hf download {where} config.json" if source.hugging_face else ""
             return f"the configuration of spec.models.{name}, {where}, is not on this machine{get}"
     cpu = [g.name for g in spec.groups if g.on_cpu]
