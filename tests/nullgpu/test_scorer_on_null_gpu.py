@@ -38,3 +38,11 @@ def test_what_passes_ask_of_the_gpu(null_gpu: Run, devices: int, launches: int, 
     budget = {"launches": launches, "h2d": h2d, "d2h": 6, "synchronisations": 6, "mallocs": 0, "communicators": 0}
     for name, most in budget.items():
         assert sixteen[name] - eight[name] <= most, name
+
+
+def test_in_float16_samples_share_the_kernels_of_a_pass(null_gpu: Run) -> None:
+    """No kernel takes sequences of unlike lengths in float16. They are padded, not computed one by one."""
+    (found,) = null_gpu("float16", "scorer.passes", dtype="float16", tokens=256).good()
+    _, eight, sixteen = found["used"]
+    assert sixteen["launches"] == eight["launches"]
+    assert sixteen["synchronisations"] == eight["synchronisations"] == 3

@@ -10,7 +10,7 @@ import torch
 from test_models_stage import FAMILIES, ref
 
 from dovetail.models import build_stage
-from dovetail.models.attention import attend, flash
+from dovetail.models.attention import Scores, attend, by_blocks, flash
 from dovetail.models.packing import Packing
 
 # Prompts are sequences 0 and 3; the others go on from them, and the last stands alone.
@@ -99,6 +99,38 @@ def test_one_call_of_flash_attention_is_asked_for_the_same(
     packing = Packing(LENGTHS, prefixes, torch.device("cpu"))
     expected, _ = attend(torch.nn.Module(), query, key, value, None, 0.3, packing)
     torch.testing.assert_close(flash(query, key, value, packing, 0.3), expected, atol=1e-6, rtol=1e-5)
+
+
+SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
+
+
+@pytest.mark.parametrize("prefixes", [PREFIXES, None], ids=["prefixes", "none"])
+@pytest.mark.parametrize("scores", [{}, {"sliding_window": 3}, {"softcap": 2.0}, {"s_aux": SINKS, "sliding_window": 4}])
+def test_blocks_of_sequences_attend_as_each_by_itself(
+    scores: dict[str, Any], prefixes: tuple[int | None, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What GPUs do in float16. Short sequences would share one block."""
+    monkeypatch.setattr("dovetail.models.packing._SHORT", 1)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, h, sum(LENGTHS), 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
+    packing = Packing(LENGTHS, prefixes, torch.device("cpu"))
+    expected, _ = attend(torch.nn.Module(), *inputs, None, 0.3, packing, **scores)
+    of = Scores(0.3, scores.get("sliding_window"), scores.get("softcap"), scores.get("s_aux"))
+    found = by_blocks(*inputs, packing, of)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    weights = torch.randn(found.shape, generator=generator)
+    gradients = [torch.autograd.grad((each * weights).sum(), inputs) for each in (found, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_at_most_doubles_the_work() -> None:
+    lengths = (900, 800, 300, 290, 250, 70, 60, 9, 5)
+    members = Packing(lengths, None, torch.device("cpu"))._members()
+    assert sorted(i for block in members for i in block) == [*range(9)]
+    assert len(members) == 3
+    for block in members:
+        sizes = [max(64, lengths[i]) for i in block]
+        assert len(sizes) * max(sizes) ** 2 <= 2 * sum(size**2 for size in sizes)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def attend(
         return _rows(module, q, k, v, None, scores).flatten(0, 1).unsqueeze(0), None
     if query.is_cuda and in_one_call(query.dtype, query.shape[-1]) and softcap is None and s_aux is None:
         return flash(query, key, value, packing, scaling, sliding_window), None
+    if query.is_cuda:
+        return by_blocks(query, key, value, packing, scores), None
     # Each sequence by itself: on a CPU as fast as a block of them, and without what padding costs.
     prefixes = packing.prefixes or (None,) * len(lengths)
     queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
@@ -94,6 +96,35 @@ def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: 
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before or 0)
         if scores.window is not None:
             mask = mask.triu((before or 0) - scores.window + 1)
+    return _masked(query, key, value, mask, scores)
+
+
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+    """`attend` of sequences of similar lengths together, padded: what a GPU does where no kernel takes all sequences in
+    one call (float16 and float32, bounded scores, sinks)."""
+    blocks, order = packing.blocks
+    repeats = query.shape[1] // key.shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for block in blocks:
+        rows, keys, values = (x[at].transpose(1, 2) for x, at in ((q, block.queries), (k, block.keys), (v, block.keys)))
+        mask = None
+        if block.before is not None or not scores.fused(keys.shape[2]):
+            first = 0 if block.before is None else block.before.view(-1, 1, 1, 1)
+            where = first + torch.arange(rows.shape[2], device=q.device).view(-1, 1)
+            of_keys = torch.arange(keys.shape[2], device=q.device)
+            mask = of_keys <= where
+            if scores.window is not None:
+                mask = mask & (of_keys > where - scores.window)
+        if repeats > 1 and scores.softcap is None and scores.sinks is None:
+            # torch's kernel that needs no flash attention takes no fewer key heads than query heads.
+            keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+        outputs.append(_masked(rows, keys, values, mask, scores).flatten(0, 1))
+    return torch.cat(outputs)[order].unsqueeze(0)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """(B, T, heads, D). `mask`: which keys a query attends to, (T, keys) or (B, 1, T, keys); None: causal."""
     if mask is not None and (scores.softcap is not None or scores.sinks is not None):
         scaling = scores.scaling or query.shape[-1] ** -0.5
         return torch.as_tensor(_Unfused.apply(query, key, value, scores.sinks, mask, scaling, scores.softcap))
@@ -133,7 +164,7 @@ class _Unfused(torch.autograd.Function):
 def _unfused(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """(B, T, heads, D). `mask` (T, keys): which keys a query attends to."""
+    """(B, T, heads, D). `mask` as in `_masked`."""
     repeats = query.shape[1] // key.shape[1]
     longer, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     found = query @ longer.transpose(2, 3) * scaling

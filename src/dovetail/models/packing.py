@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# A sequence in a block counts as at least this long: below it a block of its own costs more than padding.
+_SHORT = 64
+
+
+class Block(NamedTuple):
+    """Sequences padded to one length, of B sequences: the tokens of their queries (B, T) int64 and of their keys (B, K)
+    int64. Padding repeats a sequence's last token. `before` (B,) int64: tokens of each one's prefix; None if none has
+    one, and then T is K."""
+
+    queries: Tensor
+    keys: Tensor
+    before: Tensor | None
 
 
 class Packing:
@@ -73,3 +87,52 @@ class Packing:
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
         starts = F.pad(torch.tensor([len(part) for part in parts]).cumsum(0), (1, 0))
         return self._moved(torch.cat(parts)), self._moved(starts.to(torch.int32))
+
+    @cached_property
+    def blocks(self) -> tuple[list[Block], Tensor]:
+        """Blocks of all sequences, whose padding at most doubles the work of attention; and where each token is among
+        the queries of all blocks, (total,) int64."""
+        before, starts = self.before, self._starts.tolist()
+        prefixes = self.prefixes or (None,) * len(self.lengths)
+        tensors: list[Tensor] = []
+        order = torch.empty(starts[-1], dtype=torch.int64)
+        total = 0
+        members = self._members()
+        for block in members:
+            longest = max(self.lengths[i] for i in block)
+            most = max(self.lengths[i] + before[i] for i in block)
+            queries, keys = torch.empty(len(block), longest, dtype=torch.int64), torch.empty(len(block), most).long()
+            for row, i in enumerate(block):
+                own, prefix = torch.arange(starts[i], starts[i + 1]), prefixes[i]
+                whole = own if prefix is None else torch.cat([torch.arange(starts[prefix], starts[prefix + 1]), own])
+                for table, span in ((queries, own), (keys, whole)):
+                    table[row, : len(span)], table[row, len(span) :] = span, span[-1]
+                order[starts[i] : starts[i + 1]] = torch.arange(total, total + len(own))
+                total += longest
+            tensors += [queries, keys, torch.tensor([before[i] for i in block])]
+        # In one copy.
+        there = self._moved(torch.cat([order, *(tensor.flatten() for tensor in tensors)]))
+        parts = there.split([len(order), *(tensor.numel() for tensor in tensors)])
+        placed = [part.view(tensor.shape) for part, tensor in zip(parts[1:], tensors, strict=True)]
+        found = []
+        for number, block in enumerate(members):
+            queries, keys, prefixed = placed[3 * number : 3 * number + 3]
+            found.append(Block(queries, keys, prefixed if any(before[i] for i in block) else None))
+        return found, parts[0]
+
+    def _members(self) -> list[list[int]]:
+        """The sequences of each block: similar ones, and such with a prefix apart from others."""
+        sizes = [(b > 0, max(b + n, _SHORT), max(n, _SHORT)) for b, n in zip(self.before, self.lengths, strict=True)]
+        members: list[list[int]] = []
+        work = longest = most = 0
+        for i in sorted(range(len(sizes)), key=lambda i: sizes[i], reverse=True):
+            prefixed, keys, queries = sizes[i]
+            if members and sizes[members[-1][0]][0] == prefixed:
+                padded = (len(members[-1]) + 1) * max(longest, queries) * max(most, keys)
+                if padded <= 2 * (work + queries * keys):
+                    members[-1].append(i)
+                    work, longest, most = work + queries * keys, max(longest, queries), max(most, keys)
+                    continue
+            members.append([i])
+            work, longest, most = queries * keys, queries, keys
+        return members

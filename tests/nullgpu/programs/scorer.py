@@ -45,12 +45,14 @@ def samples(count: int) -> Arrays:
     }
 
 
-def passes(place: Place, devices: int = 1, shared: bool = False) -> dict[str, Any]:
-    """A scorer scores 8 samples and then 16, in passes of 16 tokens. With `shared` its weights are in host memory, and
-    go there after each request."""
+def passes(
+    place: Place, devices: int = 1, shared: bool = False, dtype: str = "bfloat16", tokens: int = 16
+) -> dict[str, Any]:
+    """A scorer scores 8 samples and then 16, in passes of `tokens` tokens. With `shared` its weights are in host
+    memory, and go there after each request."""
     places = [torch.device("cuda", k) for k in range(devices)]
     copies = [CudaCopies(each) for each in places] if shared else None
-    held = ModelScorer(places, torch.bfloat16, max_tokens=16 * devices, copies=copies)
+    held = ModelScorer(places, getattr(torch, dtype), max_tokens=tokens * devices, copies=copies)
     held.load(refs())
     found: dict[str, Any] = {"used": [], "kept": []}
     for size in (8, 8, 16):
