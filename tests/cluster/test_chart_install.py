@@ -1,14 +1,19 @@
 """The chart on a real API server, where no pod starts: what it accepts, an upgrade, and what an uninstall leaves."""
 
 import json
+import shutil
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from golden import make_objects
 
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
-from helpers.rlhfjobs import NAME, install_crd
+from helpers.operator_process import kubeconfig, operator, preserving
+from helpers.rlhfjobs import NAME, condition, install_crd
 
 SPACE = "chart-system"
 MINE = ("-l", "app.kubernetes.io/instance=charted,app.kubernetes.io/managed-by=Helm")
@@ -68,3 +73,86 @@ def test_the_installed_definition_is_the_generated_one(server):
     assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     install_crd(server, json.dumps(crd))
     assert "globalBatchSize" in server.kubectl("explain", "rlhfjob.spec.ppo")
+
+
+EARLIER = Path(make_objects.__file__).parent / "earlier"
+
+
+def earlier_chart(folder: Path) -> Path:
+    """The chart of an earlier version: its definition lacks a field, and a role lacks a right."""
+    chart = folder / "dovetail"
+    shutil.copytree(CHART, chart)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump(about | {"version": "0.0.9", "appVersion": "0.0.9"}))
+    path = chart / "files/crds/rlhfjobs.dovetail.dev.yaml"
+    crd = yaml.safe_load(path.read_text())
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["retry"]
+    spec["x-kubernetes-validations"] = [r for r in spec["x-kubernetes-validations"] if "retry" not in r["rule"]]
+    # The template puts its labels below the name.
+    path.write_text(
+        yaml.safe_dump(crd).replace(f"  name: {NAME}\n", "").replace("metadata:\n", f"metadata:\n  name: {NAME}\n", 1)
+    )
+    return chart
+
+
+def earlier_objects(server: KubeCluster, space: str) -> str:
+    """A job of the earlier version that runs, as far as the API server knows. Returns the uid of its JobSet."""
+    document = yaml.safe_load((EARLIER / "manifest.yaml").read_text())
+    server.apply(document | {"metadata": {"name": "demo", "namespace": space}}, namespace=space)
+    uid = server.get("rlhfjob", "demo", "-n", space)["metadata"]["uid"]
+    text = (EARLIER / "objects.yaml").read_text().replace(make_objects.UID, uid)
+    for thing in yaml.safe_load_all(text.replace("namespace: default", f"namespace: {space}")):
+        if thing["kind"] != "Job":
+            server.kubectl("create", "-f", "-", stdin=json.dumps(thing))
+    return str(server.get("jobset", "demo", "-n", space)["metadata"]["uid"])
+
+
+def test_two_releases_and_an_upgrade_with_a_job_that_runs(server, tmp_path):
+    if server.get("crd", "jobsets.jobset.x-k8s.io") is None:
+        server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
+    for space in ("upgrade-jobs", "other-jobs", "other-system"):
+        server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
+    server.kubectl("wait", "--for=condition=Established", "crd/jobsets.jobset.x-k8s.io", "--timeout=60s")
+    adopt = ("--take-ownership", "--force-conflicts")
+    mine = ("--set", "namespaces={upgrade-jobs}", *adopt)
+    helm(server, "install", "first", str(earlier_chart(tmp_path)), *mine)
+    others = ("--set", "namespaces={other-jobs}", "--set", "crds.enabled=false")
+    server.helm("install", "second", str(CHART), *others, "--namespace", "other-system")
+    try:
+        leases = [server.get("lease", "dovetail-leader", "-n", space) for space in (SPACE, "other-system")]
+        assert all(leases), "each release has its own"
+        with pytest.raises(AssertionError, match="Lease"):  # two operators in one namespace would share it
+            server.helm("install", "third", str(CHART), *others, "--namespace", "other-system")
+        pods = earlier_objects(server, "upgrade-jobs")
+        retry = ("patch", "rlhfjob", "demo", "-n", "upgrade-jobs", "--type=merge", "-p", '{"spec":{"retry":1}}')
+        server.kubectl(*retry)
+        assert "retry" not in server.get("rlhfjob", "demo", "-n", "upgrade-jobs")["spec"], "it does not know the field"
+        helm(server, "upgrade", "first", str(CHART), *mine)
+        wait_for("the new field", lambda: server.kubectl(*retry) and asked(server).get("retry") == 1)
+        config = kubeconfig(server, tmp_path, "first-dovetail-operator", SPACE)
+        with operator(config, tmp_path, "new", ["upgrade-jobs"], DOVETAIL_NAMESPACE=SPACE) as process:
+            wait_for("leadership", process.leads)
+            wait_for("its status", lambda: condition(server, "Planned", "demo", "upgrade-jobs"))
+            policy = ("networkpolicy", "demo", "-n", "upgrade-jobs")
+            wait_for("the new version's small objects", lambda: server.get(*policy)["spec"]["policyTypes"])
+            assert server.get("jobset", "demo", "-n", "upgrade-jobs")["metadata"]["uid"] == pods
+            helm(server, "rollback", "first", "1", "--force-conflicts")
+            server.kubectl("annotate", "jobset", "demo", "-n", "upgrade-jobs", "looked=again")
+            wait_for("the old definition", lambda: "retry" not in asked(server))
+            assert process.stop() == 0
+        assert server.get("jobset", "demo", "-n", "upgrade-jobs")["metadata"]["uid"] == pods
+    finally:
+        server.kubectl("delete", "rlhfjobs", "--all", "-n", "upgrade-jobs", "--wait=true", "--timeout=60s")
+        helm(server, "uninstall", "first")
+        server.helm("uninstall", "second", "--namespace", "other-system")
+        install_crd(server)
+    for space in (SPACE, "other-system"):
+        assert server.get("lease", "dovetail-leader", "-n", space) is None
+    left = "clusterroles,clusterrolebindings,priorityclasses"
+    assert server.kubectl("get", left, "-l", "app.kubernetes.io/instance in (first,second)", "-o", "name") == ""
+
+
+def asked(server: KubeCluster) -> dict[str, Any]:
+    spec: dict[str, Any] = server.get("rlhfjob", "demo", "-n", "upgrade-jobs")["spec"]
+    return spec

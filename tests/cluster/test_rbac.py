@@ -135,7 +135,7 @@ OPERATOR = (
 )
 # Nodes belong to no namespace.
 EVERYWHERE = {"operator": of("", "nodes", "list"), "api": set[Right]()}
-LEADER = of("coordination.k8s.io", "leases", "create") | of("coordination.k8s.io", "leases", "get update", LEASE)
+LEADER = of("coordination.k8s.io", "leases", "get update", LEASE)
 LEADER |= of("", "secrets", "create") | of("", "secrets", "get", KEY_SECRET)
 API = (
     of("dovetail.dev", "rlhfjobs", "get list")

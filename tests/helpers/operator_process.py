@@ -17,7 +17,7 @@ import yaml
 from helpers.cluster import REPOSITORY, KubeCluster
 
 SYSTEM = "dovetail-system"
-RBAC = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+RBAC = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease")
 
 
 def preserving(kind: str, plural: str, group: str, version: str) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def install(cluster: KubeCluster, namespaces: list[str]) -> None:
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(items))
 
 
-def kubeconfig(cluster: KubeCluster, folder: Path, account: str = "dovetail-operator") -> Path:
-    """For the ServiceAccount of that name."""
-    token = cluster.kubectl("create", "token", account, "-n", SYSTEM, "--duration=2h").strip()
+def kubeconfig(cluster: KubeCluster, folder: Path, account: str = "dovetail-operator", system: str = SYSTEM) -> Path:
+    """For the ServiceAccount of that name in namespace `system`."""
+    token = cluster.kubectl("create", "token", account, "-n", system, "--duration=2h").strip()
     document = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "--output=json"))
     document["users"] = [{"name": account, "user": {"token": token}}]
     document["contexts"][0]["context"]["user"] = account

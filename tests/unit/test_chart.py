@@ -94,7 +94,7 @@ def test_every_variable_of_the_pods_is_a_setting(everything):
 
 def test_names_that_chart_and_program_share(rendered, everything):
     (role,) = [r for r in of_kind(rendered, "Role") if r["metadata"]["name"] == "dovetail-leader"]
-    assert [rule.get("resourceNames") for rule in role["rules"]] == [None, [LEASE], None, [KEY_SECRET]]
+    assert [rule.get("resourceNames") for rule in role["rules"]] == [[LEASE], None, [KEY_SECRET]]
     (jobs,) = [m for m in of_kind(everything, "PodMonitor") if m["metadata"]["name"] == "dovetail-jobs"]
     assert jobs["spec"]["selector"]["matchExpressions"] == [{"key": names.JOB_LABEL, "operator": "Exists"}]
     sources = [r["sourceLabels"][0] for r in jobs["spec"]["podMetricsEndpoints"][0]["relabelings"]]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -352,3 +353,22 @@ def test_jobs_that_say_nothing_of_coordinator_and_hub_keep_their_pods():
     assert len({each[names.COORDINATOR_PODS_LABEL] for each in labels}) == 5
     assert {spec_hash(other.job) for other in others} == {spec_hash(context.job)}
     assert {"hub", "coordinator"}.isdisjoint(in_pods(context.job)["spec"])
+
+
+def test_what_pods_may_connect_to_is_the_administrators():
+    (open_policy,) = (o for o in supporting_objects(a_context()) if o["kind"] == "NetworkPolicy")
+    assert open_policy["spec"]["policyTypes"] == ["Ingress"]
+    names_only = [{"ports": [{"port": 53, "protocol": "UDP"}]}]
+    settings = replace(OperatorSettings(), egress=names_only)
+    (policy,) = (o for o in supporting_objects(a_context(settings=settings)) if o["kind"] == "NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["spec"]["egress"] == [{"to": [{"podSelector": policy["spec"]["podSelector"]}]}, *names_only]
+
+
+def test_no_user_is_named_where_the_platform_chooses_one():
+    """As OpenShift's restricted-v2 asks for; what the restricted Pod Security Standard asks for stays."""
+    made = jobset(a_context(settings=replace(OperatorSettings(), pod_user=0)))
+    pods = [job["template"]["spec"]["template"]["spec"] for job in made["spec"]["replicatedJobs"]]
+    restricted = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert [pod["securityContext"] for pod in pods] == [restricted] * len(pods)
+    assert OperatorSettings.read({"DOVETAIL_POD_USER": "0", "DOVETAIL_EGRESS": "[]"}).egress == []

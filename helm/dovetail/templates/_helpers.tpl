@@ -71,9 +71,11 @@ imagePullSecrets:
 {{- end }}
 securityContext:
   runAsNonRoot: true
-  runAsUser: 65532
-  runAsGroup: 65532
-  fsGroup: 65532
+  {{- with int $root.Values.podUser }}
+  runAsUser: {{ . }}
+  runAsGroup: {{ . }}
+  fsGroup: {{ . }}
+  {{- end }}
   seccompProfile: {type: RuntimeDefault}
 {{- with $values.priorityClassName }}
 priorityClassName: {{ . }}
@@ -99,6 +101,28 @@ affinity:
           labelSelector:
             matchLabels: {{- include "dovetail.selector" . | nindent 14 }}
   {{- end }}
+{{- end }}
+
+{{- /* Whom jobs' pods may connect to besides each other, as JSON; empty: anybody */}}
+{{- define "dovetail.jobEgress" -}}
+{{- $values := .Values.networkPolicy.jobEgress -}}
+{{- if $values.limited }}
+{{- $rules := $values.more | default list }}
+{{- if $values.dns }}
+{{- $dns := list }}
+{{- range list 53 5353 }}
+{{- $dns = concat $dns (list (dict "port" . "protocol" "UDP") (dict "port" . "protocol" "TCP")) }}
+{{- end }}
+{{- $rules = prepend $rules (dict "ports" $dns) }}
+{{- end }}
+{{- with $values.hub }}
+{{- $rules = append $rules (dict "to" . "ports" (list (dict "port" 443 "protocol" "TCP"))) }}
+{{- end }}
+{{- with $values.storage }}
+{{- $rules = append $rules (dict "to" .) }}
+{{- end }}
+{{- $rules | toJson }}
+{{- end }}
 {{- end }}
 
 {{- define "dovetail.containerSecurity" -}}

@@ -23,7 +23,9 @@ class OperatorSettings:
     the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose manifest names
     none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them; `nodes_seconds` 0:
     nodes are not looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free.
-    `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may."""
+    `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may. `egress`: NetworkPolicyEgressRules of
+    what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
+    jobs' pods; 0: the platform chooses."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -47,6 +49,8 @@ class OperatorSettings:
     conflict_seconds: float = 15.0
     health_port: int = 8080
     metrics_from: list[dict[str, Any]] = field(default_factory=list)
+    egress: list[dict[str, Any]] | None = None
+    pod_user: int = 65532
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> OperatorSettings:
@@ -61,7 +65,9 @@ class OperatorSettings:
             if name == "pod_template":
                 found[name] = _template(Path(text))
             elif name == "metrics_from":
-                found[name] = _peers(text)
+                found[name] = _objects(name, text, "NetworkPolicyPeers")
+            elif name == "egress":
+                found[name] = _objects(name, text, "NetworkPolicyEgressRules")
             elif name.endswith("_capabilities"):
                 found[name] = _capabilities(name, text)
             elif isinstance(default, tuple):
@@ -93,9 +99,9 @@ def _template(path: Path) -> dict[str, Any]:
     return document
 
 
-def _peers(text: str) -> list[dict[str, Any]]:
-    """DOVETAIL_METRICS_FROM is a JSON list."""
+def _objects(name: str, text: str, kind: str) -> list[dict[str, Any]]:
+    """A JSON list of objects of this kind."""
     found = yaml.safe_load(text)
-    if not isinstance(found, list) or not all(isinstance(peer, dict) for peer in found):
-        raise ValueError(f"DOVETAIL_METRICS_FROM is {text!r}, not a list of NetworkPolicyPeers")
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ValueError(f"DOVETAIL_{name.upper()} is {text!r}, not a list of {kind}")
     return found

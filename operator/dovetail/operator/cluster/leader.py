@@ -13,7 +13,9 @@ from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRec
 
 from dovetail.operator.compat import NO_ANSWER, LeaseLock
 
-LEASE = "dovetail-operator"
+# The chart makes it, and the operator only writes to it. So it goes with the release, and Helm refuses a second release
+# in a namespace: its operator would never work.
+LEASE = "dovetail-leader"
 # A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS.
 LEASE_SECONDS = 10
 RENEW_SECONDS = 7

@@ -14,7 +14,7 @@ _COMPONENT = "app.kubernetes.io/component"
 def network_policy(context: RenderContext) -> Object:
     """The job's pods reach each other on all ports. The operator and the status API reach the coordinator. Those that
     `Settings.metrics_from` names reach the ports that serve metrics; if it names nobody, nobody else reaches the pods.
-    Outgoing connections are not limited: models and data come from anywhere."""
+    They connect to each other, and to what `Settings.egress` names. If it is None, they connect to anything."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
     dovetail = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
@@ -26,11 +26,11 @@ def network_policy(context: RenderContext) -> Object:
     ]
     if context.settings.metrics_from:
         ingress.append({"from": context.settings.metrics_from, "ports": metrics_ports(context)})
-    return {
-        **NETWORK_POLICY.type_meta,
-        "metadata": context.metadata(context.name, "network"),
-        "spec": {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress},
-    }
+    spec: Object = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress}
+    if context.settings.egress is not None:
+        egress = [{"to": [{"podSelector": mine}]}, *context.settings.egress]
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
+    return {**NETWORK_POLICY.type_meta, "metadata": context.metadata(context.name, "network"), "spec": spec}
 
 
 def metrics_ports(context: RenderContext) -> list[Object]:

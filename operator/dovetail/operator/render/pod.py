@@ -12,8 +12,6 @@ from dovetail.operator.render.volume_claim import claim_name
 from dovetail.protocol import env
 from dovetail.protocol.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 
-# Any will do that is not root's; one for all images, so that all pods may write the job's files.
-USER = 65532
 GRACE_SECONDS = 45
 GPU_RESOURCE = "nvidia.com/gpu"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
@@ -205,14 +203,7 @@ def _template(
             "enableServiceLinks": False,
             "restartPolicy": "Never",  # its Job replaces it; only so can exit codes decide whether to
             "terminationGracePeriodSeconds": GRACE_SECONDS,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": _security(context.settings.pod_user),
             "containers": [container],
             "volumes": volumes,
             **more,
@@ -227,6 +218,13 @@ def _key(secret: str, name: str) -> Object:
     """A variable from a Secret's key of the same name; only the session token may be missing."""
     reference = {"name": secret, "key": name, "optional": name == CREDENTIALS[-1]}
     return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+
+
+def _security(user: int) -> Object:
+    """Any user will do that is not root, but the same for all images: all pods write the job's files. `user` 0: the
+    platform chooses one for the namespace."""
+    fixed = {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "fsGroupChangePolicy": "OnRootMismatch"}
+    return {"runAsNonRoot": True, **(fixed if user else {}), "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def _value(name: str, value: object) -> Object:
