@@ -19,6 +19,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
+from dovetail.planner.placement.pods import quantity
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
@@ -101,9 +102,68 @@ def test_gpu_groups_ask_for_their_product_and_cpu_groups_for_none():
     assert found["a100"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert found["a100"]["tolerations"]
     assert "nodeSelector" not in found["cpu"]
-    assert found["a100"]["containers"][0]["resources"]["requests"] == {"cpu": "1000m", "memory": "2Gi"}
-    assert found["cpu"]["containers"][0]["resources"] == {"requests": {"cpu": "500m", "memory": "1Gi"}}
+    assert found["a100"]["containers"][0]["resources"]["requests"]["cpu"] == "1000m"
+    assert "limits" not in found["cpu"]["containers"][0]["resources"]
     assert "nodeSelector" not in found["coordinator"]
+
+
+CPUS = [{"name": "trainers", "roles": ["trainer"]}, {"name": "rollouts", "roles": ["rollout"]}]
+GPUS = [
+    {"name": "trainers", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2}},
+    {"name": "rollouts", "roles": ["rollout"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 1}},
+]
+
+
+def requested(context):
+    """The memory that a pod of each group asks for."""
+    found = {name: spec["containers"][0]["resources"] for name, spec, _ in pods(context)}
+    return {name: found[name].get("requests", {}).get("memory") for name in ("trainers", "rollouts")}
+
+
+def test_pods_on_cpus_ask_for_the_memory_that_the_plan_predicts():
+    context = a_context(groups=CPUS)
+    used = {pod.group: pod.used for pod in context.plan.memory}
+    found = requested(context)
+    for group in ("trainers", "rollouts"):
+        asked = quantity(found[group])
+        assert asked is not None
+        assert max(2**30, 1.1 * used[group]) <= asked < max(2**30, 1.1 * used[group]) + 2**28
+    unknown = replace(context, plan=context.plan.model_copy(update={"memory": []}))
+    assert requested(unknown) == {"trainers": "1Gi", "rollouts": "1Gi"}
+
+
+def test_pods_with_gpus_ask_for_their_processes_and_what_the_gpus_keep_in_host_memory():
+    context = a_context(groups=GPUS)
+    prediction = context.plan.prediction
+    # Two trainer ranks; a worker, an API server, an engine core and a scorer: of 2 GiB each.
+    assert requested(context) == {"trainers": "4Gi", "rollouts": "8Gi"}
+    memory = [m.model_copy(update={"host": {"moments": 10.0 * 2**30}}) for m in prediction.memory]
+    offloaded = prediction.model_copy(update={"memory": memory})
+    context = replace(context, plan=context.plan.model_copy(update={"prediction": offloaded}))
+    # Page-locked memory is rounded up.
+    assert requested(context) == {"trainers": "34Gi", "rollouts": "23Gi"}
+
+
+def test_servers_that_sleep_keep_their_weights_in_host_memory():
+    both = [{**GPUS[0], "name": "trainers"}, {**GPUS[1], "vllmArgs": ["--enable-sleep-mode"]}]
+    context = a_context(groups=both)
+    prediction = context.plan.prediction
+    memory = [
+        m.model_copy(update={"parts": {"generation: weights": 4.0 * 2**30}, "host": {}}) for m in prediction.memory
+    ]
+    context = replace(
+        context, plan=context.plan.model_copy(update={"prediction": prediction.model_copy(update={"memory": memory})})
+    )
+    assert requested(context) == {"trainers": "4Gi", "rollouts": "14Gi"}
+
+
+@pytest.mark.parametrize("kind", ["requests", "limits"])
+def test_what_a_pod_template_says_of_memory_stands(kind):
+    """Also a limit alone: Kubernetes asks for as much then, and refuses to ask for more."""
+    template = {"spec": {"containers": [{"name": "dovetail", "resources": {kind: {"memory": "512Mi"}}}]}}
+    context = a_context(groups=[CPUS[0] | {"podTemplate": template}, CPUS[1]])
+    assert requested(context)["trainers"] == ("512Mi" if kind == "requests" else None)
+    assert quantity(requested(context)["rollouts"]) >= 2**30
 
 
 def test_processes_read_their_environment_from_what_pods_set():

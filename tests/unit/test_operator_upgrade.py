@@ -51,6 +51,11 @@ def test_a_new_operator_leaves_running_pods_alone():
     before, plan = uids(cluster), copy.deepcopy(cluster.objects["ConfigMap", "demo-plan"]["data"])
     cluster.settle()
     assert {place: uid for place, uid in uids(cluster).items() if place in before} == before
+    jobs = {job["name"]: job["template"]["spec"] for job in cluster.objects["JobSet", "demo"]["spec"]["replicatedJobs"]}
+    for name in ("a10", "a100"):
+        container = jobs[name]["template"]["spec"]["containers"][0]
+        # What the new operator would ask for is no reason to replace them.
+        assert container["resources"]["requests"]["memory"] == "1Gi"
     assert cluster.objects["ConfigMap", "demo-plan"]["data"] == plan, "its processes are of the earlier version"
     assert cluster.condition("Running")["status"] == "True"
     assert cluster.made[:1] == ["Job"], "a surplus rollout, and nothing a second time"

@@ -58,9 +58,11 @@ def _without_later_fields(spec: Object) -> None:
     and coordinators of that time can read their job.json."""
     later: list[tuple[Object, str]] = [(spec["models"]["tokenizer"], "pvc"), (spec["models"]["reward"], "code")]
     later += [(source, "pvc") for name in _DATA for source in spec["data"][name]]
+    later += [(spec["models"][name], "routerAuxLossCoef") for name in ("actor", "critic", "reward", "reference")]
+    later += [(spec["ppo"], "routingReplay")]
     for parent, field in later:
-        if field in parent and parent[field] is None:
-            del parent[field]
+        if parent.get(field) is None or parent[field] is False:
+            parent.pop(field, None)
 
 
 def output_path(claim: str) -> str:

@@ -8,7 +8,9 @@ from dovetail.kube import names
 from dovetail.manifest.merge import merge
 from dovetail.manifest.types import Group, RLHFJobSpec, Role
 from dovetail.operator.render.context import Object, RenderContext
+from dovetail.operator.render.memory_request import memory_request
 from dovetail.operator.render.volume_claim import claim_name
+from dovetail.planner.placement.pods import memory_limit
 from dovetail.protocol import env
 from dovetail.protocol.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 
@@ -77,8 +79,9 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
         if Role.ROLLOUT not in group.roles:
             container["readinessProbe"] = _probe("/metrics", first, period=5, failures=3)
     # Without a request of CPU and memory a pod gets what is left over, and is evicted first, whatever its GPUs cost.
-    processes = max(1, group.gpu.per_pod)
-    container["resources"] = {"requests": {"cpu": f"{500 * processes}m", "memory": f"{processes}Gi"}}
+    container["resources"] = {"requests": {"cpu": f"{500 * max(1, group.gpu.per_pod)}m"}}
+    if memory_limit(merge(context.settings.pod_template, group.pod_template)) is None:
+        container["resources"]["requests"]["memory"] = memory_request(context.plan, group)
     extra: Object = {}
     if not group.on_cpu:
         # Equal requests are implied, and required, for extended resources.

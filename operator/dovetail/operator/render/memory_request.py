@@ -1,0 +1,50 @@
+"""How much memory a group's pods ask for, where neither the manifest nor the operator's settings say it. Pure.
+
+No hash that decides whether running pods are replaced contains it: a new plan or a new version of the operator may say
+another number."""
+
+from __future__ import annotations
+
+import math
+
+from dovetail.manifest.sleep import SLEEP
+from dovetail.manifest.types import Group, Role
+from dovetail.protocol.plan import Plan
+
+GIB = 2**30
+# Nobody has asked for less, and what a plan predicts is rounded up to parts of a GiB.
+LEAST_BYTES = GIB
+STEP_BYTES = GIB / 4
+# Peaks of running jobs were at most a tenth above the prediction.
+MARGIN = 1.1
+# Assumed: what Python, torch and the CUDA runtime hold of a host's memory in each process of a pod with GPUs.
+GPU_PROCESS_BYTES = 2.0 * GIB
+# torch rounds page-locked memory up to powers of two: between sizes the mean is 1.44.
+PAGE_LOCKED = 1.5
+# Of a server on a GPU, beside one worker for each: the API server, the engine's core, the scorer.
+SERVER_PROCESSES = 3
+
+
+def memory_request(plan: Plan, group: Group) -> str:
+    """A Kubernetes quantity: what the plan predicts for the group's pod with most."""
+    wanted = _on_gpus(plan, group) if not group.on_cpu else _on_cpus(plan, group)
+    steps = math.ceil(max(wanted, LEAST_BYTES) / STEP_BYTES)
+    return f"{steps // 4}Gi" if steps % 4 == 0 else f"{steps * 256}Mi"
+
+
+def _on_cpus(plan: Plan, group: Group) -> float:
+    return MARGIN * max((pod.used for pod in plan.memory if pod.group == group.name), default=0.0)
+
+
+def _on_gpus(plan: Plan, group: Group) -> float:
+    """Processes, and what each GPU has in host memory: moments, models that are away, weights of a server that
+    sleeps."""
+    rollout, trainer = Role.ROLLOUT in group.roles, Role.TRAINER in group.roles
+    processes = (trainer + rollout) * group.gpu.per_pod + SERVER_PROCESSES * rollout
+    sleeps = rollout and (trainer or SLEEP in group.vllm_args)
+    each = 0.0
+    for found in plan.prediction.memory if plan.prediction is not None else ():
+        if group.name in found.group.split("+"):
+            asleep = found.parts.get("generation: weights", 0.0) if sleeps else 0.0
+            each = max(each, sum(found.host.values()) + asleep)
+    return processes * GPU_PROCESS_BYTES + group.gpu.per_pod * PAGE_LOCKED * each
