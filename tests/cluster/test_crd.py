@@ -96,6 +96,8 @@ def test_examples_are_accepted(dry_run, path):
         },
         {"groups.1.replicas": DELETE, "groups.1.minReplicas": 1, "groups.1.maxReplicas": 4},
         {"groups.1.podTemplate": {"spec": {"anything": [{"goes": 1}]}}, "models.actor.lora": {}},
+        {"groups.1.podTemplate": {"spec": {"volumes": [{"$patch": "replace"}], "containers": None, "x": None}}},
+        {"groups.1.podTemplate": {"metadata": {"labels": {"a": "b"}}, "spec": None}},
     ],
     ids=str,
 )
@@ -103,6 +105,22 @@ def test_what_dovetail_accepts_the_api_server_accepts(dry_run, changes):
     manifest = changed(**changes)
     parse_manifest(yaml.safe_dump(manifest))
     assert dry_run.create(manifest) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "where"),
+    [
+        ({"containers": [{"image": "x"}]}, "containers[0].name: Required value"),
+        ({"containers": [{"name": "dovetail", "env": [{"value": "x"}]}]}, "containers[0].env[0].name: Required value"),
+        ({"volumes": [{"name": "a"}, {"emptyDir": {}}]}, "volumes[1].name: Required value"),
+        ({"imagePullSecrets": [{}]}, "imagePullSecrets[0].name: Required value"),
+    ],
+    ids=str,
+)
+def test_an_item_of_a_pod_template_without_a_name_is_refused(dry_run, template, where):
+    for field in ("groups.1", "coordinator"):
+        refused = dry_run.create(changed(**{f"{field}.podTemplate": {"spec": template}}))
+        assert f"podTemplate.spec.{where}" in refused, refused
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

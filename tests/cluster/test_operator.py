@@ -162,6 +162,12 @@ CAUSES = {
         "MountFailed",
         'secret "hub-keys" not found',
     ),
+    "a pod that no API server takes": (
+        with_trainer(podTemplate={"spec": {"dnsPolicy": "Nonsense"}}),
+        "Scheduled",
+        "PodsRefused",
+        'JobSet tiny cannot make its Jobs: job "tiny-a100-0" creation failed with error: ',
+    ),
     "a claim that is missing": (
         with_trainer(
             podTemplate={"spec": {"volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "hub"}}]}}

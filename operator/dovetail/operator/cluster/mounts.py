@@ -1,4 +1,4 @@
-"""Why pods wait for their volumes, and why Jobs get no pods. Kubernetes tells this in Events only."""
+"""Why pods, Jobs, JobSets and claims wait, as far as Kubernetes tells this in Events only."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import EVENT, POD
+from dovetail.kube.resources import EVENT
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile.children import Children
-from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, creating, lacking
+from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECONDS, stuck
 
+# What else is asked for may stay as it is for days.
+_SOON = {"FailedMount", "FailedAttachVolume", "FailedCreate"}
 # The API server reads all Events of a namespace for each answer: it is to spend a twentieth of its time on it at most.
 REST = 20.0
 
 
 @dataclass
 class _Told:
-    """In a namespace, by the pod's uid; when to ask again."""
+    """In a namespace, by the object's uid: when it was said, and what; when to ask again."""
 
-    complaints: dict[str, str] = field(default_factory=dict)
+    complaints: dict[str, tuple[str, str]] = field(default_factory=dict)
     until: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Mounts:
-    """Looks for Events about pods that have a node but no container for LOOK_SECONDS, and about Jobs that have too few
-    pods for so long. It asks for all of a namespace at once, because that costs about the same. `clock`: monotonic
-    seconds."""
+    """Looks for Events about what has been stuck for LOOK_SECONDS (`rootcause.stuck`). It asks for all of a namespace
+    at once, because that costs about the same. `clock`: monotonic seconds."""
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
@@ -39,24 +40,23 @@ class Mounts:
         self._told: defaultdict[tuple[str, str], _Told] = defaultdict(_Told)
 
     async def problems(self, key: Key, children: Children) -> dict[str, str]:
-        """What kubelets report about the volumes of this job's waiting pods, and the Job controller about pods that it
-        may not make, by the uid of the pod or Job."""
+        """What other controllers and kubelets say of this job's objects that are stuck, by the object's uid."""
         now, before = self._clock(), self._stuck.pop(key, {})
-        stuck = {str(pod["metadata"]["uid"]): "FailedMount" for pod in children.of(POD.kind) if creating(pod)}
-        stuck |= {str(job["metadata"]["uid"]): "FailedCreate" for job in lacking(children)}
-        if not stuck:
+        if not (waiting := stuck(children)):
             return {}
-        self._stuck[key] = {uid: before.get(uid, now) for uid in stuck}
+        self._stuck[key] = {uid: before.get(uid, now) for uid in waiting}
         long = [uid for uid, since in self._stuck[key].items() if now - since >= LOOK_SECONDS]
-        told: dict[str, str] = {}
-        for reason in sorted({stuck[uid] for uid in long}):
-            told |= await self._complaints(key[0], reason)
-        return {uid: told[uid] for uid in long if told.get(uid)}
+        told: dict[str, list[tuple[str, str]]] = {}
+        for reason in sorted({reason for uid in long for reason in waiting[uid]}):
+            for uid, said in (await self._complaints(key[0], reason)).items():
+                if reason in waiting.get(uid, ()):
+                    told.setdefault(uid, []).append(said)
+        return {uid: max(told[uid])[1] for uid in long if uid in told}
 
     def forget(self, key: Key) -> None:
         self._stuck.pop(key, None)
 
-    async def _complaints(self, namespace: str, reason: str) -> dict[str, str]:
+    async def _complaints(self, namespace: str, reason: str) -> dict[str, tuple[str, str]]:
         """By the object's uid the newest, of something that is not there if there is one. Empty if they cannot be
         had."""
         told = self._told[namespace, reason]
@@ -72,6 +72,7 @@ class Mounts:
                 at, message = str(e.get("lastTimestamp") or e.get("eventTime") or ""), str(e.get("message") or "")
                 # A busy kubelet complains of time-outs, too, which pass.
                 said[str(e["involvedObject"].get("uid"))].append(("not found" in message, at, message))
-            told.complaints = {uid: max(each)[2] for uid, each in said.items()}
-            told.until = max(began + LOOK_SECONDS, self._clock() + REST * (self._clock() - began))
+            told.complaints = {uid: max(each)[1:] for uid, each in said.items()}
+            rest = LOOK_SECONDS if reason in _SOON else LOOK_SELDOM_SECONDS
+            told.until = max(began + rest, self._clock() + REST * (self._clock() - began))
             return told.complaints

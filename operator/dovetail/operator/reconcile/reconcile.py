@@ -256,6 +256,8 @@ class _Reconciler:
         if ready < expected:
             cause = rootcause.worst(self._pods, self._seen.mounts) or self._refused()
         told = cause.sentence if cause else ""
+        if cause and cause.reason == reasons.UNSCHEDULABLE:
+            told = "; ".join(filter(None, (told, rootcause.claims_told(self._children, self._seen.mounts))))
         if scheduled >= expected:
             self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
         elif cause and cause.reason in (reasons.UNSCHEDULABLE, reasons.PODS_REFUSED):
@@ -270,6 +272,8 @@ class _Reconciler:
             self._conditions.set("Running", False, reason, f"{count}; {told}" if told else count)
         if any(rootcause.creating(p) for p in pods) or rootcause.lacking(self._children):
             self._requeue.append(rootcause.LOOK_SECONDS)
+        elif rootcause.stuck(self._children):
+            self._requeue.append(self._look_again(pods))
         started = self._status.start_time
         if started is None and any(p.get("status", {}).get("phase") == "Running" for p in pods):
             self._status = self._status.model_copy(update={"start_time": self._now.replace(microsecond=0)})
@@ -279,6 +283,13 @@ class _Reconciler:
             self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
         self._conditions.set("Completed", False, reasons.IN_PROGRESS)
         self._status = self._status.model_copy(update={"groups": self._groups()})
+
+    def _look_again(self, pods: list[Object]) -> float:
+        """How soon to ask again why pods get no nodes, or why there are none. They may wait for days."""
+        made = [str(thing["metadata"].get("creationTimestamp") or "") for thing in (self._jobset or {}, *pods) if thing]
+        since = parse_time(max(made)) or self._now
+        new = self._now - since < timedelta(seconds=2 * rootcause.LOOK_SECONDS)
+        return rootcause.LOOK_SECONDS if new else rootcause.LOOK_SELDOM_SECONDS
 
     # ------------------------------------------------------------ failures
 

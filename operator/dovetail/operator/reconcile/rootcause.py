@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from dovetail.kube import names
-from dovetail.kube.resources import JOB, JOBSET, POD
+from dovetail.kube.resources import JOB, JOBSET, POD, VOLUME_CLAIM
 from dovetail.manifest.types import Role
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import (
@@ -29,8 +29,10 @@ _CONFIG = ("CreateContainerConfigError",)
 LONGEST_MESSAGE = 1500
 NO_MOUNTS: Mapping[str, str] = {}
 _CREATING = ("ContainerCreating", "PodInitializing")
-# Kubelets tell of volumes in Events only: they are looked for when a pod has had no container for so long.
+# Some causes are told in Events only: they are looked for when something has been stuck for so long.
 LOOK_SECONDS = 10.0
+# A pod may wait for a node for days.
+LOOK_SELDOM_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
         if scheduled.get("reason") == "SchedulingGated":
             return None
         text = f"{_who(pod)} cannot be scheduled: {scheduled.get('message') or scheduled.get('reason')}"
-        return Cause(reasons.UNSCHEDULABLE, text, created, True)
+        if said := mounts.get(_uid(pod)):
+            text += f"; {said}"  # by an autoscaler
+        return Cause(reasons.UNSCHEDULABLE, text[:LONGEST_MESSAGE], created, True)
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}
         said = waiting.get("message") or waiting.get("reason", "")
@@ -96,9 +100,75 @@ def lacking(children: Children) -> list[Object]:
     return found
 
 
+def jobless(children: Children) -> list[Object]:
+    """JobSets that run and lack Jobs of their own."""
+    return [
+        jobset
+        for jobset in children.of(JOBSET.kind)
+        if not jobset["spec"].get("suspend")
+        and not deleting(jobset)
+        and not any(is_true(jobset, kind) for kind in ("Completed", "Failed"))
+        and any(children.get(JOB.kind, f"{jobset['metadata']['name']}-{name}-0") is None for name in sizes(jobset))
+    ]
+
+
+def stuck(children: Children) -> dict[str, tuple[str, ...]]:
+    """What is stuck, by uid, and the reasons of the Events that may say why."""
+    found: dict[str, tuple[str, ...]] = {}
+    for pod in children.of(POD.kind):
+        if creating(pod):
+            found[_uid(pod)] = ("FailedAttachVolume", "FailedMount")
+        elif unscheduled(pod):
+            found[_uid(pod)] = ("NotTriggerScaleUp", "TriggeredScaleUp")
+    found |= {_uid(job): ("FailedCreate",) for job in lacking(children)}
+    found |= {_uid(jobset): ("JobCreationFailed",) for jobset in jobless(children)}
+    found |= {_uid(claim): ("FailedBinding", "ProvisioningFailed") for claim in unbound(children)}
+    return found
+
+
+def unbound(children: Children) -> list[Object]:
+    """Claims of the job that have no volume while pods want them."""
+    pods = any(unscheduled(pod) for pod in children.of(POD.kind))
+    return [c for c in children.of(VOLUME_CLAIM.kind) if pods and c.get("status", {}).get("phase") == "Pending"]
+
+
+def unscheduled(pod: Object) -> bool:
+    """Whether the scheduler has found no node for the pod so far."""
+    told = condition(pod, "PodScheduled") or {}
+    return told.get("status") == "False" and told.get("reason") != "SchedulingGated" and not deleting(pod)
+
+
+def claims_told(children: Children, told: Mapping[str, str]) -> str:
+    """Why the job's claim has no volume, with its class and what it asks for; "" if nobody complains of it."""
+    for claim in unbound(children):
+        if said := told.get(_uid(claim)):
+            spec = claim.get("spec", {})
+            asked = ", ".join(spec.get("accessModes") or ())
+            size = spec.get("resources", {}).get("requests", {}).get("storage", "?")
+            named = spec.get("storageClassName")
+            kind = f"class {named}" if named else "the cluster's default class"
+            text = f"PersistentVolumeClaim {claim['metadata']['name']} ({asked}, {size}, {kind}) has no volume: {said}"
+            if "ReadWriteMany" in asked:
+                text += (
+                    "; pods on several nodes need ReadWriteMany: choose a class that has it "
+                    "(jobs.volume.storageClass), or ReadWriteOnce (jobs.volume.accessMode) if one node runs the job"
+                )
+            return text
+    return ""
+
+
+def _uid(thing: Object) -> str:
+    return str(thing["metadata"].get("uid"))
+
+
 def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
-    """Why a Job may not make its pods: a quota, Pod Security, a class or an account that is missing. `told`: what the
-    Job controller said, by the Job's uid."""
+    """Why a Job may not make its pods: a quota, Pod Security, a class or an account that is missing. Or why a JobSet
+    cannot make its Jobs. `told`: what their controllers said, by uid."""
+    for jobset in jobless(children):
+        if said := told.get(_uid(jobset)):
+            text = f"JobSet {jobset['metadata']['name']} cannot make its Jobs: {said}"
+            since = str(jobset["metadata"].get("creationTimestamp", ""))
+            return Cause(reasons.PODS_REFUSED, text[:LONGEST_MESSAGE], since, True)
     for job in lacking(children):
         if said := told.get(str(job["metadata"].get("uid"))):
             text = f"Job {job['metadata']['name']} cannot make its pods: {said.removeprefix('Error creating: ')}"
