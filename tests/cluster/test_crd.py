@@ -96,8 +96,8 @@ def test_examples_are_accepted(dry_run, path):
         },
         {"groups.1.replicas": DELETE, "groups.1.minReplicas": 1, "groups.1.maxReplicas": 4},
         {"groups.1.podTemplate": {"spec": {"anything": [{"goes": 1}]}}, "models.actor.lora": {}},
-        {"groups.1.podTemplate": {"spec": {"volumes": [{"$patch": "replace"}], "containers": None, "x": None}}},
-        {"groups.1.podTemplate": {"metadata": {"labels": {"a": "b"}}, "spec": None}},
+        {"groups.1.podTemplate": {"spec": {"imagePullSecrets": [{"$patch": "replace"}], "x": None}}},
+        {"groups.1.podTemplate": {"spec": {"initContainers": None}, "metadata": {"labels": {"a": "b"}}}},
     ],
     ids=str,
 )
