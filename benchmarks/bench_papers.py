@@ -14,7 +14,7 @@ from statistics import median
 from papers import app, planner, puzzle, rlhfuse
 from papers.common import Section
 
-from dovetail.planner.costs.passes import DEFAULT
+from dovetail.planner.costs import passes
 
 PAPERS = {"app": app.sections, "puzzle": puzzle.sections, "rlhfuse": rlhfuse.sections}
 # A plan this much slower than the best published strategy, in the same model, is worse.
@@ -47,7 +47,10 @@ def main() -> None:
     if os.environ.get("PLAN", "1") == "0":
         planner.SEARCH = False
     planner.STRATEGY = os.environ.get("STRATEGY", "search")  # type: ignore[assignment]
-    print(f"constants, the same for all: {DEFAULT}")
+    constants = {
+        name: value for name, value in vars(passes).items() if name.isupper() and isinstance(value, float | int)
+    }
+    print(f"constants, the same for all: {constants}")
     sections = []
     for name in chosen:
         started = time.perf_counter()

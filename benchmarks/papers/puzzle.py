@@ -11,7 +11,7 @@ from statistics import mean
 
 from dovetail.pipelines import FAMILIES, Effort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.costs.passes import DEFAULT
+from dovetail.planner.costs.passes import COLLECTIVE_SECONDS, LINK
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
@@ -165,7 +165,7 @@ def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float
     table = route(tensors, actor.layers, training, generation, 8)
     there = inventory(cluster, gpus)
     pool = there.pools[0]
-    mine = table.seconds(8, DEFAULT.link * pool.gpu.peer, DEFAULT.link * pool.network, DEFAULT.collective_seconds)
+    mine = table.seconds(8, LINK * pool.gpu.peer, LINK * pool.network, COLLECTIVE_SECONDS)
     zero = found.deepspeed
     theirs = 0.0
     if zero is not None:

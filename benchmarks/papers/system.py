@@ -12,6 +12,7 @@ from dovetail.planner.costs.generation import Generated, Servers, deal, expected
 from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, GPUCosts
 from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Load
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
+from dovetail.planner.costs.passes import LINK
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Lengths, Workload
@@ -86,7 +87,7 @@ class SystemCosts(GPUCosts):
             return super().optimizer(parameters, share)
         gpu = self.inventory[share.pool].gpu
         moved = self.gradient_bytes + ITEMSIZE[gpu.dtype]
-        return (moved + OPTIMIZER_BYTES) * parameters / (self.constants.link * gpu.pcie)
+        return (moved + OPTIMIZER_BYTES) * parameters / (LINK * gpu.pcie)
 
     def transferred(self, shape: ModelShape, head: Head, source: Share, target: Share) -> float:
         if self._system.shared_weights and source.overlaps(target) and target.fsdp == 3:

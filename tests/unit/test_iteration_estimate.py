@@ -130,7 +130,7 @@ def test_fusion_hides_inference_and_no_more() -> None:
 def test_generation_of_one_sample_by_hand() -> None:
     work = replace(workload(1), response=Lengths.fixed(100), prompt=Lengths.fixed(1))
     seconds = estimate(flattened(dp=1), work, inventory()).phases["generation"]
-    assert seconds == pytest.approx(99 * decode_step(SMALL, 1, 51, H100, H100.dtype), rel=0.02)
+    assert seconds == pytest.approx(99 * decode_step(SMALL, 1, 51, H100), rel=0.02)
 
 
 def test_separated_models_train_at_once() -> None:

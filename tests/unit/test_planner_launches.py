@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.manifest.types import Dtype, ScratchModel
+from dovetail.manifest.types import ScratchModel
 from dovetail.models import build_stage
-from dovetail.planner.costs.passes import DEFAULT, decode_step, forward
+from dovetail.planner.costs.passes import LAUNCHES, decode_step, forward
 from dovetail.planner.hardware import gpu
 from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef
@@ -46,8 +46,8 @@ def kernels(layers: int) -> tuple[int, int]:
 def test_launches_of_a_block_are_those_of_our_model() -> None:
     small, large = kernels(2), kernels(4)
     ahead, back = ((b - a) / 2 for a, b in zip(small, large, strict=True))
-    assert ahead == pytest.approx(DEFAULT.launches, rel=0.1)
-    assert back == pytest.approx(2 * DEFAULT.launches, rel=0.2)
+    assert ahead == pytest.approx(LAUNCHES, rel=0.1)
+    assert back == pytest.approx(2 * LAUNCHES, rel=0.2)
 
 
 def test_a_small_models_iteration_is_no_millisecond() -> None:
@@ -55,5 +55,5 @@ def test_a_small_models_iteration_is_no_millisecond() -> None:
     card = gpu("NVIDIA-H100-80GB-HBM3")
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     tiny = ModelShape.of(config | {"num_attention_heads": 2, "vocab_size": 300})
-    assert 128 * decode_step(tiny, 16, 100, card, Dtype.BFLOAT16) >= 0.3
-    assert forward(tiny, "lm", 1000, 100, card, Dtype.BFLOAT16) >= 2 * 36 * 5e-6
+    assert 128 * decode_step(tiny, 16, 100, card) >= 0.3
+    assert forward(tiny, "lm", 1000, 100, card) >= 2 * 36 * 5e-6

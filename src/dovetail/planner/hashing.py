@@ -29,14 +29,14 @@ def hashed_once(cls: type[T]) -> type[T]:
     return cls
 
 
-def known_share(method: Callable[[Any, Any, Any], T]) -> Callable[[Any, Any, Any], T]:
-    """For a method of (task, share) whose answer depends on the share's layout, and not on where the share begins: it
-    is asked once for each, with a share that begins at GPU 0."""
+def known_share(method: Callable[..., T]) -> Callable[..., T]:
+    """For a method of (task, share, ...) whose answer depends on the share's layout, and not on where the share begins:
+    it is asked once for each, with a share that begins at GPU 0."""
 
     @wraps(method)
-    def once(self: Any, task: Any, share: Any) -> T:
+    def once(self: Any, task: Any, share: Any, *more: Any) -> T:
         answers: dict[Any, T] = self.__dict__.setdefault(f"_known_{method.__name__}", {})
-        key = task, share.at(0)
+        key = task, share.at(0), *more
         if key not in answers:
             answers[key] = method(self, *key)
         return answers[key]

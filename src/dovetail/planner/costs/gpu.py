@@ -16,15 +16,14 @@ from dovetail.planner.costs.gpu_memory import Footprint, GPUMemory, GPUMemoryMod
 from dovetail.planner.costs.memory import ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.overlap import exposed_inference
 from dovetail.planner.costs.passes import (
-    DEFAULT,
-    Constants,
-    TimingError,
+    COLLECTIVE_SECONDS,
+    LINK,
+    MEMORY,
     all_gather,
     pass_seconds,
     servers,
     shared_prompt,
     straggling,
-    swap,
 )
 from dovetail.planner.costs.steps import Step, together
 from dovetail.planner.hashing import known_share
@@ -78,20 +77,17 @@ class GPUCosts:
 
     gradient_bytes = 4  # of a gradient that crosses the network
 
-    def __init__(
-        self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES, constants: Constants = DEFAULT
-    ) -> None:
-        self.work, self.inventory, self.constants = work, inventory, constants
+    def __init__(self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES) -> None:
+        self.work, self.inventory = work, inventory
         self.memory = GPUMemoryModel(work, inventory)
         self._max_samples = max_samples
-        self._servers: dict[tuple[Share, int], Servers] = {}
 
     # ------------------------------------------------------------ for the search
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Of a whole iteration; of a candidate that does not fit as if it did.
 
-        Raises TimingError for a dtype that a GPU lacks, KeyError for a pool that the inventory lacks."""
+        Raises KeyError for a pool that the inventory lacks."""
         used, rooms = self.memory.of(candidate)
         problem = next((m.explanation for m in used if not m.fits), None)
         for task, share in candidate.placed:
@@ -121,23 +117,20 @@ class GPUCosts:
         need, mine = found.need, found.footprint
         if need > pool.gpu.memory:
             return Option(share, 0.0, 0.0, need, f"{task} on {self.memory.explanation(task, share)}")
-        try:
-            if task == "generation":
-                seconds = self.generated([(share, max(found.room, self.work.longest))], None).seconds
-                problem = None
-                if found.room < self.work.longest:
-                    problem = (
-                        f"generation on {share} has room for {max(0, found.room)} tokens of KV cache, but a sample "
-                        f"may have {self.work.longest}"
-                    )
-                # A tail that gathers may end a little sooner.
-                return Option(share, seconds + self.swap(task, share), 0.9 * seconds, need, problem, mine)
-            if task in TRAINING:
-                step, steps = self.step(task, share), self.work.steps
-                return Option(share, steps * step.alone, steps * (step.work + step.fixed), need, None, mine)
-            return Option(share, self.inference(task, share) + self.swap(task, share), 0.0, need, None, mine)
-        except TimingError as error:
-            return Option(share, 0.0, 0.0, need, str(error))
+        if task == "generation":
+            seconds = self.generated([(share, max(found.room, self.work.longest))], None).seconds
+            problem = None
+            if found.room < self.work.longest:
+                problem = (
+                    f"generation on {share} has room for {max(0, found.room)} tokens of KV cache, but a sample "
+                    f"may have {self.work.longest}"
+                )
+            # A tail that gathers may end a little sooner.
+            return Option(share, seconds + self.swap(task, share), 0.9 * seconds, need, problem, mine)
+        if task in TRAINING:
+            step, steps = self.step(task, share), self.work.steps
+            return Option(share, steps * step.alone, steps * (step.work + step.fixed), need, None, mine)
+        return Option(share, self.inference(task, share) + self.swap(task, share), 0.0, need, None, mine)
 
     # ------------------------------------------------------------ generation and inference
 
@@ -147,11 +140,7 @@ class GPUCosts:
 
     def servers(self, share: Share, room: int) -> Servers:
         """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
-        key = share.at(0), room
-        if key not in self._servers:
-            pool = self.inventory[share.pool]
-            self._servers[key] = servers(share, pool, self.work, room, self._max_samples, self.constants)
-        return self._servers[key]
+        return servers(share.at(0), self.inventory[share.pool], self.work, room, self._max_samples)
 
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> Generated:
         """Generation on these shares, each with its servers' tokens of KV cache."""
@@ -182,7 +171,7 @@ class GPUCosts:
         shape, head = work.needed(task)
         prompt, response = work.prompt.mean, work.response.mean
         tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
-        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, (prompt + response) / 2, self.constants)
+        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, (prompt + response) / 2)
         count = -(-work.batch // (share.dp * share.micro_batch))
         return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
 
@@ -216,22 +205,22 @@ class GPUCosts:
         A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
         rank with most tokens count. Weights are gathered and gradients reduced once a step, under ZeRO-3 in each
         pass."""
-        work, pool, c = self.work, self.inventory[share.pool].training, self.constants
+        work, pool = self.work, self.inventory[share.pool].training
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
         trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
         tokens = work.prompt.mean + work.response.mean
         mini = min(work.mini_batch, work.batch)
-        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, tokens / 2, c)
+        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, tokens / 2)
         stage *= self.straggling(share.dp)
         pp, dp, tp = share.pp, share.dp, share.tp
         size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
-        reduced = all_gather(self.gradient_bytes * trained * size, dp, ring, c)
+        reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
         backwards, fixed = (3 if share.recompute else 2) * stage, 0.0
         if share.fsdp == 3:
             backwards = max(backwards, gather + reduced)
         elif dp > 1:
-            gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring, c)
+            gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
             fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
         # Of ranks with equal work the one with the longest sample of all ends last.
@@ -249,9 +238,9 @@ class GPUCosts:
 
     def optimizer(self, parameters: float, share: Share) -> float:
         """The step of these parameters on one GPU; moments in host memory come back for it."""
-        gpu, c = self.inventory[share.pool].gpu, self.constants
-        seconds = OPTIMIZER_BYTES * parameters / (c.memory * gpu.memory_bandwidth)
-        return seconds + (2 * 8 * parameters / (c.link * gpu.pcie) if share.offload else 0.0)
+        gpu = self.inventory[share.pool].gpu
+        seconds = OPTIMIZER_BYTES * parameters / (MEMORY * gpu.memory_bandwidth)
+        return seconds + (2 * 8 * parameters / (LINK * gpu.pcie) if share.offload else 0.0)
 
     # ------------------------------------------------------------ between the tasks
 
@@ -267,7 +256,7 @@ class GPUCosts:
         return total
 
     def transferred(self, shape: ModelShape, head: Head, source: Share, target: Share) -> float:
-        return transfer_seconds(shape, head, source, target, self.inventory, self.constants)
+        return transfer_seconds(shape, head, source, target, self.inventory)
 
     def swapped_in(self, candidate: Candidate) -> float:
         """Weights of servers and scorers come from host memory. Tasks on the same GPUs load one after the other, others
@@ -287,7 +276,7 @@ class GPUCosts:
             return 0.0
         gpu = self.inventory[share.pool].gpu
         size = model[0].parameters(model[1]) * ITEMSIZE[gpu.dtype] / (share.pp * share.tp)
-        return swap(size / share.dp if share.fsdp == 3 else size, gpu, 1, self.constants)
+        return (size / share.dp if share.fsdp == 3 else size) / (LINK * gpu.pcie)
 
 
 @lru_cache(maxsize=256)
@@ -301,9 +290,7 @@ def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...])
 # ------------------------------------------------------------ weights between tasks
 
 
-def transfer_seconds(
-    shape: ModelShape, head: Head, source: Share, target: Share, inventory: Inventory, c: Constants
-) -> float:
+def transfer_seconds(shape: ModelShape, head: Head, source: Share, target: Share, inventory: Inventory) -> float:
     """Seconds to bring a model's weights from its training share to a share that generates or scores. Each byte
     leaves its sender once and enters a node of receivers once; the node passes it on."""
     pool, origin = inventory[target.pool], inventory[source.pool]
@@ -324,7 +311,7 @@ def transfer_seconds(
         into = size * min(1.0, local / (target.pp * target.tp)) * (1 - held) / (local * pool.network)
         out = size * (1 - held) / (senders * origin.network)
         seconds = max(into, out, each / pool.gpu.peer)
-    return c.collective_seconds + seconds / c.link
+    return COLLECTIVE_SECONDS + seconds / LINK
 
 
 def _held(source: Share, target: Share) -> float:

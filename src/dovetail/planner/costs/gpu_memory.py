@@ -25,6 +25,7 @@ from dovetail.planner.costs.memory import (
     training_memory,
     two_blocks,
 )
+from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
@@ -110,8 +111,6 @@ class GPUMemoryModel:
 
     def __init__(self, work: Workload, inventory: Inventory) -> None:
         self.work, self.inventory = work, inventory
-        self._training_loads: dict[tuple[Task, Share, int | None], Load] = {}
-        self._serving_loads: dict[tuple[Task, Share], Load] = {}
 
     # ------------------------------------------------------------ one task
 
@@ -262,14 +261,12 @@ class GPUMemoryModel:
         `stage`: of training; without, the stage that holds most."""
         return self.training_load(task, share, stage) if task in TRAINING else self.serving_load(task, share)
 
-    def training_load(self, task: Task, share: Share, stage: int | None = None) -> Load:
-        key = task, share.at(0), stage
-        if key not in self._training_loads:
-            # The first stage keeps most micro-batches, the last has the logits.
-            stages = {0, share.pp - 1} if stage is None else {stage}
-            loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]
-            self._training_loads[key] = max(loads, key=lambda load: load.resident + load.transient)
-        return self._training_loads[key]
+    @known_share
+    def training_load(self, task: Task, share: Share, stage: int | None) -> Load:
+        # The first stage keeps most micro-batches, the last has the logits.
+        stages = {0, share.pp - 1} if stage is None else {stage}
+        loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]
+        return max(loads, key=lambda load: load.resident + load.transient)
 
     def training_job(self, task: Task, share: Share, stage: int) -> Training:
         """The job of a training share as its pipeline stage `stage` runs it under 1F1B."""
@@ -301,13 +298,8 @@ class GPUMemoryModel:
         works["fragments"] = FRAGMENTS * sum(works.values())
         return Load(stays, works, found.host, 4 * trained_parameters(job, stage)[1] / dp)
 
+    @known_share
     def serving_load(self, task: Task, share: Share) -> Load:
-        key = task, share.at(0)
-        if key not in self._serving_loads:
-            self._serving_loads[key] = self._serving(task, share)
-        return self._serving_loads[key]
-
-    def _serving(self, task: Task, share: Share) -> Load:
         """Generation without its cache, or inference."""
         shape, head = self.work.needed(task)
         b, last = ITEMSIZE[self.inventory[share.pool].gpu.dtype], share.pp - 1

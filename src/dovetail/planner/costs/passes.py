@@ -6,17 +6,14 @@ b bytes a number, p parameters; tp GPUs share one server or pipeline stage."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from dovetail.manifest.types import Dtype
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expected_longest, quantiles
 from dovetail.planner.costs.memory import ITEMSIZE
 from dovetail.planner.hardware import GPU
-from dovetail.planner.hashing import hashed_once
 from dovetail.planner.inventory import Pool
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload
@@ -25,144 +22,102 @@ from dovetail.protocol.budgets import SCORER_TOKENS
 # Samples that vLLM prefills together.
 PREFILLED = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+# Assumed, the same for all GPUs and models. Fractions of the peaks that are reached: of F in large matrix products, of
+# W when weights and KV cache stream through, and of a link's bandwidth.
+MATRIX = 0.5
+MEMORY = 0.65
+LINK = 0.8
+# Launches and latencies of one block in a decode step, and of one collective or message.
+LAYER_SECONDS = 20e-6
+COLLECTIVE_SECONDS = 15e-6
+# The host's work, which the GPU waits for where a model is small: a step of vLLM at least (scheduling, inputs,
+# sampling, output), each kernel that PyTorch launches, and how many it launches for a block in a forward pass. The
+# launches are counted (tests/unit/test_planner_launches.py). Both times are assumed: nothing was measured on a GPU.
+STEP_SECONDS = 2.5e-3
+LAUNCH_SECONDS = 5e-6
+LAUNCHES = 36
 
 
-class TimingError(ValueError):
-    """A task that a GPU cannot do at all; the message names both."""
-
-
-@hashed_once
-@dataclass(frozen=True)
-class Constants:
-    """Assumed, the same for all GPUs and models: shares of the peaks that are reached, and fixed costs.
-
-    `matrix`: of F in large matrix products; `memory`: of W when weights and KV cache stream through; `link`: of a
-    link's bandwidth. `layer_seconds`: launches and latencies of one block in a decode step; `collective_seconds`: of
-    one collective or message.
-
-    The host's work, which the GPU waits for where a model is small: `step_seconds` of a step of vLLM at least
-    (scheduling, inputs, sampling, output), and `launch_seconds` of each kernel that PyTorch launches, `launches` a
-    block in a forward pass. The launches are counted (tests/unit/test_planner_launches.py). Both times are assumed:
-    nothing was measured on a GPU."""
-
-    matrix: float = 0.5
-    memory: float = 0.65
-    link: float = 0.8
-    layer_seconds: float = 20e-6
-    collective_seconds: float = 15e-6
-    step_seconds: float = 2.5e-3
-    launch_seconds: float = 5e-6
-    launches: int = 36
-
-
-DEFAULT = Constants()
-
-
-def flops(gpu: GPU, dtype: Dtype) -> float:
-    """F. Raises TimingError for a dtype that the GPU has not."""
-    if dtype not in gpu.flops:
-        known = ", ".join(sorted(gpu.flops))
-        raise TimingError(f"{gpu.product} has no {dtype}; set the group's dtype to one of {known}")
-    return gpu.flops[dtype]
-
-
-def all_reduce(size: float, ranks: int, bandwidth: float, constants: Constants = DEFAULT) -> float:
+def all_reduce(size: float, ranks: int, bandwidth: float) -> float:
     """Ring: each rank sends and receives 2 (n - 1) / n of `size` bytes."""
     if ranks == 1:
         return 0.0
-    return constants.collective_seconds + 2 * (ranks - 1) / ranks * size / (constants.link * bandwidth)
+    return COLLECTIVE_SECONDS + 2 * (ranks - 1) / ranks * size / (LINK * bandwidth)
 
 
-def all_gather(size: float, ranks: int, bandwidth: float, constants: Constants = DEFAULT) -> float:
+def all_gather(size: float, ranks: int, bandwidth: float) -> float:
     """Ring: each rank receives (n - 1) / n of `size` bytes; a reduce-scatter takes as long."""
     if ranks == 1:
         return 0.0
-    return constants.collective_seconds + (ranks - 1) / ranks * size / (constants.link * bandwidth)
+    return COLLECTIVE_SECONDS + (ranks - 1) / ranks * size / (LINK * bandwidth)
 
 
-def forward(
-    shape: ModelShape,
-    head: Head,
-    tokens: float,
-    context: float,
-    gpu: GPU,
-    dtype: Dtype,
-    tp: int = 1,
-    c: Constants = DEFAULT,
-) -> float:
+def forward(shape: ModelShape, head: Head, tokens: float, context: float, gpu: GPU, tp: int = 1) -> float:
     """A forward pass over `tokens` positions, `context` attended to on average: arithmetic, reading the weights or
     launching the kernels, whichever is longest, and with tp two all-reduces of the activations a block."""
-    b = ITEMSIZE[dtype]
-    arithmetic = shape.forward_flops(tokens, context, head) / (tp * c.matrix * flops(gpu, dtype))
-    reading = shape.parameters(head) * b / (tp * c.memory * gpu.memory_bandwidth)
-    exchange = 2 * shape.layers * all_reduce(tokens * shape.hidden * b, tp, gpu.peer, c)
-    launching = shape.layers * c.launches * c.launch_seconds
+    b = ITEMSIZE[gpu.dtype]
+    arithmetic = shape.forward_flops(tokens, context, head) / (tp * MATRIX * gpu.flops[gpu.dtype])
+    reading = shape.parameters(head) * b / (tp * MEMORY * gpu.memory_bandwidth)
+    exchange = 2 * shape.layers * all_reduce(tokens * shape.hidden * b, tp, gpu.peer)
+    launching = shape.layers * LAUNCHES * LAUNCH_SECONDS
     return max(arithmetic, reading, launching) + exchange
 
 
-def decode_step(
-    shape: ModelShape, batch: int, context: float, gpu: GPU, dtype: Dtype, tp: int = 1, c: Constants = DEFAULT
-) -> float:
+def decode_step(shape: ModelShape, batch: int, context: float, gpu: GPU, tp: int = 1) -> float:
     """One token for each of `batch` samples with `context` tokens each: weights and KV cache are read once
     (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer; at least the host's time."""
-    b = ITEMSIZE[dtype]
+    b = ITEMSIZE[gpu.dtype]
     read = shape.parameters() * b / tp + batch * context * shape.kv_bytes(b, tp)
-    memory = read / (c.memory * gpu.memory_bandwidth)
-    arithmetic = shape.forward_flops(batch, context) / (tp * c.matrix * flops(gpu, dtype))
-    exchange = 2 * shape.layers * all_reduce(batch * shape.hidden * b, tp, gpu.peer, c)
-    return max(max(memory, arithmetic) + shape.layers * c.layer_seconds + exchange, c.step_seconds)
+    memory = read / (MEMORY * gpu.memory_bandwidth)
+    arithmetic = shape.forward_flops(batch, context) / (tp * MATRIX * gpu.flops[gpu.dtype])
+    exchange = 2 * shape.layers * all_reduce(batch * shape.hidden * b, tp, gpu.peer)
+    return max(max(memory, arithmetic) + shape.layers * LAYER_SECONDS + exchange, STEP_SECONDS)
 
 
-def swap(size: float, gpu: GPU, tp: int = 1, c: Constants = DEFAULT) -> float:
-    """`size` bytes from host memory to `tp` GPUs, each over its own PCIe link."""
-    return size / (tp * c.link * gpu.pcie)
-
-
-def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share, c: Constants) -> float:
+def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share) -> float:
     """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer. 0 for other shares."""
     if share.fsdp != 3 or share.dp == 1:
         return 0.0
     size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
     layers = max(1, shape.layers // share.pp)
-    return all_gather(size, share.dp, pool.ring(share.dp, share.tp), c) + (layers - 1) * c.collective_seconds
+    return all_gather(size, share.dp, pool.ring(share.dp, share.tp)) + (layers - 1) * COLLECTIVE_SECONDS
 
 
 @lru_cache(maxsize=8192)
 def decode_steps(
-    shape: ModelShape, pool: Pool, tp: int, context: float, gather: float, most: int, c: Constants
+    shape: ModelShape, pool: Pool, tp: int, context: float, gather: float, most: int
 ) -> tuple[Floats, int]:
     """(most + 1,) seconds of a step with 0 (as 1) to `most` samples, and BS_max. `gather`: seconds to gather weights
     before each step."""
     gpu = pool.gpu
     points = [*(n for n in BATCHES if n < most), most]
-    seconds = [decode_step(shape, n, context, gpu, gpu.dtype, tp, c) + gather for n in points]
+    seconds = [decode_step(shape, n, context, gpu, tp) + gather for n in points]
     steps: Floats = np.interp(np.arange(most + 1), points, seconds)
     steps.setflags(write=False)
     return steps, max(1, int(np.searchsorted(steps, SATURATED * steps[1], "right")) - 1)
 
 
-def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: int, c: Constants) -> Servers:
+@lru_cache(maxsize=8192)
+def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: int) -> Servers:
     """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
     shape, gpu = work.actor, pool.gpu
     prompt, response = work.prompt.mean, work.response.mean
-    gather = gathering(shape, "lm", pool, share, c)
-    steps, saturation = decode_steps(
-        shape, pool, share.tp, prompt + response / 2, gather, min(work.batch, max_samples), c
-    )
+    gather = gathering(shape, "lm", pool, share)
+    steps, saturation = decode_steps(shape, pool, share.tp, prompt + response / 2, gather, min(work.batch, max_samples))
     if share.pp > 1:
-        steps, saturation = _staged(steps, share, pool, shape, c), saturation * share.pp
+        steps, saturation = _staged(steps, share, pool, shape), saturation * share.pp
     tokens = PREFILLED * (prompt + response)
-    prefill = max(forward(shape, "lm", tokens, prompt, gpu, gpu.dtype, share.tp, c) / share.pp, gather) / tokens
-    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (share.pp * c.link * pool.network)
+    prefill = max(forward(shape, "lm", tokens, prompt, gpu, share.tp) / share.pp, gather) / tokens
+    moved = shape.kv_bytes(ITEMSIZE[gpu.dtype], share.tp) / (share.pp * LINK * pool.network)
     return Servers(share.dp, steps, prefill, room, saturation, min(prefill, moved))
 
 
-def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape, c: Constants) -> Floats:
+def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Floats:
     """Seconds of a step with pp stages. The samples are in pp groups that follow each other. A step of all groups
     takes as long as one group takes through all stages, with the messages between them."""
     parts = -(-np.arange(len(steps)) // share.pp)
     sizes = parts * shape.hidden * ITEMSIZE[pool.gpu.dtype]
-    hop = c.collective_seconds + sizes / (c.link * pool.link(share.pp * share.tp))
+    hop = COLLECTIVE_SECONDS + sizes / (LINK * pool.link(share.pp * share.tp))
     staged: Floats = steps[parts] + share.pp * hop
     staged.setflags(write=False)
     return staged
@@ -170,18 +125,18 @@ def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape, c: Const
 
 @lru_cache(maxsize=8192)
 def pass_seconds(
-    shape: ModelShape, head: Head, share: Share, pool: Pool, tokens: float, context: float, c: Constants
+    shape: ModelShape, head: Head, share: Share, pool: Pool, tokens: float, context: float
 ) -> tuple[float, float, float]:
     """Seconds of a forward pass of one micro-batch, whose samples have `tokens` tokens and attend to `context`: of
     its slowest stage, of gathering that stage's weights (at the same time), and of sending a boundary tensor on."""
     gpu = pool.gpu
-    whole = forward(shape, head, share.micro_batch * tokens, context, gpu, gpu.dtype, share.tp, c)
+    whole = forward(shape, head, share.micro_batch * tokens, context, gpu, share.tp)
     slowest = -(-shape.layers // share.pp) / shape.layers
     hop = 0.0
     if share.pp > 1:
         boundary = share.micro_batch * tokens * shape.hidden * ITEMSIZE[gpu.dtype]
-        hop = c.collective_seconds + boundary / (c.link * pool.link(share.gpus))
-    return whole * slowest, gathering(shape, head, pool, share, c), hop
+        hop = COLLECTIVE_SECONDS + boundary / (LINK * pool.link(share.gpus))
+    return whole * slowest, gathering(shape, head, pool, share), hop
 
 
 def shared_prompt(work: Workload, stages: int) -> float:

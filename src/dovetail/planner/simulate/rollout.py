@@ -152,7 +152,7 @@ def _score(
         tokens = sum(totals[r] - again * prompts[r] for r in rows) / copy.share.micro_batch
         context = sum(totals[r] for r in rows) / copy.share.micro_batch / 2
         pool = costs.inventory[copy.share.pool]
-        stage, gather, hop = pass_seconds(*copy.model, copy.share, pool, tokens, context, costs.constants)
+        stage, gather, hop = pass_seconds(*copy.model, copy.share, pool, tokens, context)
         busy = max(stage, gather)
         done = now + busy + (copy.share.pp - 1) * (busy + hop)
         for gpu in copy.gpus:

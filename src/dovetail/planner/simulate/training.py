@@ -56,7 +56,7 @@ def play_training(
     """`tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in order. `drawn`: with bars."""
     work = costs.work
     plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
-    actor, critic = GPUCosts(plain, costs.inventory, constants=costs.constants).steps(candidate)
+    actor, critic = GPUCosts(plain, costs.inventory).steps(candidate)
     if actor is None:
         return Trained(0.0, [])
     mini = min(work.mini_batch, work.batch)
