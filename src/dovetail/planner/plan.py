@@ -10,6 +10,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.candidate import INFERENCE
 from dovetail.planner.hardware import GPU
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
@@ -18,7 +19,7 @@ from dovetail.planner.placement.division import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
-from dovetail.planner.placement.scorers import scorer_models, server_memory
+from dovetail.planner.placement.scorers import scorer_models
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.process_names import rollout_name, trainer_name
 from dovetail.protocol.profile import Profile
@@ -165,29 +166,34 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
     prediction = placed.prediction
     if prediction is None:
         return found
-    colocated = _beside_trainers(placed)
+    memory = _server_memory(placed)
     stages = {(group, task.task): task.pp for task in prediction.tasks for group in task.group.split("+")}
     return [
         r.model_copy(
             update={
                 "pp": stages.get((r.group, "generation"), 1),
                 "split": {model: count for model in r.scores if (count := stages.get((r.group, model), 1)) > 1},
-                "memory": colocated.get(r.group) or server_memory(prediction, r.group),
+                "memory": memory.get(r.group),
             }
         )
         for r in found
     ]
 
 
-def _beside_trainers(placed: Placed) -> dict[str, float]:
-    """By group, the part of a GPU's memory for its servers: what trainers leave that keep their state there."""
+def _server_memory(placed: Placed) -> dict[str, float]:
+    """By group, the part of a GPU's memory for its servers, where they leave some to others: to trainers that keep
+    their state there, and to scorers that stay beside a server that is awake."""
     if placed.chosen is None:
         return {}
     candidate, costs = placed.chosen.candidate, placed.chosen.costs
-    parts = costs.memory.server_memory(candidate)
     training = {share.pool for share in (*candidate.actor_training, *candidate.critic_training)}
-    found = {share.pool: part for share, part in parts.items() if share.pool in training}
-    return {group: math.floor(100 * part) / 100 for pool, part in found.items() for group in pool.split("+")}
+    scored = [share for task in INFERENCE for share in candidate.shares(task)]
+    found: dict[str, float] = {}
+    for share, part in costs.memory.server_memory(candidate).items():
+        beside = not share.offload and any(share.overlaps(other) for other in scored)
+        if share.pool in training or beside:
+            found |= dict.fromkeys(share.pool.split("+"), math.floor(100 * part) / 100)
+    return found
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:

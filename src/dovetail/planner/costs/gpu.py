@@ -111,6 +111,7 @@ class GPUCosts:
         }
         return Estimate(phases, used, problem)
 
+    @known_share
     def option(self, task: Task, share: Share) -> Option:
         """The task on these GPUs alone, one share doing all of it."""
         found, pool = self.memory.alone(task, share), self.inventory[share.pool]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells
+from dovetail.planner.candidate import INFERENCE, TRAINING, Share, cells
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.layouts import EVERY, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.limits import Limits
@@ -35,7 +36,6 @@ class Combiner:
 
     def __init__(self, limits: Limits, costs: GPUCosts, ranker: Ranker) -> None:
         self._limits, self._costs, self._ranker = limits, costs, ranker
-        self._alone: dict[tuple[Task, Share], Option] = {}
 
     def few(self, ranking: Ranking) -> Iterator[Chosen]:
         """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
@@ -57,14 +57,8 @@ class Combiner:
 
     def fits(self, ranking: Ranking, filling: Filling, chosen: Chosen) -> bool:
         """Whether a combination can run and fits, as far as that is known without an estimate of everything."""
-        if not self.agrees(ranking, chosen):
-            return False
-        options = []
-        for (task, _), share in zip(ranking.places, chosen, strict=True):
-            if (task, share) not in self._alone:
-                self._alone[task, share] = self._costs.option(task, share)
-            options.append(self._alone[task, share])
-        return filling.fits(options)
+        placed = zip(ranking.places, chosen, strict=True)
+        return self.agrees(ranking, chosen) and filling.fits([self._costs.option(task, s) for (task, _), s in placed])
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
         """Whether a combination can run: actor and critic have one micro-batch size and one tp, inference takes
@@ -179,21 +173,14 @@ class Filling:
 
     def fits(self, chosen: Sequence[Option]) -> bool:
         """Whether an option for each place fits with the others."""
-        return all(_excess(cell, chosen) <= 0 for cell in self._cells)
+        return all(_excess(cell, [chosen[at].footprint for at in cell.places]) <= 0 for cell in self._cells)
 
     def fitting(self, layouts: Sequence[Ranked], orders: Sequence[tuple[int, ...]]) -> Bools:
         """(n,) whether each of n combinations fits. A combination has the number of an option for each place."""
         chosen = np.array(orders)
         fits = np.ones(len(orders), dtype=bool)
         for cell in self._cells:
-            tables = [(self._table(layouts[at]), chosen[:, at]) for at in cell.places]
-            kept = sum(table.kept[i] for table, i in tables)
-            gradients = sum(table.gradients[i] for table, i in tables)
-            works = np.max([table.works[i] + table.beside(gradients, i) for table, i in tables], axis=0)
-            fits &= kept + works <= cell.room
-            for table, i in tables:
-                if table.serves:
-                    fits &= kept + np.where(table.awake[i], works, table.works[i] + gradients) <= cell.serving
+            fits &= _excess(cell, [self._table(layouts[at])[chosen[:, at]] for at in cell.places], *_ARRAYS) <= 0
         return fits
 
     def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
@@ -203,16 +190,15 @@ class Filling:
         if not all(layouts):
             return None
         chosen = [ranked[0] for ranked in layouts]
-        tables: dict[int, _Table] = {}
         for cell in self._cells:
-            while (excess := _excess(cell, chosen)) > 0:
+            while (excess := _excess(cell, [chosen[at].footprint for at in cell.places])) > 0:
                 best: tuple[float, int, int] = (0.0, 0, 0)
                 for at in cell.places:
-                    if at not in tables:
-                        tables[at] = self._table(layouts[at])
-                    saved = np.minimum(excess, excess - tables[at].excess(cell, at, chosen))
+                    mine = self._table(layouts[at])
+                    tried = [mine if place == at else chosen[place].footprint for place in cell.places]
+                    saved = np.minimum(excess, excess - _excess(cell, tried, *_ARRAYS))
                     saved[saved <= LEAST_BYTES] = 0.0
-                    value = saved / np.maximum(LEAST_SECONDS, tables[at].seconds - chosen[at].seconds)
+                    value = saved / np.maximum(LEAST_SECONDS, mine.seconds - chosen[at].seconds)
                     highest = int(np.argmax(value))
                     if value[highest] > best[0]:
                         best = float(value[highest]), at, highest
@@ -224,56 +210,51 @@ class Filling:
     def _table(self, options: Ranked) -> _Table:
         # Lists are told apart by where they are, and kept so that they stay there.
         if id(options) not in self._tables:
-            self._tables[id(options)] = options, _Table(options)
+            marks = [o.footprint for o in options]
+            columns = ([o.seconds for o in options], *([getattr(f, name) for f in marks] for name in _COLUMNS))
+            self._tables[id(options)] = options, _Table(*map(np.array, columns), marks[0].serves)
         return self._tables[id(options)][1]
 
 
-class _Table:
-    """The options of a place as arrays, to compute at once what each of them would change."""
-
-    def __init__(self, options: Sequence[Option]) -> None:
-        self.seconds: Floats = np.array([o.seconds for o in options])
-        self.kept: Floats = np.array([o.footprint.kept for o in options])
-        self.works: Floats = np.array([o.footprint.works for o in options])
-        self.gradients: Floats = np.array([o.footprint.gradients for o in options])
-        self.serves = options[0].footprint.serves
-        self.awake = np.array([o.footprint.awake for o in options])
-
-    def beside(self, gradients: Floats, i: npt.NDArray[np.int64]) -> Floats:
-        """(n,) bytes of other models' gradients that are there while these options work: in training only. `gradients`:
-        of all models."""
-        mine = self.gradients[i]
-        return np.where(mine > 0, gradients - mine, 0.0)
-
-    def excess(self, cell: _Cell, at: int, chosen: Sequence[Option]) -> Floats:
-        """Like `_excess`, for each of the options in place of the one at `at`."""
-        others = [chosen[place].footprint for place in cell.places if place != at]
-        kept = self.kept + sum(f.kept for f in others)
-        theirs = sum(f.gradients for f in others)
-        works = self.works + np.where(self.gradients > 0, theirs, 0.0)
-        for f in others:
-            works = np.maximum(works, f.works + (theirs - f.gradients + self.gradients if f.gradients else 0.0))
-        most: Floats = kept + works - cell.room
-        if self.serves:
-            most = np.maximum(most, kept + np.where(self.awake, works, self.works + theirs) - cell.serving)
-        for f in others:
-            if f.serves:
-                most = np.maximum(most, kept + (works if f.awake else f.works + theirs + self.gradients) - cell.serving)
-        return most
+_COLUMNS = ("kept", "works", "gradients", "awake")
 
 
-def _excess(cell: _Cell, chosen: Sequence[Option]) -> float:
+class _Table(NamedTuple):
+    """The options of a place: their seconds, and their footprints with an array in place of each number."""
+
+    seconds: Floats
+    kept: Floats
+    works: Floats
+    gradients: Floats
+    awake: Bools
+    serves: bool
+
+    def __getitem__(self, i: Any) -> _Table:  # type: ignore[override]
+        """Of some of the options, by number."""
+        return _Table(self.seconds[i], self.kept[i], self.works[i], self.gradients[i], self.awake[i], self.serves)
+
+
+def _either(condition: bool, first: float, second: float) -> float:
+    return first if condition else second
+
+
+# What `_excess` computes arrays with.
+_ARRAYS = np.maximum, np.where
+
+
+def _excess(cell: _Cell, footprints: Sequence[Any], larger: Any = max, either: Any = _either) -> Any:
     """Bytes by which a GPU is too small; with 0 or less the options fit. A server that stays awake has what is left
-    while the others work. A server that sleeps meanwhile has what they keep."""
-    kept = works = 0.0
-    gradients = sum(chosen[at].footprint.gradients for at in cell.places)
-    server = None
-    for at in cell.places:
-        f = chosen[at].footprint
-        kept += f.kept
-        works = max(works, f.works + (gradients - f.gradients if f.gradients else 0.0))
-        server = f if f.serves else server
+    while the others work. A server that sleeps meanwhile has what they keep.
+
+    `footprints`: a `Footprint` of each place, or a `_Table` of many at once. Other models' gradients are there while
+    a model trains."""
+    kept = sum(f.kept for f in footprints)
+    gradients = sum(f.gradients for f in footprints)
+    works: Any = 0.0
+    for f in footprints:
+        works = larger(works, f.works + either(f.gradients > 0, gradients - f.gradients, 0.0))
     most = kept + works - cell.room
-    if server is not None:
-        most = max(most, kept + (works if server.awake else server.works + gradients) - cell.serving)
+    for f in footprints:
+        if f.serves:
+            most = larger(most, kept + either(f.awake, works, f.works + gradients) - cell.serving)
     return most

@@ -10,6 +10,7 @@ from typing import Any
 
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts, Option
+from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.limits import MICRO_BATCHES, MOST_STAGES, Limits, every_layout
 from dovetail.planner.placement.structures import apart
@@ -54,7 +55,6 @@ class Ranker:
 
     def __init__(self, limits: Limits, costs: GPUCosts) -> None:
         self._limits, self._costs = limits, costs
-        self._options: dict[tuple[object, ...], Ranked | Misfit] = {}
 
     def rank(self, structure: Candidate, width: int = WIDTH) -> Ranking | Misfit:
         """The layouts of each task, or the reason why a task does not fit."""
@@ -63,7 +63,7 @@ class Ranker:
         fastest: dict[Task, float] = {}
         floors: dict[Task, float] = {}
         for task, slot in places:
-            ranked = self._kept(task, slot.at(0), any(slot.overlaps(other) for other in trained), width)
+            ranked = self._kept(task, slot, any(slot.overlaps(other) for other in trained), width)
             if isinstance(ranked, Misfit):
                 return ranked
             layouts.append(ranked)
@@ -73,38 +73,32 @@ class Ranker:
                 seconds[task] = 1 / rate
         return Ranking(structure, places, tuple(layouts), _sum(structure, fastest), _sum(structure, floors))
 
+    @known_share
     def _kept(self, task: Task, slot: Share, shared: bool, width: int) -> Ranked | Misfit:
         """The options of a task that are kept. Where actor and critic must have one tp, the best of each tp are
         kept."""
-        key = (task, slot, shared, width)
-        if key not in self._options:
-            ranked = self._fitting(task, slot, shared)
-            if isinstance(ranked, Misfit):
-                self._options[key] = ranked
-            elif not self._limits.together or task not in TRAINING:
-                self._options[key] = _front(ranked, width)
-            else:
-                degrees = sorted({option.share.tp for option in ranked})
-                kept = [o for tp in degrees for o in _front([o for o in ranked if o.share.tp == tp], width)]
-                self._options[key] = sorted(kept, key=_by_seconds)
-        return self._options[key]
+        ranked = self._fitting(task, slot, shared)
+        if isinstance(ranked, Misfit):
+            return ranked
+        if not self._limits.together or task not in TRAINING:
+            return _front(ranked, width)
+        degrees = sorted({option.share.tp for option in ranked})
+        kept = [o for tp in degrees for o in _front([o for o in ranked if o.share.tp == tp], width)]
+        return sorted(kept, key=_by_seconds)
 
+    @known_share
     def _fitting(self, task: Task, slot: Share, shared: bool) -> Ranked | Misfit:
         """Layouts that fit alone, fastest first. `shared`: the same GPUs also train."""
-        key = (task, slot, shared)
-        if key not in self._options:
-            pool = self._costs.inventory[slot.pool]
-            alike = options(task, slot, shared, pool, self._costs.work, self._limits)
-            found = [option for shares in alike for option in self.ways(task, shares)]
-            nothing = Misfit(
-                f"no layout of {task} on {slot.gpus} GPUs of {slot.pool} divides its batches and layers evenly",
-                float("inf"),
-            )
-            least = min(found, key=lambda option: option.need, default=None)
-            if least and least.problem:
-                nothing = Misfit(least.problem, least.need / pool.gpu.memory)
-            self._options[key] = sorted((o for o in found if o.problem is None), key=_by_seconds) or nothing
-        return self._options[key]
+        pool = self._costs.inventory[slot.pool]
+        alike = options(task, slot, shared, pool, self._costs.work, self._limits)
+        found = [option for shares in alike for option in self.ways(task, shares)]
+        if fits := sorted((o for o in found if o.problem is None), key=_by_seconds):
+            return fits
+        least = min(found, key=lambda option: option.need, default=None)
+        if least is not None and least.problem is not None:
+            return Misfit(least.problem, least.need / pool.gpu.memory)
+        why = f"no layout of {task} on {slot.gpus} GPUs of {slot.pool} divides its batches and layers evenly"
+        return Misfit(why, float("inf"))
 
     def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
         """Options for shares that differ only in how they save memory. There is one if saving everything is not

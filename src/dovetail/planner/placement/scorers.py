@@ -1,16 +1,10 @@
-"""Which scorer serves which models: all of them everything, or each a part (APP section V-A, Interleaving); and the
-memory that the servers beside them leave them."""
+"""Which scorer serves which models: all of them everything, or each a part (APP section V-A, Interleaving)."""
 
 from __future__ import annotations
 
-import math
-from typing import get_args
-
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.costs.memory import CONTEXT_BYTES, FRAGMENTS, UTILISATION
 from dovetail.protocol.plan import Scored
-from dovetail.protocol.prediction import Prediction
 
 
 def scored_models(spec: RLHFJobSpec) -> list[Scored]:
@@ -35,19 +29,3 @@ def scorer_models(spec: RLHFJobSpec, scorers: int, interleaved: bool = False) ->
         return [list(models) for _ in range(scorers)]
     half = scorers // 2
     return [["reference"] if index < half else models[1:] for index in range(scorers)]
-
-
-def server_memory(prediction: Prediction, group: str) -> float | None:
-    """Share of a GPU's memory for the group's servers, vLLM's default less what the scorers need there; None where no
-    scorer stays beside a server: it sleeps, or trainers have the GPUs too."""
-    least = 1.0
-    for cell in prediction.memory:
-        scored = {k: v for k, v in cell.parts.items() if k.partition(":")[0] in get_args(Scored)}
-        if cell.group == group and scored and any(k.startswith("generation:") for k in cell.parts):
-            weights = sum(size for name, size in scored.items() if name.endswith(": weights"))
-            taken = sum(scored.values()) + FRAGMENTS * weights + CONTEXT_BYTES
-            least = min(least, UTILISATION - taken / cell.capacity)
-    kinds = {task.task for task in prediction.tasks if task.group == group}
-    beside = any(task.task == "generation" and not task.details for task in prediction.tasks if task.group == group)
-    alone = not any(kind.endswith("_training") for kind in kinds)
-    return math.floor(100 * least) / 100 if least < 1 and beside and alone else None
