@@ -283,12 +283,11 @@ def controllers(count: int) -> Iterator[tuple[str, Record]]:
                 swap_in_seconds=float(rng.choice([0.0, 0.2])),
                 max_samples=int(rng.choice([8, 32])),
                 kv_tokens=[None, 8192][int(rng.integers(2))],
-                shared=bool(rng.integers(2)),
             )
             for _ in range(instances)
         ]
         setting: Any = ["Auto", "Auto", "Off", 0.2][seed % 4]
-        controller = ThresholdController(setting, 512, seed, early=bool(seed % 3))
+        controller = ThresholdController(setting, 512, seed)
         found = []
         for _ in range(3):
             decision = controller.decide([64] * batch, profiles)

@@ -14,7 +14,5 @@ def estimate(candidate: Candidate, work: Workload, inventory: Inventory) -> Esti
     return GPUCosts(work, inventory).estimate(candidate)
 
 
-def simulate(
-    candidate: Candidate, work: Workload, inventory: Inventory, prompts: Ints, lengths: Ints, drawn: bool = True
-) -> Simulated:
-    return played(candidate, GPUCosts(work, inventory), prompts, lengths, drawn)
+def simulate(candidate: Candidate, work: Workload, inventory: Inventory, prompts: Ints, lengths: Ints) -> Simulated:
+    return played(candidate, GPUCosts(work, inventory), prompts, lengths)

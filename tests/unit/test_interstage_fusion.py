@@ -20,7 +20,7 @@ from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.simulate import Decision, simulate
+from dovetail.planner.simulate import Decision, scan
 from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST
 
@@ -28,7 +28,7 @@ Unfinished = Sequence[tuple[Key, str | None]]
 
 
 def stage(threshold: int | None, names: Sequence[str] = ("r0", "r1", "r2")) -> StageFusion:
-    prediction = simulate([5, 9], [3, 3], [ASSUMED] * len(names), threshold and min(threshold, 2))
+    prediction = scan([5, 9], [3, 3], [ASSUMED] * len(names), [threshold and min(threshold, 2)])[0]
     decision = Decision(threshold, 0.2, "a test's", prediction, 1.0, 1.0, {})
     return StageFusion(dict.fromkeys(names, ASSUMED), 200, decision)
 

@@ -73,7 +73,7 @@ def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, in
         prompts, responses = (
             drawn(lengths, work.batch, (k + 0.5) / ITERATIONS, rng) for lengths in (work.prompt, work.response)
         )
-        made = simulate(chosen.candidate, costs, prompts, responses, drawn=False)
+        made = simulate(chosen.candidate, costs, prompts, responses)
         played.append(made.seconds)
     expected = costs.estimate(chosen.candidate)
     assert expected.seconds == pytest.approx(mean(played), rel=0.03)

@@ -38,7 +38,6 @@ def run(there: Inventory, job: Workload, limits=Limits(), strategy="search", est
 SMALL = Limits(
     migrations=(None, 0.2),
     recompute=(False,),
-    max_tp=2,
     inference_tp=1,
     serving_pp=1,
     inference_pp=1,
@@ -113,7 +112,7 @@ def test_a_deadline_ends_it_with_what_was_found_so_far():
 
 
 def test_a_large_cluster_is_not_cut_in_every_way_and_a_plan_is_found_early():
-    there, job, limits = pools((A100, 24, 8)), work("33", "13", batch=512), replace(SMALL, micro_batch=1, max_tp=8)
+    there, job, limits = pools((A100, 24, 8)), work("33", "13", batch=512), replace(SMALL, micro_batch=1)
     assert sum(1 for _ in structures(there, job, limits)) < 1500
     few, more = run(there, job, limits, estimates=200), run(there, job, limits, estimates=600)
     assert few.best is not None

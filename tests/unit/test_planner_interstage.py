@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 
 from dovetail.planner.simulate import (
     Measurements,
+    Prediction,
     ProfileError,
     StageProfile,
     ThresholdController,
     plan_migration,
     scan,
-    simulate,
 )
 from dovetail.planner.simulate.decode import Decode
 from dovetail.planner.simulate.measure import rising
@@ -28,6 +29,16 @@ PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4
 
 def profile(**changes: Any) -> StageProfile:
     return replace(PLAIN, **changes)
+
+
+def simulate(
+    lengths: Sequence[int],
+    prompt_lengths: Sequence[int],
+    profiles: Sequence[StageProfile],
+    threshold: int | None,
+    early: bool = True,
+) -> Prediction:
+    return scan(lengths, prompt_lengths, profiles, [threshold], early=early)[0]
 
 
 @st.composite
@@ -45,7 +56,6 @@ def stages(draw: st.DrawFn) -> dict[str, Any]:
             draw(st.floats(0, 5)),
             max_samples=draw(st.integers(1, 12)),
             kv_tokens=draw(st.none() | st.integers(1, 300)),
-            shared=draw(st.booleans()),
             migration_seconds=draw(st.floats(0, 3)),
             kv_transfer_seconds_per_token=draw(st.none() | st.floats(0, 0.1)),
         )
@@ -61,7 +71,7 @@ def test_one_stage_after_the_other_by_hand() -> None:
     assert result.generation_seconds == result.generation_end == 8.0
     assert result.serial_seconds == result.fused_seconds == 8.0 + 6.0
     assert result.tail == ((0.0, 3), (2.0, 2), (4.0, 1), (8.0, 0))
-    assert (result.migrated, result.migrated_at, result.destinations) == (0, None, ())
+    assert (result.migrated, result.destinations) == (0, ())
     # The first instance decodes for 4 s and scores for 5 or 6; the second decodes for 8.
     assert sum(result.idle_seconds) == pytest.approx(28 - 4 - 8 - 11)
 
@@ -82,21 +92,19 @@ def test_a_migration_by_hand() -> None:
     result = simulate([5, 20, 5, 20], [1] * 4, [PLAIN] * 4, 2)
     assert result.moves == {3: 1}
     assert result.destinations == (1,)
-    assert result.migrated_at == 4.0
     assert result.generation_end == 19.0
     late = simulate([5, 20, 5, 20], [1] * 4, [profile(migration_seconds=1.5)] * 4, 2)
     assert late.generation_end == 6.0 + 14.0
     cost = simulate([5, 20, 5, 20], [1] * 4, [profile(prefill_seconds_per_token=1.0)] * 4, 2)
-    assert cost.migration_cost == 6.0, "the prompt and 5 tokens"
+    assert cost.generation_end == 20.0 + 6.0, "the prompt and 5 tokens hold up the destination"
     moved = profile(prefill_seconds_per_token=1.0, kv_transfer_seconds_per_token=0.25)
-    assert simulate([5, 20, 5, 20], [1] * 4, [moved] * 4, 2).migration_cost == 1.5
+    assert simulate([5, 20, 5, 20], [1] * 4, [moved] * 4, 2).generation_end == 20.0 + 1.5
 
 
 def test_a_tail_that_does_not_fit_yet_gathers_once_it_does() -> None:
     # Room for one sample each: six samples on three instances fit on two once two are left.
     one = profile(saturation=1)
     result = simulate([3, 5, 9, 4, 20, 30], [1] * 6, [one] * 3, 6)
-    assert result.migrated_at == 8.0, "when the sample of nine tokens has ended"
     assert len(result.destinations) == 2
 
 
@@ -108,8 +116,6 @@ def test_freed_instances_score_while_the_tail_is_generated() -> None:
     assert (result.serial_seconds, result.fused_seconds) == (80.0, 80.0)
     even = simulate([4, 4, 4, 4, 4, 20] * 2, [1] * 12, [slow] * 4, 2, early=False)
     assert even.fused_seconds < even.serial_seconds
-    beside = simulate(lengths, [1] * 6, [profile(shared=False)] * 2, 0)
-    assert beside.fused_seconds == 39.0 + 20.5, "only the longest sample is scored after generation"
 
 
 def test_samples_are_scored_in_the_coordinators_chunks() -> None:
@@ -117,13 +123,6 @@ def test_samples_are_scored_in_the_coordinators_chunks() -> None:
     one = profile(chunk_tokens=10, inference_seconds_per_chunk=2.0)
     result = simulate([4, 2, 4, 2], [1] * 4, [one], None)
     assert result.serial_seconds - result.generation_seconds == 2 * 2.0 + 0.5 * 16
-
-
-def test_only_scorers_of_their_own_work_beside_a_busy_server() -> None:
-    lengths, prompts = [2, 10, 2, 10], [1] * 4
-    shared = simulate(lengths, prompts, [PLAIN], 0)
-    assert shared.fused_seconds == shared.serial_seconds
-    assert simulate(lengths, prompts, [profile(shared=False)], 0).fused_seconds < shared.fused_seconds
 
 
 @settings(deadline=None)
@@ -136,7 +135,7 @@ def test_every_sample_is_generated_once_where_the_plan_says(stage: dict[str, Any
     times = [time for time, _ in result.tail]
     assert times == sorted(times)
     assert times[-1] == result.generation_end <= result.fused_seconds
-    assert result.migrated <= threshold or result.migrated_at is None
+    assert result.migrated <= threshold
     assert set(result.moves.values()) <= set(result.destinations)
     assert len(result.idle_seconds) == len(profiles)
     # No instance generates faster than its fastest step allows, nor scores without time.
@@ -216,7 +215,7 @@ def test_longer_responses_never_end_generation_earlier(stage: dict[str, Any], mo
 @settings(deadline=None, max_examples=30)
 @given(stages())
 def test_the_chosen_threshold_is_never_worse_than_off(stage: dict[str, Any]) -> None:
-    controller = ThresholdController("Auto", 60, early=stage["early"])
+    controller = ThresholdController("Auto", 60)
     controller.observe(stage["lengths"])
     decision = controller.decide(stage["prompt_lengths"], stage["profiles"])
     assert decision.fused_seconds <= decision.serial_seconds
@@ -227,7 +226,7 @@ def test_the_chosen_threshold_is_never_worse_than_off(stage: dict[str, Any]) -> 
         best = min(decision.scanned.values())
         assert decision.fused_seconds == decision.scanned[decision.fraction or 0.0]  # type: ignore[index]
         assert decision.fused_seconds <= best + 0.01 * decision.serial_seconds + 1e-9
-    twin = ThresholdController("Auto", 60, early=stage["early"])
+    twin = ThresholdController("Auto", 60)
     twin.observe(stage["lengths"])
     assert twin.decide(stage["prompt_lengths"], stage["profiles"]) == decision
     for _ in range(5):

@@ -18,7 +18,7 @@ def gpu(**changes: Any) -> StageProfile:
 
 
 def test_fusion_pays_where_there_is_a_tail_and_is_off_where_there_is_none() -> None:
-    controller = ThresholdController("Auto", 1024, early=False)
+    controller = ThresholdController("Auto", 1024)
     first = controller.decide([128] * 512, [gpu()] * 16)
     assert first.threshold
     assert first.predicted_speedup > 1.05
@@ -35,7 +35,7 @@ def test_fusion_pays_where_there_is_a_tail_and_is_off_where_there_is_none() -> N
 
 
 def test_hysteresis_keeps_a_threshold_that_is_about_as_good() -> None:
-    controller = ThresholdController("Auto", 1024, early=False)
+    controller = ThresholdController("Auto", 1024)
     rng = np.random.default_rng(3)
     chosen = []
     for _ in range(6):

@@ -210,13 +210,13 @@ class Filling:
     def _table(self, options: Ranked) -> _Table:
         # Lists are told apart by where they are, and kept so that they stay there.
         if id(options) not in self._tables:
-            marks = [o.footprint for o in options]
-            columns = ([o.seconds for o in options], *([getattr(f, name) for f in marks] for name in _COLUMNS))
-            self._tables[id(options)] = options, _Table(*map(np.array, columns), marks[0].serves)
+            prints = [o.footprint for o in options]
+            kept, works, gradients, awake = (
+                np.array([getattr(each, name) for each in prints]) for name in ("kept", "works", "gradients", "awake")
+            )
+            seconds = np.array([o.seconds for o in options])
+            self._tables[id(options)] = options, _Table(seconds, kept, works, gradients, awake, prints[0].serves)
         return self._tables[id(options)][1]
-
-
-_COLUMNS = ("kept", "works", "gradients", "awake")
 
 
 class _Table(NamedTuple):

@@ -211,7 +211,7 @@ def _training(
     """Every layout with every size of micro-batch that divides a mini-batch evenly."""
     lora = work.actor_lora if task == "actor_training" else work.critic_lora  # adapters are not split
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
-    splits = (t for t in degrees if t <= limits.max_tp and (t == 1 or (lora is None and not shape.split_problem(t))))
+    splits = (t for t in degrees if t == 1 or (lora is None and not shape.split_problem(t)))
     # Comparing pydantic models takes too long here.
     allowed = {(layout.pp, layout.tp, layout.dp) for layout in limits.layouts.get(task, ())}
     for layout in every_layout(slot.gpus, splits, shape.layers):

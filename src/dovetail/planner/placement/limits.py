@@ -26,8 +26,8 @@ class Limits:
     stages, which its data-parallel ranks must share evenly. `layouts`: those allowed of a training task; all if it
     is not named. `servers`: GPUs of a vLLM server by pool, open if it is not named; `within`: a server is on one
     node; `asleep`: pools whose servers leave the GPU to others, and whose scorers' weights wait in host memory.
-    `max_tp`, `inference_tp`: most tensor parallel ranks in training and in inference; `serving_pp`, `inference_pp`:
-    most pipeline stages of a vLLM server and in inference. `fsdp`, `recompute`: values allowed in training;
+    `inference_tp`: most tensor parallel ranks in inference; `serving_pp`, `inference_pp`: most pipeline stages of a
+    vLLM server and in inference. `fsdp`, `recompute`: values allowed in training;
     `offload`: by training task, open if it is not named; `swap`: of `offload` in other pools' inference. `folded`: the
     rollouts' log-probabilities serve as the old ones.
     `shared_body`: the critic is a head on the actor. `apart`: whether actor and critic may train on GPUs of their
@@ -43,7 +43,6 @@ class Limits:
     layouts: Mapping[Task, tuple[Parallelism, ...]] = field(default_factory=dict)
     servers: Mapping[str, int] = field(default_factory=dict)
     asleep: tuple[str, ...] = ()
-    max_tp: int = 64
     inference_tp: int = 64
     serving_pp: int = MOST_STAGES
     inference_pp: int = MOST_STAGES

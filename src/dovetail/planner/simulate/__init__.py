@@ -6,7 +6,7 @@
     plan = plan_migration(unfinished, profiles_by_name, kv_per_sample)
     controller.observe(response_lengths)                        # after the iteration
 
-`decision.prediction` is what `simulate` expects of the stage. A threshold is a number of unfinished samples; 0: nobody
+`decision.prediction` is what `scan` expects of the stage. A threshold is a number of unfinished samples; 0: nobody
 migrates, but an instance scores once it has nothing left to generate; None: inference begins when generation has ended.
 `Measurements` turns what a run measures into the `StageProfile` that all of these need. Seconds and tokens throughout;
 everything is deterministic."""
@@ -15,7 +15,7 @@ from dovetail.planner.simulate.controller import Decision, ThresholdController
 from dovetail.planner.simulate.measure import Measurements
 from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
-from dovetail.planner.simulate.stage import Prediction, scan, simulate
+from dovetail.planner.simulate.stage import Prediction, scan
 
 __all__ = [
     "Decision",
@@ -27,5 +27,4 @@ __all__ = [
     "ThresholdController",
     "plan_migration",
     "scan",
-    "simulate",
 ]

@@ -51,25 +51,23 @@ class Decision:
 
 class ThresholdController:
     """One per job. `setting`: `plan.interStageFusion`, Auto, Off or a fraction of the batch. `max_tokens`: most
-    response tokens. `early`: see `simulate`."""
+    response tokens. Lengths are drawn of those of the last few iterations."""
 
-    def __init__(
-        self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0, early: bool = True
-    ) -> None:
+    def __init__(self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0) -> None:
         if not isinstance(setting, str) and not 0 <= setting <= 1:
             raise ProfileError(f"spec.plan.interStageFusion is {setting}; it must be Auto, Off or between 0 and 1")
         self._setting = setting
         self._max_tokens = max_tokens
         self._seed = seed
-        self._early = early
-        self._history = LengthHistory(max_tokens)
+        self._recent: deque[list[int]] = deque(maxlen=RECENT_ITERATIONS)
         self._decisions = 0
         self._current: Choice = OFF
         self._chosen = False
 
     def observe(self, response_lengths: Sequence[int]) -> None:
         """An iteration's measured response lengths, tokens."""
-        self._history.observe(response_lengths)
+        if len(response_lengths):
+            self._recent.append([int(n) for n in response_lengths])
 
     def decide(self, prompt_lengths: Sequence[int], profiles: Sequence[StageProfile]) -> Decision:
         """For an iteration with these prompts on these instances. Deterministic given what was observed before.
@@ -84,9 +82,9 @@ class ThresholdController:
         self._decisions += 1
 
         def played() -> dict[Choice, Prediction]:
-            lengths = self._history.draw(count, rng).tolist()
+            lengths = self._draw(count, rng).tolist()
             wanted, roomy = thresholds.values(), [choice[1] for choice in choices]
-            found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, self._early, roomy)
+            found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, roomy=roomy)
             return dict(zip(choices, found, strict=True))
 
         draws = [played() for _ in range(min(DRAWS, max(1, DRAWN_SAMPLES // max(1, count))))]
@@ -97,16 +95,16 @@ class ThresholdController:
         for (fraction, _), each in seconds.items():
             if fraction is not None:
                 scanned[fraction] = min(each, scanned.get(fraction, each))
+        fused = seconds[chosen]
         return Decision(
-            thresholds[chosen],
-            chosen[0],
-            reason,
-            draws[0][chosen],
-            seconds[OFF],
-            seconds[chosen],
-            scanned,
-            chosen[1],
+            thresholds[chosen], chosen[0], reason, draws[0][chosen], seconds[OFF], fused, scanned, chosen[1]
         )
+
+    def _draw(self, count: int, rng: np.random.Generator) -> Ints:
+        """`count` lengths with replacement, of those measured, or else of the prior."""
+        if not self._recent:
+            return Lengths.long_tailed(self._max_tokens).draw(count, rng)
+        return rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count)
 
     def _choices(self, profiles: Sequence[StageProfile]) -> list[Choice]:
         """Off, and what the setting allows. Whoever names a fraction has weighed longer steps against freed servers."""
@@ -114,9 +112,8 @@ class ThresholdController:
             return [OFF, (self._setting, True)]
         if self._setting == "Off" or not profiles:
             return [OFF]
-        found: list[Choice] = [OFF, *((f, False) for f in ([0.0, *SCANNED] if self._early else SCANNED))]
-        # Without early scoring the rule is the paper's, BS_max.
-        if self._early and any(p.bs_max < p.max_samples for p in profiles):
+        found: list[Choice] = [OFF, (0.0, False), *((fraction, False) for fraction in SCANNED)]
+        if any(p.bs_max < p.max_samples for p in profiles):
             found += [(fraction, True) for fraction in SCANNED]
         return found
 
@@ -127,7 +124,7 @@ class ThresholdController:
             return (float(self._setting), True), "pinned by plan.interStageFusion"
         # The fewest migrations among equals.
         best = min(seconds, key=lambda c: (seconds[c], c[0] is not None, c[0] or 0.0, c[1]))
-        known = f"lengths of {self._history.iterations} iterations" if self._history.iterations else "prior lengths"
+        known = f"lengths of {len(self._recent)} iterations" if self._recent else "prior lengths"
         current = self._current if self._chosen and self._current in seconds else OFF
         if seconds[current] <= min(seconds[OFF], seconds[best] + HYSTERESIS * seconds[OFF]):
             best = current
@@ -140,7 +137,7 @@ class ThresholdController:
     def as_json(self) -> dict[str, Any]:
         """What a coordinator that comes back needs to go on as if it had not died."""
         return {
-            "recent": self._history.as_json(),
+            "recent": list(self._recent),
             "decisions": self._decisions,
             "current": self._current[0],
             "roomy": self._current[1],
@@ -149,38 +146,7 @@ class ThresholdController:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """The reverse of `as_json`."""
-        self._history.restore(saved["recent"])
+        self._recent.clear()
+        self._recent.extend([int(n) for n in lengths] for lengths in saved["recent"])
         self._decisions, self._chosen = saved["decisions"], saved["chosen"]
         self._current = saved["current"], saved.get("roomy", False)
-
-
-# ------------------------------------------------------------ lengths to expect
-
-
-class LengthHistory:
-    """The last few iterations' response lengths."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._recent: deque[list[int]] = deque(maxlen=RECENT_ITERATIONS)
-
-    def observe(self, lengths: Sequence[int]) -> None:
-        if len(lengths):
-            self._recent.append([int(n) for n in lengths])
-
-    @property
-    def iterations(self) -> int:
-        return len(self._recent)
-
-    def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """`count` lengths with replacement, of those measured, or else of the prior."""
-        if not self._recent:
-            return Lengths.long_tailed(self._max_tokens).draw(count, rng)
-        return rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count)
-
-    def as_json(self) -> list[list[int]]:
-        return list(self._recent)
-
-    def restore(self, recent: Sequence[Sequence[int]]) -> None:
-        self._recent.clear()
-        self._recent.extend([int(n) for n in lengths] for lengths in recent)

@@ -91,10 +91,8 @@ class Decode:
             owners.update((s, i) for s, _ in self._waiting[i])
         return sorted(owners.items())
 
-    def migrate(self, moves: dict[int, int]) -> float:
-        """Now: end the samples in `moves` where they are, and take them up at their destinations.
-
-        Returns the seconds that their prefills or transfers cost there."""
+    def migrate(self, moves: dict[int, int]) -> None:
+        """Now: end the samples in `moves` where they are, and take them up at their destinations."""
         had: dict[int, int] = {}
         for i in {self.owner[s] for s in moves} - {None}:
             assert i is not None
@@ -112,16 +110,11 @@ class Decode:
                 self.idle_at[i] = self._clock[i] = max(self.now, self._clock[i])
                 self._version[i] += 1
         self._pending = deque(s for s in self._pending if s not in moves)
-        cost = 0.0
         for sample, i in moves.items():
-            profile = self.profiles[i]
             if not self._arriving[i]:
-                heapq.heappush(self._events, (self.now + profile.migration_seconds, i, ARRIVAL))
+                heapq.heappush(self._events, (self.now + self.profiles[i].migration_seconds, i, ARRIVAL))
             self._arriving[i].append((sample, had.get(sample, 0)))
             self.owner[sample] = i
-            if had.get(sample, 0):
-                cost += profile.moving_seconds(self.prompts[sample] + had[sample])[0]
-        return cost
 
     # ------------------------------------------------------------ inner parts
 

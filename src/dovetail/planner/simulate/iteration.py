@@ -31,10 +31,6 @@ class Simulated:
     def seconds(self) -> float:
         return sum(self.phases.values())
 
-    def busy(self, pool: str, gpu: int) -> float:
-        """Seconds in which a GPU does anything."""
-        return sum(b.end - b.start for b in self.bars if (b.pool, b.gpu) == (pool, gpu))
-
     def trace(self, iteration: int = 1) -> dict[str, Any]:
         """For Perfetto, as traces/iteration-0001.json of a run: a process a GPU, and the coordinator's phases."""
         spans = [
@@ -59,14 +55,14 @@ _ORDER = ("swap", "generation", "inference", "training", "transfer")
 assert sorted(_ORDER) == sorted(PHASES)
 
 
-def simulate(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints, drawn: bool = True) -> Simulated:
-    """One iteration of samples with these `prompts` and `lengths`, (batch,) tokens; `drawn`: with its bars. Raises as
-    `GPUCosts.estimate` does."""
+def simulate(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints) -> Simulated:
+    """One iteration of samples with these `prompts` and `lengths`, (batch,) tokens. Raises as `GPUCosts.estimate`
+    does."""
     _, rooms = costs.memory.of(candidate)
     swapped, moved = costs.swapped_in(candidate), costs.transfer(candidate)
     rolled = play_rollout(candidate, costs, rooms, prompts, lengths)
     begun = swapped + rolled.scored
-    trained = play_training(candidate, costs, prompts + lengths, begun, drawn)
+    trained = play_training(candidate, costs, prompts + lengths, begun)
     phases = {
         "generation": rolled.generated,
         "inference": rolled.scored - rolled.generated,
@@ -75,8 +71,6 @@ def simulate(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints
         "swap": swapped,
     }
     gathered = None if rolled.begun is None else swapped + rolled.begun
-    if not drawn:
-        return Simulated(phases, (), rolled.migrated, int(lengths.sum()), gathered)
     end = begun + trained.seconds
     bars = [b._replace(start=b.start + swapped, end=b.end + swapped) for b in rolled.bars]
     bars += trained.bars

@@ -31,8 +31,8 @@ class StageProfile:
     `swap_out_seconds`: from the last scored batch back to a server that can generate.
     `max_samples`: most requests at once. `kv_tokens`: the KV cache's room, None: enough. `saturation`: BS_max, the
     batch up to which a step takes almost as long as with one sample; None: read off `decode`.
-    `shared`: scorer and server share the device, so the instance scores when it does not generate (also right for CPU
-    scorers on the server's own cores); False: the scorer has its own and works at any time.
+    Scorer and server share the device, so the instance scores when it does not generate (also right for CPU scorers on
+    the server's own cores).
     `migration_seconds`: from the decision to stop a request to its arrival elsewhere.
     `resume_seconds_per_token`: of its prefill there; None: as of any.
     `kv_transfer_seconds_per_token`: moving the KV cache instead of a new prefill, where it can be moved.
@@ -47,7 +47,6 @@ class StageProfile:
     max_samples: int = 256
     kv_tokens: int | None = None
     saturation: int | None = None
-    shared: bool = True
     migration_seconds: float = 0.0
     resume_seconds_per_token: float | None = None
     kv_transfer_seconds_per_token: float | None = None

@@ -21,20 +21,17 @@ def ratio(serial: float, fused: float) -> float:
 class Prediction:
     """Seconds since the stage began. The stage ends when every sample is scored and every instance can generate again.
 
-    `generation_seconds`: of the serial stage; `generation_end`: of the fused one. `migrated_at`: when the samples in
-    `moves` (index -> instance) left for the `destinations`; None: nobody migrated. `migration_cost`: what their new
-    prefills or transfers took there. `idle_seconds`: of each instance in the fused stage, neither generating nor (on
-    a shared device) scoring. `tail`: (time, samples not yet generated) of the fused stage."""
+    `generation_seconds`: of the serial stage; `generation_end`: of the fused one. `moves` (index -> instance): samples
+    that left for the `destinations`. `idle_seconds`: of each instance in the fused stage, neither generating nor
+    scoring. `tail`: (time, samples not yet generated) of the fused stage."""
 
     threshold: int | None
     serial_seconds: float
     fused_seconds: float
     generation_seconds: float
     generation_end: float
-    migrated_at: float | None
     destinations: tuple[int, ...]
     moves: dict[int, int]
-    migration_cost: float
     idle_seconds: tuple[float, ...]
     tail: tuple[tuple[float, int], ...]
 
@@ -47,23 +44,6 @@ class Prediction:
         return ratio(self.serial_seconds, self.fused_seconds)
 
 
-def simulate(
-    lengths: Sequence[int],
-    prompt_lengths: Sequence[int],
-    profiles: Sequence[StageProfile],
-    threshold: int | None,
-    max_tokens: int | None = None,
-    early: bool = True,
-) -> Prediction:
-    """One iteration of N samples: `lengths` (N,) and `prompt_lengths` (N,) tokens; `profiles`: one per instance.
-
-    `threshold`: unfinished samples at which the rest migrates; 0: none do; None: one stage after the other.
-    `max_tokens`: most response tokens, which is what KV memory is kept for (default: the longest of `lengths`).
-    `early`: an instance with nothing left to generate scores at once, before the threshold too; False, as in the paper:
-    from the threshold on. Raises ProfileError for numbers that cannot be."""
-    return scan(lengths, prompt_lengths, profiles, [threshold], max_tokens, early)[0]
-
-
 def scan(
     lengths: Sequence[int],
     prompt_lengths: Sequence[int],
@@ -73,10 +53,14 @@ def scan(
     early: bool = True,
     roomy: Iterable[bool] = (),
 ) -> list[Prediction]:
-    """`simulate` for several thresholds, in their order; what they have in common is simulated once.
+    """One iteration of N samples for each of several thresholds, in their order; what they have in common is simulated
+    once. `lengths` (N,) and `prompt_lengths` (N,) tokens; `profiles`: one per instance.
 
-    `roomy`: for each threshold, whether destinations take what they have room for (`StageProfile.roomy`); by default
-    none do."""
+    A threshold: unfinished samples at which the rest migrates; 0: none do; None: one stage after the other.
+    `max_tokens`: most response tokens, which is what KV memory is kept for (default: the longest of `lengths`).
+    `early`: an instance with nothing left to generate scores at once, before the threshold too; False, as in the paper:
+    from the threshold on. `roomy`: for each threshold, whether destinations take what they have room for
+    (`StageProfile.roomy`); by default none do. Raises ProfileError for numbers that cannot be."""
     thresholds = list(thresholds)
     wide = list(roomy) or [False] * len(thresholds)
     _check(lengths, prompt_lengths, profiles, thresholds)
@@ -93,7 +77,7 @@ def scan(
     results = []
     for threshold, with_room in zip(thresholds, wide, strict=True):
         if threshold is None:
-            results.append(_prediction(base, serial, serial, None, (), {}, None, 0.0))
+            results.append(_prediction(base, serial, serial, None, None, base))
         else:
             results.append(_fused(started[threshold].copy(), serial, base, threshold, longest, early, with_room))
     return results
@@ -102,15 +86,12 @@ def scan(
 def _fused(
     decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool, roomy: bool
 ) -> Prediction:
-    begun, cost = decode.now, 0.0
+    begun = decode.now
     plan = _gathered(decode, longest, [p.roomy() for p in decode.profiles] if roomy else decode.profiles)
-    at = None if plan is None else decode.now
     if plan is not None:
-        cost = decode.migrate(plan.moves)
+        decode.migrate(plan.moves)
     decode.run(0)
-    scored = _inference(decode, begun, early)
-    destinations, moves = (plan.destinations, plan.moves) if plan else ((), {})
-    return _prediction(decode, scored, serial, threshold, destinations, moves, at, cost, base)
+    return _prediction(decode, _inference(decode, begun, early), serial, threshold, plan, base)
 
 
 def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
@@ -138,17 +119,12 @@ class _Scored:
 def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
     """Scoring by whoever is free, in the coordinator's chunks, the longest finished samples first.
 
-    `begun` None: after generation. On a shared device an instance is free once it has nothing left to generate."""
+    `begun` None: after generation. Else an instance is free once it has nothing left to generate."""
     generated = max(decode.end)
     heap = []
     for i, profile in enumerate(decode.profiles):
-        if begun is None:
-            free = generated
-        elif not profile.shared:
-            free = 0.0 if early else begun
-        else:
-            free = decode.idle_at[i] if early else max(begun, decode.idle_at[i])
-        heap.append((free + profile.swap_in_seconds, i))
+        free = decode.idle_at[i] if early else max(begun or 0.0, decode.idle_at[i])
+        heap.append(((generated if begun is None else free) + profile.swap_in_seconds, i))
     heapq.heapify(heap)
     order = sorted(range(len(decode.end)), key=decode.end.__getitem__)
     ready: list[int] = []  # a heap of -tokens
@@ -181,28 +157,19 @@ def _prediction(
     scored: _Scored,
     serial: _Scored,
     threshold: int | None,
-    destinations: tuple[int, ...],
-    moves: dict[int, int],
-    migrated_at: float | None,
-    cost: float,
-    base: Decode | None = None,
+    plan: MigrationPlan[int, int] | None,
+    base: Decode,
 ) -> Prediction:
     ends = sorted(decode.end)
-    idle = tuple(
-        max(0.0, scored.end - decode.busy[i] - (scored.busy[i] if p.shared else 0.0))
-        for i, p in enumerate(decode.profiles)
-    )
     return Prediction(
         threshold,
         serial.end,
         scored.end,
-        max((base or decode).end),
+        max(base.end),
         ends[-1],
-        migrated_at,
-        destinations,
-        moves,
-        cost,
-        idle,
+        plan.destinations if plan else (),
+        plan.moves if plan else {},
+        tuple(max(0.0, scored.end - mine - score) for mine, score in zip(decode.busy, scored.busy, strict=True)),
         tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
     )
 

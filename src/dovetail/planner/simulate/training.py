@@ -50,10 +50,8 @@ class Trained:
     bars: list[Bar]
 
 
-def play_training(
-    candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0, drawn: bool = True
-) -> Trained:
-    """`tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in order. `drawn`: with bars."""
+def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0) -> Trained:
+    """`tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in order."""
     work = costs.work
     plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
     actor, critic = GPUCosts(plain, costs.inventory).steps(candidate)
@@ -67,9 +65,9 @@ def play_training(
         for k in range(max(1, work.batch // work.mini_batch)):
             relative = tokens[k * mini : (k + 1) * mini] / mean
             if critic is not None and shared:
-                taken, new = _both(candidate, actor, critic, relative, now, drawn)
+                taken, new = _both(candidate, actor, critic, relative, now)
             else:
-                taken, new = _apart(candidate, actor, critic, relative, now, drawn)
+                taken, new = _apart(candidate, actor, critic, relative, now)
             now += taken
             bars += new
     return Trained(now - begun, bars)
@@ -103,9 +101,7 @@ def _shared(candidate: Candidate, actor: Step, critic: Step) -> bool:
     return actor.micro_batches * positions // a.pp == critic.micro_batches * positions // k.pp
 
 
-def _both(
-    candidate: Candidate, actor: Step, critic: Step, relative: Floats, now: float, drawn: bool
-) -> tuple[float, list[Bar]]:
+def _both(candidate: Candidate, actor: Step, critic: Step, relative: Floats, now: float) -> tuple[float, list[Bar]]:
     shares = candidate.actor_training[0], candidate.critic_training[0]
     positions = max(share.pp for share in shares)
     copies = shares[0].dp // (positions // shares[0].pp)
@@ -119,15 +115,13 @@ def _both(
         schedule = _schedule(actor, critic, lengths[0], lengths[1], candidate.schedule)
         longest = max(longest, schedule.makespan)
         share = shares[0]
-        for p in schedule.passes() if drawn else ():
+        for p in schedule.passes():
             for tp in range(share.tp):
                 gpu = share.first + (p.rank * copies + copy) * share.tp + tp
                 bars.append(
                     Bar(share.pool, gpu, "trainer", f"{p.model} {p.kind}{p.micro_batch}", now + p.start, now + p.end)
                 )
     fixed = actor.fixed + critic.fixed
-    if not drawn:
-        return longest + fixed, []
     bars += _steps(shares[0], "optimizer", now + longest, now + longest + fixed)
     return longest + fixed, bars
 
@@ -170,34 +164,33 @@ def _orders(actor: Step, critic: Step, a: tuple[int, int], k: tuple[int, int], f
 
 
 def _apart(
-    candidate: Candidate, actor: Step, critic: Step | None, relative: Floats, now: float, drawn: bool
+    candidate: Candidate, actor: Step, critic: Step | None, relative: Floats, now: float
 ) -> tuple[float, list[Bar]]:
     """Each model by 1F1B; after each other where they share GPUs."""
     mine, bars = candidate.actor_training[0], []
-    first, new = _alone("actor", mine, actor, relative, now, drawn)
+    first, new = _alone("actor", mine, actor, relative, now)
     bars += new
     if critic is None:
         return first, bars
     other = candidate.critic_training[0]
     start = now + first if mine.overlaps(other) else now
-    second, new = _alone("critic", other, critic, relative, start, drawn)
+    second, new = _alone("critic", other, critic, relative, start)
     return max(first, start - now + second), bars + new
 
 
-def _alone(model: str, share: Share, step: Step, relative: Floats, now: float, drawn: bool) -> tuple[float, list[Bar]]:
+def _alone(model: str, share: Share, step: Step, relative: Floats, now: float) -> tuple[float, list[Bar]]:
     longest, bars = 0.0, []
     for rank, lengths in enumerate(deal(relative, share)):
         times = np.multiply.outer([step.forward, step.backward], np.tile(lengths, (step.stages, 1)))
         ends = simulate_1f1b(times[0], times[1], step.hop)
         longest = max(longest, float(ends.max()))
-        for (kind, stage, m), ended in np.ndenumerate(ends) if drawn else ():
+        for (kind, stage, m), ended in np.ndenumerate(ends):
             end = now + float(ended)
             start, name = end - float(times[kind, stage, m]), f"{model} {'FB'[kind]}{m}"
             for tp in range(share.tp):
                 gpu = share.first + (stage * share.dp + rank) * share.tp + tp
                 bars.append(Bar(share.pool, gpu, "trainer", name, start, end))
-    if drawn:
-        bars += _steps(share, f"{model} step", now + longest, now + longest + step.fixed)
+    bars += _steps(share, f"{model} step", now + longest, now + longest + step.fixed)
     return longest + step.fixed, bars
 
 
