@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 
+from dovetail.coordinator.generation.migration_costs import Mechanism, MigrationCosts
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.costs.migration import Mechanism, MigrationCosts
 from dovetail.protocol.kv import HOLD, PULL
 from helpers.vllm_servers import GREEDY, TOKEN, Server, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of

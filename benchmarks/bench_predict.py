@@ -28,11 +28,11 @@ import numpy as np
 from e2e.settings import Folder, Settings
 
 from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant, warmup
+from dovetail.local.calibrate.fit import Observed, fit
 from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.costs.cpu_fit import Observed, fit
 from dovetail.planner.placement.on_cpus import predict_iteration
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.profile import Machine

@@ -20,10 +20,10 @@ import pytest
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generation import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
+from dovetail.coordinator.generation.migration_costs import Mechanism
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
-from dovetail.planner.costs.migration import Mechanism
 from dovetail.protocol.kv import HOLD, PULL
 from dovetail.protocol.messages import Register
 from dovetail.protocol.sampling import sampling_params

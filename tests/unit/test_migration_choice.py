@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
 from dovetail.coordinator.generation.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
-from dovetail.planner.costs.migration import MeasuredCosts, Mechanism, MigrationCosts
+from dovetail.coordinator.generation.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 from helpers.generation_job import Job, play, until
 

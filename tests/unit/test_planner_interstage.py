@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.coordinator.fusion.measurements import Measurements, rising
 from dovetail.planner.simulate import (
-    Measurements,
     Prediction,
     ProfileError,
     StageProfile,
@@ -21,7 +21,6 @@ from dovetail.planner.simulate import (
     scan,
 )
 from dovetail.planner.simulate.decode import Decode
-from dovetail.planner.simulate.measure import rising
 
 # One second a step whatever the batch, prompts for free.
 PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.local.calibrate.fit import FitError, Observed, fit, nonnegative
 from dovetail.planner.costs.cpu import Stage, Work, chunk_seconds, seconds, training_seconds
-from dovetail.planner.costs.cpu_fit import FitError, Observed, fit, nonnegative
 from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 ALL = ("reference", "reward", "critic")

@@ -27,12 +27,12 @@ from dovetail.coordinator.generation.in_flight import (
     request_id,
 )
 from dovetail.coordinator.generation.kv_migration import KVMigration
+from dovetail.coordinator.generation.migration_costs import Mechanism
 from dovetail.coordinator.generation.migrations import Leave, Migration, StopStrings
 from dovetail.coordinator.generation.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
 from dovetail.coordinator.store.samples import Assignment, Key, Sample, State
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
-from dovetail.planner.costs.migration import Mechanism
 
 KIND = "rollout"
 GATHER_SECONDS = 0.005

@@ -14,9 +14,9 @@ import aiohttp
 from pydantic import ValidationError
 
 from dovetail.coordinator.fleet.fleet import Instance
+from dovetail.coordinator.generation.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.coordinator.generation.migrations import Departure
 from dovetail.coordinator.generation.requests import ROUTE
-from dovetail.planner.costs.migration import MeasuredCosts, Mechanism, MigrationCosts
 from dovetail.protocol.kv import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}

@@ -15,6 +15,7 @@ from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
+from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
@@ -25,7 +26,6 @@ from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import RLHFJobSpec, Stage
-from dovetail.planner.deviation import Expected, PlanCheck
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Span, Step
 from dovetail.protocol.plan import Plan

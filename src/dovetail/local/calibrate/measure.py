@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dovetail.local.calibrate.fit import FitError, Observed, fit
 from dovetail.local.calibrate.jobs import calibration_jobs, warmup
 from dovetail.local.calibrate.observe import observe
 from dovetail.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.planner.costs.cpu_fit import FitError, Observed, fit
 from dovetail.planner.plan import make_plan
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.profile import Machine

@@ -12,9 +12,9 @@ from statistics import NormalDist
 from typing import Any
 
 from dovetail.coordinator.store.experience_files import ExperienceFiles
+from dovetail.local.calibrate.fit import Observed
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.costs.cpu_fit import Observed
 from dovetail.planner.placement.on_cpus import work_of
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process_names import COORDINATOR, is_scorer, is_trainer

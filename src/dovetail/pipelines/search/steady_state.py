@@ -7,6 +7,7 @@ stretch of each rank's order is repeated, which holds the same passes on all ran
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -44,28 +45,19 @@ def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None
         return None
     ends = [_ends(short, rank) for rank in range(old.ranks)]
     moments = np.linspace(0.1, 0.9, _CUTS) * short.makespan
-    best: Schedule | None = None
-    for width in (1, 2, 3, 4):
-        period = [width * unit[0], width * unit[1]]
-        if missing[0] % period[0]:
-            continue
-        copies = missing[0] // period[0]
-        together = [_stretches(short, ends, period, float(t)) for t in moments]
-        actor = [_stretches(short, ends, [period[0], 0], float(t)) for t in moments[:: len(moments) // 6]]
-        critic = [_stretches(short, ends, [0, period[1]], float(t)) for t in moments[:: len(moments) // 6]]
-        for spans in [[s] for s in together] + [[s, t] for s in actor for t in critic]:
-            orders = _repeat(old, short.orders, spans, copies)
-            if orders is None:
+
+    def repeated() -> Iterator[Ints | None]:
+        for width in (1, 2, 3, 4):
+            period = [width * unit[0], width * unit[1]]
+            if missing[0] % period[0]:
                 continue
-            try:
-                found = evaluate(instance, orders, family.name, "period")
-            except DeadlockError:
-                continue
-            if found.peaks.min() < 0 or not found.fits(problem.memory_limit):
-                continue
-            if best is None or (found.makespan, found.peak) < (best.makespan, best.peak):
-                best = found
-    return best
+            together = [_stretches(short, ends, period, float(t)) for t in moments]
+            actor = [_stretches(short, ends, [period[0], 0], float(t)) for t in moments[:: len(moments) // 6]]
+            critic = [_stretches(short, ends, [0, period[1]], float(t)) for t in moments[:: len(moments) // 6]]
+            for spans in [[s] for s in together] + [[s, t] for s in actor for t in critic]:
+                yield _repeat(old, short.orders, spans, missing[0] // period[0])
+
+    return _fastest(instance, repeated(), problem.memory_limit, family.name, "period")
 
 
 def drop(problem: Problem, spare: int = 1) -> Problem | None:
@@ -94,19 +86,33 @@ def restore(instance: Instance, short: Schedule, limit: float) -> Ints | None:
     missing = [m.micro_batches - count for m, count in zip(instance.problem.models, counts, strict=True)]
     period = [int(more > 0) for more in missing]
     ends = [_ends(short, rank) for rank in range(short.instance.ranks)]
+    found = _fastest(
+        instance,
+        (
+            _repeat(short.instance, short.orders, [_stretches(short, ends, period, float(moment))], max(missing))
+            for moment in np.linspace(0.1, 0.9, 4 * _CUTS) * short.makespan
+        ),
+        limit,
+    )
+    return None if found is None else found.orders
+
+
+def _fastest(
+    instance: Instance, tried: Iterable[Ints | None], limit: float | None, family: str = "", how: str = "rule"
+) -> Schedule | None:
+    """The fastest schedule of these orders that runs and fits, and of equally fast ones the one of least memory."""
     best: Schedule | None = None
-    for moment in np.linspace(0.1, 0.9, 4 * _CUTS) * short.makespan:
-        orders = _repeat(short.instance, short.orders, [_stretches(short, ends, period, float(moment))], max(missing))
+    for orders in tried:
         if orders is None:
             continue
         try:
-            found = evaluate(instance, orders)
+            found = evaluate(instance, orders, family, how)
         except DeadlockError:
             continue
         fits = found.peaks.min() >= 0 and found.fits(limit)
         if fits and (best is None or (found.makespan, found.peak) < (best.makespan, best.peak)):
             best = found
-    return None if best is None else best.orders
+    return best
 
 
 def _unit(problem: Problem) -> list[int]:

@@ -9,7 +9,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules, pinned_lay
 from dovetail.manifest.sizes import trained_models, trainer_world, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.limits import every_layout
+from dovetail.planner.placement.manifest import allowed_layouts
 from dovetail.planner.placement.placed import Infeasible, Placed
 
 
@@ -23,7 +23,13 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layers: M
     for model in trained_models(spec):
         mine = [rule for rule in rules if rule.model == model]
         if pinned is None:
-            layouts[model] = _most_data_parallel(model, world, mine, layers.get(model))
+            allowed = allowed_layouts(spec, model, world, layers.get(model))
+            if not allowed:
+                why = next((p for rule in mine if (p := rule.problem(world))), None)
+                raise Infeasible(
+                    why or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas"
+                )
+            layouts[model] = allowed[0]
             continue
         field, layout = pinned[model]
         _check_pinned(field, layout, model, world, mine, layers.get(model))
@@ -46,15 +52,6 @@ def _check_pinned(
     for rule in rules:
         if problem := rule.problem(layout.dp):
             raise Infeasible(problem)
-
-
-def _most_data_parallel(model: str, world: int, rules: list[BatchRule], layers: int | None) -> Parallelism:
-    """With as few pipeline stages as share every batch evenly."""
-    for layout in every_layout(world, (1,), world if layers is None else layers):
-        if all(rule.problem(layout.dp) is None for rule in rules):
-            return layout
-    first = next((p for rule in rules if (p := rule.problem(world))), None)
-    raise Infeasible(first or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
 
 
 def _warnings(layouts: Mapping[str, Parallelism]) -> list[str]:

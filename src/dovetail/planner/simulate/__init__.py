@@ -8,18 +8,16 @@
 
 `decision.prediction` is what `scan` expects of the stage. A threshold is a number of unfinished samples; 0: nobody
 migrates, but an instance scores once it has nothing left to generate; None: inference begins when generation has ended.
-`Measurements` turns what a run measures into the `StageProfile` that all of these need. Seconds and tokens throughout;
-everything is deterministic."""
+A run measures its profiles (`dovetail.coordinator.fusion.measurements`). Seconds and tokens throughout; everything is
+deterministic."""
 
 from dovetail.planner.simulate.controller import Decision, ThresholdController
-from dovetail.planner.simulate.measure import Measurements
 from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
 from dovetail.planner.simulate.stage import Prediction, scan
 
 __all__ = [
     "Decision",
-    "Measurements",
     "MigrationPlan",
     "Prediction",
     "ProfileError",

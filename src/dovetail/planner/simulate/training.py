@@ -116,11 +116,8 @@ def _both(candidate: Candidate, actor: Step, critic: Step, relative: Floats, now
         longest = max(longest, schedule.makespan)
         share = shares[0]
         for p in schedule.passes():
-            for tp in range(share.tp):
-                gpu = share.first + (p.rank * copies + copy) * share.tp + tp
-                bars.append(
-                    Bar(share.pool, gpu, "trainer", f"{p.model} {p.kind}{p.micro_batch}", now + p.start, now + p.end)
-                )
+            name = f"{p.model} {p.kind}{p.micro_batch}"
+            bars += _bars(share, p.rank * copies + copy, name, now + p.start, now + p.end)
     fixed = actor.fixed + critic.fixed
     bars += _steps(shares[0], "optimizer", now + longest, now + longest + fixed)
     return longest + fixed, bars
@@ -187,12 +184,16 @@ def _alone(model: str, share: Share, step: Step, relative: Floats, now: float) -
         for (kind, stage, m), ended in np.ndenumerate(ends):
             end = now + float(ended)
             start, name = end - float(times[kind, stage, m]), f"{model} {'FB'[kind]}{m}"
-            for tp in range(share.tp):
-                gpu = share.first + (stage * share.dp + rank) * share.tp + tp
-                bars.append(Bar(share.pool, gpu, "trainer", name, start, end))
+            bars += _bars(share, stage * share.dp + rank, name, start, end)
     bars += _steps(share, f"{model} step", now + longest, now + longest + step.fixed)
     return longest + step.fixed, bars
 
 
 def _steps(share: Share, name: str, start: float, end: float) -> list[Bar]:
     return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in share.range]
+
+
+def _bars(share: Share, group: int, name: str, start: float, end: float) -> list[Bar]:
+    """On the GPUs of one tensor parallel group, by its number."""
+    first = share.first + group * share.tp
+    return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in range(first, first + share.tp)]
