@@ -132,13 +132,21 @@ def _cycles(problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key,
             last_of.setdefault((key[0], key[3] // models[key[0]].micro_batches), []).append(place)
     follow: dict[tuple[int, int], list[tuple[int, int]]] = {place: [] for place in places.values()}
     missing = dict.fromkeys(follow, 0)
+    # An optimizer step is a node of its own, at a rank below 0. Edges from each pass before it to each pass after it
+    # would be the square of the passes.
+    step_of = {name: -1 - index for index, name in enumerate(models)}
+    for (name, block), ends in last_of.items():
+        missing[step_of[name], block] = len(ends)
+        follow[step_of[name], block] = []
+        for place in ends:
+            follow[place].append((step_of[name], block))
     for rank, mine in enumerate(lists):
         for at, step in enumerate(mine):
             earlier = [places[need] for need in _needs(step, models[step.model].stages, places)]
             if at:
                 earlier.append((rank, at - 1))
             if step.kind == "F" and (block := step.micro_batch // models[step.model].micro_batches):
-                earlier += last_of[step.model, block - 1]
+                earlier.append((step_of[step.model], block - 1))
             missing[rank, at] = len(earlier)
             for place in earlier:
                 follow[place].append((rank, at))
@@ -148,7 +156,7 @@ def _cycles(problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key,
             missing[after] -= 1
             if not missing[after]:
                 ready.append(after)
-    stuck = sorted(place for place, count in missing.items() if count)
+    stuck = sorted(place for place, count in missing.items() if count and place[0] >= 0)
     if stuck:
         rank, at = stuck[0]
         raise ScheduleError(
