@@ -233,7 +233,7 @@ FIXED = [
 FREE = [
     {"suspend": True},
     {"retry": 1},
-    {"suspend": True, "groups.1.image": "x", "groups.0.podTemplate": {"spec": {"x": 1}}},
+    {"suspend": True, "groups.1.image": "x", "groups.1.preemptible": True, "groups.0.podTemplate": {"spec": {"x": 1}}},
     {"groups.1.replicas": 5},
     {"groups.1.minReplicas": 1, "groups.1.maxReplicas": 9},
     {"checkpoint.everySteps": 9, "checkpoint.keep": 9},
@@ -251,7 +251,9 @@ def planned(server):
         yield name
 
 
-@pytest.mark.parametrize("changes", [{"groups.1.image": "x"}, {"groups.1.podTemplate": {"spec": {"x": 1}}}])
+@pytest.mark.parametrize(
+    "changes", [{"groups.1.image": "x"}, {"groups.1.podTemplate": {"spec": {"x": 1}}}, {"groups.1.preemptible": True}]
+)
 def test_what_a_job_cannot_change_while_it_may_run(dry_run, planned, changes):
     (name,) = (path.rpartition(".")[2] for path in changes)
     said = f"{name} of a group in spec.groups cannot change while the job may run; set spec.suspend to true first."

@@ -283,9 +283,18 @@ class FakeCluster:
         pod["status"]["containerStatuses"] = [{"name": CONTAINER, "image": "some/image:1", "state": state}]
 
     def end(
-        self, pod: dict[str, Any], code: int, message: str = "", reason: str = "Error", disrupted: bool = False
+        self,
+        pod: dict[str, Any],
+        code: int,
+        message: str = "",
+        reason: str = "Error",
+        disrupted: bool = False,
+        ran: float = 0.0,
     ) -> None:
-        ended = {"exitCode": code, "reason": reason, "message": message, "finishedAt": self.stamp()}
+        """`ran`: seconds since its container started."""
+        started = (self.now - timedelta(seconds=ran)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        ended = {"exitCode": code, "reason": reason, "message": message}
+        ended |= {"startedAt": started, "finishedAt": self.stamp()}
         pod["status"] = {
             "phase": "Failed" if code else "Succeeded",
             "conditions": [{"type": "DisruptionTarget", "status": "True", "message": "drained"}] if disrupted else [],

@@ -393,3 +393,31 @@ def test_a_verdict_that_no_condition_can_hold_is_no_answer(health):
     long = {"iteration": 1, "verdicts": [{"reason": "X", "message": "y" * 10_000}] * 100}
     kept = progress.judged({"stage": "ppo", "health": long})["health"]["verdicts"]
     assert len(kept) * len(kept[0]["message"]) <= 16_000
+
+
+def surplus_pod(cluster):
+    return next(p for p in cluster.pods() if names.SURPLUS_LABEL in p["metadata"]["labels"])
+
+
+@pytest.mark.parametrize(("code", "ran", "anew"), [(1, 600, True), (0, 600, True), (0, 5, True), (1, 5, False)])
+def test_a_surplus_rollout_that_worked_starts_again_at_once(code, ran, anew):
+    """Its Job would wait 10 s and more, and would make no pod after a drain. One that is broken keeps these pauses."""
+    cluster = running()
+    before = cluster.objects["Job", "demo-gen-s1"]["metadata"]["uid"]
+    cluster.end(surplus_pod(cluster), code, ran=ran)
+    if code == 0:
+        cluster.step()  # the Job notices
+    result = cluster.reconcile()
+    assert (("Job", "demo-gen-s1") in result.delete) is anew
+    cluster.settle()
+    assert (cluster.objects["Job", "demo-gen-s1"]["metadata"]["uid"] != before) is anew
+    assert cluster.condition("Running")["status"] == "True", "and it counts as no failure"
+
+
+def test_a_surplus_rollout_whose_pod_somebody_deleted_starts_again_at_once():
+    cluster = running()
+    job = cluster.objects["Job", "demo-gen-s1"]
+    cluster.remove("Pod", surplus_pod(cluster)["metadata"]["name"])
+    assert ("Job", "demo-gen-s1") not in cluster.look().delete, "perhaps its Job has not made it yet"
+    job["status"]["failed"] = 1
+    assert ("Job", "demo-gen-s1") in cluster.look().delete

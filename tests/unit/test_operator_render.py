@@ -432,3 +432,22 @@ def test_no_user_is_named_where_the_platform_chooses_one():
     restricted = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     assert [pod["securityContext"] for pod in pods] == [restricted] * len(pods)
     assert OperatorSettings.read({"DOVETAIL_POD_USER": "0", "DOVETAIL_EGRESS": "[]"}).egress == []
+
+
+def test_a_preemptible_group_runs_on_spot_nodes_of_the_usual_clouds():
+    document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
+    groups = document["spec"]["groups"]
+    groups[1]["preemptible"] = True
+    made = {job["name"]: job for job in jobset(a_context(groups=groups))["spec"]["replicatedJobs"]}
+    pods = {name: job["template"]["spec"]["template"]["spec"] for name, job in made.items()}
+    spot, other = pods["v100"], pods["a10"]
+    tolerated = {(each["key"], each.get("value")) for each in spot["tolerations"]}
+    assert ("kubernetes.azure.com/scalesetpriority", "spot") in tolerated, "AKS taints all of its spot nodes"
+    assert {("cloud.google.com/gke-spot", "true"), ("karpenter.sh/capacity-type", "spot")} < tolerated
+    assert ("nvidia.com/gpu", None) in tolerated
+    assert spot["terminationGracePeriodSeconds"] < 30 < other["terminationGracePeriodSeconds"], "GKE and AKS wait 30 s"
+    rules = spot["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    keys = {rule["preference"]["matchExpressions"][0]["key"] for rule in rules}
+    assert keys == {key for key, _ in tolerated} - {"nvidia.com/gpu"}, "any cloud's spot nodes are preferred"
+    assert "affinity" not in other
+    assert "preemptible" not in in_pods(a_context(groups=groups).job)["spec"]["groups"][1]

@@ -383,6 +383,11 @@ class Group(Model):
         description="Container image of the group's pods. Without it: the operator's, whose torch has kernels for "
         "compute capability 7.5 (T4) and later. A V100 needs an image of its own.",
     )
+    preemptible: bool = Field(
+        default=False,
+        description="The pods may run on nodes that the cloud takes back after a short notice (spot). They tolerate "
+        "the taints of such nodes in GKE, EKS, AKS and Karpenter, prefer these nodes, and end within 25 s of a notice.",
+    )
     vllm_args: list[Text] = Field(
         default_factory=list,
         max_length=64,

@@ -44,6 +44,8 @@ AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
 PLANNER_AGAIN_SECONDS = 20.0  # how soon a planner that was too slow or broke is asked again
 # What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
 RESTART_WINDOW = timedelta(hours=1)
+# A rollout that worked this long was not broken from the start.
+STEADY = timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
@@ -388,8 +390,23 @@ class _Reconciler:
         if pod is None or pod.get("status", {}).get("phase") != "Running":
             return [], []
         wanted = {j["metadata"]["name"]: j for j in surplus_jobs(self._context)}
-        there = {j["metadata"]["name"] for j in self._children.jobs(surplus=True)}
-        return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted))
+        jobs = self._children.jobs(surplus=True)
+        there = {j["metadata"]["name"] for j in jobs}
+        again = {name for j in jobs if (name := j["metadata"]["name"]) in wanted and self._starts_anew(j)}
+        return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted) - again)
+
+    def _starts_anew(self, job: Object) -> bool:
+        """Whether a surplus rollout's Job is made anew, so that the rollout works again at once. The Job itself would
+        wait 10 s and more before it makes the next pod, and makes none after a pod that ended well, as a drained one
+        does. A rollout that fails soon after its start keeps the Job's pauses."""
+        pods = [p for p in self._children.of(POD.kind) if label(p, names.JOB_NAME_LABEL) == job["metadata"]["name"]]
+        if any(deleting(p) or p.get("status", {}).get("phase") not in ("Failed", "Succeeded") for p in pods):
+            return False
+        if is_true(job, "Complete"):
+            return True
+        if not pods:
+            return int(job.get("status", {}).get("failed") or 0) > 0  # somebody deleted the pod
+        return rootcause.lasted(pods) >= STEADY
 
     def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
         jobs = [j for j in self._children.jobs(surplus=True) if not deleting(j)]

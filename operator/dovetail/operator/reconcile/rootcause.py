@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from dovetail.kube import names
 from dovetail.kube.resources import JOB, JOBSET, POD, VOLUME_CLAIM
@@ -186,6 +186,18 @@ def failed_at(pod: Object) -> datetime | None:
     ends = [c.get("state", {}).get("terminated") or {} for c in status.get("containerStatuses") or []]
     at = max((end["finishedAt"] for end in ends if end.get("finishedAt")), default=None)
     return parse_time(at or pod["metadata"].get("creationTimestamp"))
+
+
+def lasted(pods: Iterable[Object]) -> timedelta:
+    """How long the container of the pod that ended last had run."""
+    spans = []
+    for pod in pods:
+        for container in pod.get("status", {}).get("containerStatuses") or []:
+            end = container.get("state", {}).get("terminated") or {}
+            start, finish = parse_time(end.get("startedAt")), parse_time(end.get("finishedAt"))
+            if start is not None and finish is not None:
+                spans.append((finish, finish - start))
+    return max(spans)[1] if spans else timedelta()
 
 
 def worst(pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS) -> Cause | None:

@@ -46,6 +46,7 @@ def spec_hash(job: RLHFJob) -> str:
     for group in spec["groups"]:
         group.pop("podTemplate", None)
         group.pop("image", None)
+        group.pop("preemptible", None)
     _without_later_fields(spec)
     return digest(spec)
 
@@ -87,7 +88,9 @@ def in_pods(job: RLHFJob) -> Object:
         on_claim = code.get("pvc")
         folder = f"{names.CLAIMS_MOUNT}/{on_claim.strip('/')}" if on_claim else names.CODE_MOUNT
         models["reward"]["importPath"] = folder
-    # No process reads what is said of the coordinator's pod.
+    # No process reads what is said of pods alone.
+    for group in spec["groups"]:
+        del group["preemptible"]
     del spec["coordinator"], spec["storage"]
     if (output := spec["output"]) is None:
         del spec["output"]

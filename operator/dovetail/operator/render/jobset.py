@@ -30,6 +30,7 @@ def _of_coordinator(spec: RLHFJobSpec) -> Any:
 POD_PARTS: dict[str, Callable[[RLHFJobSpec], Any]] = {
     names.PODS_LABEL: _of_groups,
     names.COORDINATOR_PODS_LABEL: _of_coordinator,
+    names.PREEMPTIBLE_PODS_LABEL: lambda spec: [group.preemptible for group in spec.groups],
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.manifest.merge import merge
 from dovetail.manifest.types import Group, RLHFJobSpec, Role
+from dovetail.operator.render import spot
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.memory_request import memory_request
 from dovetail.operator.render.volume_claim import claim_name
@@ -90,6 +91,9 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
             "nodeSelector": {PRODUCT_LABEL: group.gpu.product},
             "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
         }
+    if group.preemptible:
+        extra["tolerations"] = extra.get("tolerations", []) + spot.TOLERATIONS
+        extra |= {"affinity": spot.AFFINITY, "terminationGracePeriodSeconds": spot.GRACE_SECONDS}
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     extra["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     template = _template(context, "-".join(group.roles), container, patch=group.pod_template, extra=extra)

@@ -50,7 +50,7 @@ _GROUP_FIELDS = {
     "dtype": "g.dtype",
     "vllmArgs": "g.vllmArgs",
 }
-_POD_FIELDS = {"image": "has(g.image) ? g.image : ''", "podTemplate": "g.podTemplate"}
+_POD_FIELDS = {"image": "has(g.image) ? g.image : ''", "podTemplate": "g.podTemplate", "preemptible": "g.preemptible"}
 
 _SIDES = ("self.spec.coordinator", "oldSelf.spec.coordinator")
 _COORDINATOR = " && ".join(

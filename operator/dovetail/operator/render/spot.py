@@ -1,0 +1,32 @@
+"""Nodes that a cloud takes back after a short notice, as the usual clouds mark them."""
+
+from __future__ import annotations
+
+from dovetail.operator.render.context import Object
+
+# GKE and Azure give a notice of 30 s, AWS of 120 s. What ends later is killed.
+GRACE_SECONDS = 25
+# Labels of spot nodes, with their value. GKE's older preemptible nodes are among them.
+LABELS = {
+    "cloud.google.com/gke-spot": "true",
+    "cloud.google.com/gke-preemptible": "true",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "karpenter.sh/capacity-type": "spot",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+}
+# AKS taints spot nodes with their label. Elsewhere an administrator may do so, and usually does with the label.
+TOLERATIONS: list[Object] = [
+    {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"} for key, value in LABELS.items()
+]
+# Other nodes will do as well: a job that waits for cheap nodes wastes its trainers.
+AFFINITY: Object = {
+    "nodeAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "weight": 100,
+                "preference": {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]},
+            }
+            for key, value in LABELS.items()
+        ]
+    }
+}
