@@ -14,7 +14,7 @@ from dovetail.manifest.types import RLHFJobSpec
 
 _ENV = cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=[ext_strings.ExtStrings()])
 _RESERVED = ("function", "in")
-_FREE_FORM = ("config", "podTemplate")
+_FREE_FORM = ("config",)
 
 
 def refused(rules: tuple[CelRule, ...], spec: RLHFJobSpec) -> list[str]:

@@ -53,6 +53,10 @@ def changed(**changes):
     return manifest
 
 
+def _own_container(**fields):
+    return {"spec": {"containers": [{"name": "dovetail", **fields}]}}
+
+
 HF, SCRATCH = {"source": {"huggingFace": "a/b"}}, {"source": {"scratch": {}}}
 FIELDS = [
     ({"ppo.miniBatchSze": 4}, "spec.ppo.miniBatchSze is not a field; did you mean miniBatchSize?"),
@@ -293,6 +297,30 @@ RULES = [
     (
         {"groups.1.podTemplate": {"spec": {"containers": [{"image": "x"}]}}},
         "spec.groups[1] has a podTemplate that cannot be applied: podTemplate.spec.containers[0] lacks name",
+    ),
+    (
+        {
+            "groups.1.podTemplate": _own_container(
+                env=[{"name": "A", "value": "b"}, {"name": "DOVETAIL_TOKEN", "value": "x"}]
+            )
+        },
+        "spec.groups[1].podTemplate gives the container dovetail the variable DOVETAIL_TOKEN, which Dovetail sets",
+    ),
+    (
+        {"groups.1.podTemplate": _own_container(volumeMounts=[{"name": "x", "mountPath": "/var/dovetail/models"}])},
+        "spec.groups[1].podTemplate mounts a volume at /var/dovetail/models, over folders of Dovetail",
+    ),
+    (
+        {"groups.1.podTemplate": {"spec": {"volumes": [{"name": "claim-0", "emptyDir": {}}]}}},
+        "spec.groups[1].podTemplate has a volume claim-0, which is the name of a volume of Dovetail",
+    ),
+    (
+        {"coordinator.podTemplate": _own_container(**{"$patch": "delete"})},
+        "spec.coordinator has a podTemplate that would break its pod: podTemplate.spec.containers[dovetail]",
+    ),
+    (
+        {"coordinator.podTemplate": {"spec": {"restartPolicy": "Always"}}},
+        "spec.coordinator.podTemplate.spec.restartPolicy must be Never",
     ),
     ({"groups.1.name": "coordinator"}, "spec.groups[1].name is coordinator, which is the name of another process"),
     ({"groups.0.maxReplicas": 4}, "spec.groups[0] has the role trainer, whose number of pods is fixed"),

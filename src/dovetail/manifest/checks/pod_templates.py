@@ -4,8 +4,8 @@ Names and paths are those that the operator renders; tests/unit/test_pod_templat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 from dovetail.manifest.merge import DIRECTIVE, MergeError, merge
@@ -15,6 +15,8 @@ CONTAINER = "dovetail"
 VOLUMES = ("files", "plan", "reward-code", "hub-cache")
 CLAIM_VOLUME = "claim-"
 MOUNTS = ("/var/dovetail", "/etc/dovetail", "/var/dovetail-claims", "/var/dovetail-hub", "/etc/dovetail-code")
+# Folders that these are in.
+PARENTS = ("/", "/etc", "/etc/", "/var", "/var/")
 SCRATCH_MOUNTS = {"/tmp": "tmp", "/dev/shm": "shm"}
 # What a pod is told about itself and its job.
 VARIABLES = tuple(
@@ -24,12 +26,46 @@ VARIABLES = tuple(
 LABELS = "dovetail.dev/"
 
 
-def template_problem(template: dict[str, Any]) -> str:
-    """Why a template cannot be applied or would break its pod, without a full stop; empty if nothing is wrong."""
+def own_variables(template: dict[str, Any]) -> list[str]:
+    """Variables of ours that a template sets in the pod's container."""
+    return [str(each.get("name")) for each in _of_container(template, "env") if each.get("name") in VARIABLES]
+
+
+def own_mounts(template: dict[str, Any]) -> list[str]:
+    """Paths at which a template mounts something over folders of ours."""
+    paths = [str(each.get("mountPath")) for each in _of_container(template, "volumeMounts")]
+    below = tuple(f"{own}/" for own in MOUNTS)
+    return [path for path in paths if path in (*MOUNTS, *PARENTS) or path.startswith(below)]
+
+
+def own_volumes(template: dict[str, Any]) -> list[str]:
+    """Volumes of ours that a template changes."""
+    found = [str(each.get("name")) for each in _items(_object(template.get("spec")).get("volumes"))]
+    return [name for name in found if name in VOLUMES or re.fullmatch(f"{CLAIM_VOLUME}[0-9]+", name)]
+
+
+def restart_policy(template: dict[str, Any]) -> Any:
+    """None: the template does not say."""
+    return _object(template.get("spec")).get("restartPolicy")
+
+
+def _of_container(template: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    for container in _items(_object(template.get("spec")).get("containers")):
+        if container.get("name") == CONTAINER:
+            yield from _items(container.get(name))
+
+
+def merge_problem(template: dict[str, Any]) -> str:
+    """Why a template cannot be applied, without a full stop; empty if it can be."""
     try:
         merge({}, template)
     except MergeError as error:
         return str(error)
+    return ""
+
+
+def template_problem(template: dict[str, Any]) -> str:
+    """What else than the names above would break the pod, without a full stop; empty if nothing would."""
     return next(_problems(template), "")
 
 
@@ -51,14 +87,11 @@ def _spec_problems(spec: Any) -> Iterator[str]:
     if not isinstance(spec, dict) or DIRECTIVE in spec:
         yield f"{where} would remove Dovetail's own parts; give an object with the fields to change"
         return
-    if "restartPolicy" in spec and spec["restartPolicy"] != "Never":
-        yield f"{where}.restartPolicy must be Never, because the pod's Job replaces it; remove the field"
     volumes = spec.get("volumes", [])
     yield from _whole(spec, "volumes", where)
     for volume in _items(volumes):
         name = str(volume.get("name"))
-        own = name in VOLUMES or (name.startswith(CLAIM_VOLUME) and name[len(CLAIM_VOLUME) :].isdigit())
-        if own or (volume.get(DIRECTIVE) == "delete" and name in SCRATCH_MOUNTS.values()):
+        if volume.get(DIRECTIVE) == "delete" and name in SCRATCH_MOUNTS.values():
             yield f"{where}.volumes has {name}, which is a volume of Dovetail; choose another name"
     yield from _whole(spec, "containers", where)
     for container in _items(spec.get("containers", [])):
@@ -75,15 +108,9 @@ def _container_problems(container: dict[str, Any], where: str) -> Iterator[str]:
         return
     for name in ("env", "volumeMounts"):
         yield from _whole(container, name, where)
-    for variable in _items(container.get("env", [])):
-        if variable.get("name") in VARIABLES:
-            yield f"{where}.env has {variable['name']}, which Dovetail sets; remove it"
     for mount in _items(container.get("volumeMounts", [])):
-        path = PurePosixPath(str(mount.get("mountPath")))
-        for own in MOUNTS:
-            if path.is_relative_to(own) or PurePosixPath(own).is_relative_to(path):
-                yield f"{where}.volumeMounts has {path}, where Dovetail mounts {own}; choose another path"
-        volume = SCRATCH_MOUNTS.get(str(path))
+        path = str(mount.get("mountPath"))
+        volume = SCRATCH_MOUNTS.get(path)
         if volume is not None and (mount.get(DIRECTIVE) or mount.get("name", volume) != volume):
             yield f"{where}.volumeMounts has {path}, where Dovetail mounts {volume}; change the volume {volume} instead"
 

@@ -12,7 +12,7 @@ from dovetail.manifest.base import NAME_PATTERN
 from dovetail.manifest.checks.immutable import TRANSITION_RULES
 from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
-from dovetail.manifest.merge import DIRECTIVE
+from dovetail.manifest.describe.pod_template import pod_template
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.type_descriptions import model_in
 from dovetail.manifest.types import KIND, RLHFJobSpec
@@ -57,7 +57,7 @@ def crd() -> Schema:
         },
     }
     for place in ("spec.groups[]", "spec.coordinator"):
-        _at(root, place)["properties"]["podTemplate"]["properties"] = {"spec": _pod_patch()}
+        _at(root, place)["properties"]["podTemplate"] |= pod_template()
     for rule in (*NAME_RULES, *CEL_RULES, *TRANSITION_RULES):
         _at(root, rule.path).setdefault("x-kubernetes-validations", []).append(rule.schema())
     return {
@@ -190,29 +190,6 @@ def _union(branches: list[Schema]) -> Schema:
                 bounds |= {"minimum": branch["exclusiveMinimum"], "exclusiveMinimum": True}
             alternatives.append({**bounds, "minLength": 1, "maxLength": 0})
     return {"x-kubernetes-preserve-unknown-fields": True, "anyOf": alternatives}
-
-
-def _pod_patch() -> Schema:
-    """Of a patch of a pod: items of these lists are told apart by name, so each has one. All else is free."""
-    containers = _named({"env": _named({})})
-    lists = {
-        "containers": containers,
-        "initContainers": containers,
-        "volumes": _named({}),
-        "imagePullSecrets": _named({}),
-    }
-    return {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True, "properties": lists}
-
-
-def _named(properties: Schema) -> Schema:
-    """A list of objects, each with a name or a directive."""
-    known = {
-        "name": {"type": "string", "maxLength": MAX_STRING},
-        DIRECTIVE: {"type": "string", "maxLength": MAX_STRING},
-    }
-    item = {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "properties": {**known, **properties}}
-    item["anyOf"] = [{"required": ["name"]}, {"required": [DIRECTIVE]}]
-    return {"type": "array", "nullable": True, "maxItems": MAX_ITEMS, "items": item}
 
 
 def _at(root: Schema, path: str) -> Schema:

@@ -19,6 +19,7 @@ from dovetail.manifest.checks.rules.model_rules import (
     STAGE_RULES,
     TOKENIZER_RULES,
 )
+from dovetail.manifest.checks.rules.pod_rules import POD_RULES
 from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
 from dovetail.manifest.checks.rules.rule import Rule
 from dovetail.manifest.types import RLHFJobSpec
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *PPO_RULES,
     *SHARED_BODY_RULES,
     *GROUP_RULES,
+    *POD_RULES,
     *LAYOUT_RULES,
     *CONFIGURATION_RULES,
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dovetail.manifest.checks.name_rules import COORDINATOR
-from dovetail.manifest.checks.pod_templates import template_problem
 from dovetail.manifest.checks.rules.rule import Rule, Value, group_rule, ppo_rule
-from dovetail.manifest.types import Coordinator, Dtype, Group, Role
+from dovetail.manifest.types import Dtype, Group, Role
 
 # Set by the launcher or fixed by the contract between the processes.
 RESERVED_VLLM_ARGS = (
@@ -52,10 +51,6 @@ def _fixed(group: Group) -> bool:
     return Role.TRAINER not in group.roles or bounds <= {group.replicas}
 
 
-def _template_problem(pods: Group | Coordinator) -> str:
-    return template_problem(pods.pod_template)
-
-
 def _option(argument: str) -> str:
     return argument.split("=", 1)[0].replace("_", "-")
 
@@ -95,13 +90,6 @@ GROUP_RULES = (
         lambda group: group.name != COORDINATOR,
         f"self.name != '{COORDINATOR}'",
         f"{{path}}.name is {COORDINATOR}, which is the name of another process of the job; choose another.",
-    ),
-    Rule(
-        ("spec.groups[]", "spec.coordinator"),
-        lambda pods: not _template_problem(pods),
-        None,
-        "{path} has a podTemplate that cannot be applied: {problem}.",
-        {"problem": Value(_template_problem)},
     ),
     Rule(
         ("spec.groups[]",),

@@ -1,0 +1,100 @@
+"""Rules about pod templates, of groups and of the coordinator. The API server sees of a template what
+`dovetail.manifest.describe.pod_template` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dovetail.manifest.checks.pod_templates import (
+    CONTAINER,
+    MOUNTS,
+    PARENTS,
+    VARIABLES,
+    VOLUMES,
+    merge_problem,
+    own_mounts,
+    own_variables,
+    own_volumes,
+    restart_policy,
+    template_problem,
+)
+from dovetail.manifest.checks.rules.rule import Rule, Value
+from dovetail.manifest.types import Coordinator, Group
+
+Pods = Group | Coordinator
+_AT = ("spec.groups[]", "spec.coordinator")
+_SPEC = "self.podTemplate.spec"
+_OWN = f"has(c.name) && c.name == '{CONTAINER}'"
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return "[" + ", ".join(f"'{value}'" for value in values) + "]"
+
+
+def _none(found: Callable[[dict[str, object]], list[str]]) -> Callable[[Pods], bool]:
+    return lambda pods: not found(pods.pod_template)
+
+
+def _first(found: Callable[[dict[str, object]], list[str]], cel: str) -> dict[str, Value]:
+    return {"first": Value(lambda pods: found(pods.pod_template)[0], (cel,))}
+
+
+def _of_container(field: str, key: str, wrong: str) -> tuple[str, str]:
+    """Whether no item of a list of our container is `wrong`, and the key of the first that is."""
+    wrong = f"has(i.{key}) && {wrong}"
+    holds = (
+        f"!has({_SPEC}) || !has({_SPEC}.containers) || !{_SPEC}.containers.exists(c, {_OWN} && has(c.{field}) "
+        f"&& c.{field}.exists(i, {wrong}))"
+    )
+    return holds, f"{_SPEC}.containers.filter(c, {_OWN})[0].{field}.filter(i, {wrong})[0].{key}"
+
+
+_below = " || ".join(f"i.mountPath.startsWith('{own}/')" for own in MOUNTS)
+_ENV = _of_container("env", "name", f"i.name in {_listed(VARIABLES)}")
+_MOUNT = _of_container("volumeMounts", "mountPath", f"(i.mountPath in {_listed((*MOUNTS, *PARENTS))} || {_below})")
+_VOLUME = f"has(v.name) && (v.name in {_listed(VOLUMES)} || v.name.matches('^claim-[0-9]+$'))"
+
+POD_RULES = (
+    Rule(
+        _AT,
+        _none(own_variables),
+        _ENV[0],
+        f"{{path}}.podTemplate gives the container {CONTAINER} the variable {{first}}, which Dovetail sets; remove it.",
+        _first(own_variables, _ENV[1]),
+    ),
+    Rule(
+        _AT,
+        _none(own_mounts),
+        _MOUNT[0],
+        "{path}.podTemplate mounts a volume at {first}, over folders of Dovetail; choose another path.",
+        _first(own_mounts, _MOUNT[1]),
+    ),
+    Rule(
+        _AT,
+        _none(own_volumes),
+        f"!has({_SPEC}) || !has({_SPEC}.volumes) || !{_SPEC}.volumes.exists(v, {_VOLUME})",
+        "{path}.podTemplate has a volume {first}, which is the name of a volume of Dovetail; choose another.",
+        _first(own_volumes, f"{_SPEC}.volumes.filter(v, {_VOLUME})[0].name"),
+    ),
+    Rule(
+        _AT,
+        lambda pods: restart_policy(pods.pod_template) in (None, "Never"),
+        f"!has({_SPEC}) || !has({_SPEC}.restartPolicy) || {_SPEC}.restartPolicy == 'Never'",
+        "{path}.podTemplate.spec.restartPolicy must be Never, because the pod's Job replaces it; remove the field.",
+    ),
+    Rule(
+        _AT,
+        lambda pods: not merge_problem(pods.pod_template),
+        None,
+        "{path} has a podTemplate that cannot be applied: {problem}.",
+        {"problem": Value(lambda pods: merge_problem(pods.pod_template))},
+        by_type=True,  # of the lists that describe/pod_template.py knows
+    ),
+    Rule(
+        _AT,
+        lambda pods: bool(merge_problem(pods.pod_template)) or not template_problem(pods.pod_template),
+        None,
+        "{path} has a podTemplate that would break its pod: {problem}.",
+        {"problem": Value(lambda pods: template_problem(pods.pod_template))},
+    ),
+)
