@@ -150,9 +150,11 @@ def test_the_page_as_it_is_written(own: KubeCluster, place: dict[str, Any]) -> N
     image = operator["spec"]["template"]["spec"]["containers"][0]["image"]
     assert image.startswith(f"{place['environment']['REGISTRY']}/dovetail/operator@sha256:")
     # The model was downloaded once, with the token, and is what the status says.
-    assert json.loads(said[3].splitlines()[-1]) == [
-        {"name": "actor", "repository": REPOSITORY_ID, "commit": place["commit"]}
-    ]
+    models, artifacts = map(json.loads, said[3].splitlines()[-2:])
+    assert models == [{"name": "actor", "repository": REPOSITORY_ID, "commit": place["commit"]}]
+    assert {(each["name"], each["claim"], each["path"]) for each in artifacts} == {
+        ("actor", "first-files", "first/models/actor")
+    }
     assert hub.downloads().count("model.safetensors") == 1
     assert not [name for name in hub.downloads() if name.endswith(".bin")]
     # The results are those of training, read after the job's deletion.

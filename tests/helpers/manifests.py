@@ -304,11 +304,11 @@ RULES = [
                 env=[{"name": "A", "value": "b"}, {"name": "DOVETAIL_TOKEN", "value": "x"}]
             )
         },
-        "spec.groups[1].podTemplate gives the container dovetail the variable DOVETAIL_TOKEN, which Dovetail sets",
+        "spec.groups[1].podTemplate gives the container dovetail a variable that Dovetail sets (DOVETAIL_JOB,",
     ),
     (
         {"groups.1.podTemplate": _own_container(volumeMounts=[{"name": "x", "mountPath": "/var/dovetail/models"}])},
-        "spec.groups[1].podTemplate mounts a volume at /var/dovetail/models, over folders of Dovetail",
+        "spec.groups[1].podTemplate mounts a volume over folders of Dovetail (/var/dovetail,",
     ),
     (
         {"groups.1.podTemplate": {"spec": {"volumes": [{"name": "claim-0", "emptyDir": {}}]}}},

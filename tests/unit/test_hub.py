@@ -198,6 +198,21 @@ def test_a_shared_cache_is_used_where_it_is_complete(world: World, tmp_path: Pat
     assert world.run in folder.parents
 
 
+def test_on_one_machine_the_users_own_cache_is_used_and_will_do_without_a_network(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = Hub(HubSpec(), world.run)
+    folder = first.describe("actor", FIELD, "a/b", None)
+    first.download_weights()
+    assert tmp_path / "home" in folder.parents
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "other").mkdir()
+    other = Hub(HubSpec(), tmp_path / "other")
+    assert other.describe("actor", FIELD, "a/b", None) == folder
+    other.download_weights()
+    assert other.commits == first.commits
+
+
 def test_which_files_are_the_models() -> None:
     names = list(FILES)
     assert set(small_files(names, code=False)) == SMALL

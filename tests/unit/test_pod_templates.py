@@ -28,13 +28,13 @@ BROKEN = {
     "has a volume files": {"spec": {"volumes": [{"name": "files", "emptyDir": {}}]}},
     "has a volume claim-0": {"spec": {"volumes": [{"name": "claim-0", "emptyDir": {}}]}},
     "volumes has tmp": {"spec": {"volumes": [{"name": "tmp", "$patch": "delete"}]}},
-    "a volume at /var/dovetail/models": _container(
+    "mounts a volume over folders of Dovetail (/var/dovetail": _container(
         volumeMounts=[{"name": "mine", "mountPath": "/var/dovetail/models"}]
     ),
-    "a volume at /etc,": _container(volumeMounts=[{"name": "mine", "mountPath": "/etc"}]),
+    "mounts a volume over folders of Dovetail": _container(volumeMounts=[{"name": "mine", "mountPath": "/etc"}]),
     "volumeMounts has /tmp": _container(volumeMounts=[{"name": "mine", "mountPath": "/tmp"}]),
     "env would remove": _container(env=None),
-    "the variable DOVETAIL_TOKEN": _container(env=[{"name": "DOVETAIL_TOKEN", "value": "x"}]),
+    "a variable that Dovetail sets": _container(env=[{"name": "DOVETAIL_TOKEN", "value": "x"}]),
     "labels has dovetail.dev/job": {"metadata": {"labels": {"dovetail.dev/job": "other"}}},
     "the pod's own container": {"spec": {"initContainers": [{"name": "dovetail", "image": "x"}]}},
     "lacks name": {"spec": {"containers": [{"image": "x"}]}},

@@ -7,36 +7,46 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-_NAME: Schema = {"type": "string", "maxLength": 253}
-_PATH: Schema = {"type": "string", "maxLength": 1024}
 DIRECTIVE = "$patch"
 
 
-def _open(**properties: Schema) -> Schema:
-    return {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "properties": properties}
+def _text(description: str, most: int = 253) -> Schema:
+    return {"type": "string", "maxLength": most, "description": description}
 
 
-def _list(most: int, key: str, **properties: Schema) -> Schema:
+def _open(description: str, **properties: Schema) -> Schema:
+    opened = {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "properties": properties}
+    return opened | {"description": description}
+
+
+def _list(description: str, most: int, key: str, **properties: Schema) -> Schema:
     """A list whose items are told apart by `key`. An item may be a directive instead."""
-    items = _open(**properties) | {"anyOf": [{"required": [key]}, {"required": [DIRECTIVE]}]}
-    return {"type": "array", "maxItems": most, "items": items}
+    items = _open(f"An item, with its {key}.", **properties)
+    items["anyOf"] = [{"required": [key]}, {"required": [DIRECTIVE]}]
+    return {"type": "array", "maxItems": most, "description": description, "items": items}
 
 
 def pod_template() -> Schema:
-    """`metadata` and `spec` of a strategic merge patch of a pod template."""
-    containers = _list(
-        16,
-        "name",
-        name=_NAME,
-        env=_list(256, "name", name=_NAME),
-        volumeMounts=_list(64, "mountPath", mountPath=_PATH, name=_NAME),
+    """`metadata` and `spec` of a strategic merge patch of a pod template, but for the description."""
+    env = _list("Environment variables.", 256, "name", name=_text("The variable's name."))
+    mounts = _list(
+        "Where volumes are mounted.",
+        64,
+        "mountPath",
+        mountPath=_text("Path in the container.", 1024),
+        name=_text("The volume's name."),
     )
+    name = _text("The container's name.")
     spec = _open(
-        containers=containers,
-        initContainers=_list(16, "name", name=_NAME, env=_list(256, "name", name=_NAME)),
-        volumes=_list(64, "name", name=_NAME),
+        "The pod's specification.",
+        containers=_list("Containers; Dovetail's is `dovetail`.", 16, "name", name=name, env=env, volumeMounts=mounts),
+        initContainers=_list("Containers that run before.", 16, "name", name=name, env=env),
+        volumes=_list("Volumes.", 64, "name", name=_text("The volume's name.")),
         # null removes the operator's.
-        imagePullSecrets=_list(16, "name", name=_NAME) | {"nullable": True},
-        restartPolicy={"type": "string", "maxLength": 32},
+        imagePullSecrets=_list("Secrets for registries.", 16, "name", name=_text("The Secret's name."))
+        | {"nullable": True},
+        restartPolicy=_text("Never, or not given.", 32),
     )
-    return _open(spec=spec)
+    opened = _open("", spec=spec)
+    del opened["description"]
+    return opened

@@ -24,6 +24,8 @@ from dovetail.manifest.types import Coordinator, Group
 Pods = Group | Coordinator
 _AT = ("spec.groups[]", "spec.coordinator")
 _SPEC = "self.podTemplate.spec"
+# The API server tries the rules on the default of `coordinator`, {}, too.
+_NOTHING = f"!has(self.podTemplate) || !has({_SPEC})"
 _OWN = f"has(c.name) && c.name == '{CONTAINER}'"
 
 
@@ -35,18 +37,12 @@ def _none(found: Callable[[dict[str, object]], list[str]]) -> Callable[[Pods], b
     return lambda pods: not found(pods.pod_template)
 
 
-def _first(found: Callable[[dict[str, object]], list[str]], cel: str) -> dict[str, Value]:
-    return {"first": Value(lambda pods: found(pods.pod_template)[0], (cel,))}
-
-
-def _of_container(field: str, key: str, wrong: str) -> tuple[str, str]:
-    """Whether no item of a list of our container is `wrong`, and the key of the first that is."""
-    wrong = f"has(i.{key}) && {wrong}"
-    holds = (
-        f"!has({_SPEC}) || !has({_SPEC}.containers) || !{_SPEC}.containers.exists(c, {_OWN} && has(c.{field}) "
-        f"&& c.{field}.exists(i, {wrong}))"
+def _of_container(field: str, key: str, wrong: str) -> str:
+    """No item of a list of our container is `wrong`. (To name the first that is would cost the API server too much.)"""
+    return (
+        f"{_NOTHING} || !has({_SPEC}.containers) || !{_SPEC}.containers.exists(c, {_OWN} && has(c.{field}) "
+        f"&& c.{field}.exists(i, has(i.{key}) && {wrong}))"
     )
-    return holds, f"{_SPEC}.containers.filter(c, {_OWN})[0].{field}.filter(i, {wrong})[0].{key}"
 
 
 _below = " || ".join(f"i.mountPath.startsWith('{own}/')" for own in MOUNTS)
@@ -58,28 +54,31 @@ POD_RULES = (
     Rule(
         _AT,
         _none(own_variables),
-        _ENV[0],
-        f"{{path}}.podTemplate gives the container {CONTAINER} the variable {{first}}, which Dovetail sets; remove it.",
-        _first(own_variables, _ENV[1]),
+        _ENV,
+        f"{{path}}.podTemplate gives the container {CONTAINER} a variable that Dovetail sets ({', '.join(VARIABLES)}); "
+        "remove it.",
     ),
     Rule(
         _AT,
         _none(own_mounts),
-        _MOUNT[0],
-        "{path}.podTemplate mounts a volume at {first}, over folders of Dovetail; choose another path.",
-        _first(own_mounts, _MOUNT[1]),
+        _MOUNT,
+        f"{{path}}.podTemplate mounts a volume over folders of Dovetail ({', '.join(MOUNTS)}); choose another path.",
     ),
     Rule(
         _AT,
         _none(own_volumes),
-        f"!has({_SPEC}) || !has({_SPEC}.volumes) || !{_SPEC}.volumes.exists(v, {_VOLUME})",
+        f"{_NOTHING} || !has({_SPEC}.volumes) || !{_SPEC}.volumes.exists(v, {_VOLUME})",
         "{path}.podTemplate has a volume {first}, which is the name of a volume of Dovetail; choose another.",
-        _first(own_volumes, f"{_SPEC}.volumes.filter(v, {_VOLUME})[0].name"),
+        {
+            "first": Value(
+                lambda pods: own_volumes(pods.pod_template)[0], (f"{_SPEC}.volumes.filter(v, {_VOLUME})[0].name",)
+            )
+        },
     ),
     Rule(
         _AT,
         lambda pods: restart_policy(pods.pod_template) in (None, "Never"),
-        f"!has({_SPEC}) || !has({_SPEC}.restartPolicy) || {_SPEC}.restartPolicy == 'Never'",
+        f"{_NOTHING} || !has({_SPEC}.restartPolicy) || {_SPEC}.restartPolicy == 'Never'",
         "{path}.podTemplate.spec.restartPolicy must be Never, because the pod's Job replaces it; remove the field.",
     ),
     Rule(
