@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
+from dovetail.manifest.merge import DIRECTIVE
 
-DIRECTIVE = "$patch"
+Schema = dict[str, Any]
 
 
 def _text(description: str, most: int = 253) -> Schema:
