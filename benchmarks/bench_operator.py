@@ -155,7 +155,7 @@ class Usage:
         )
         return {
             "cpu": sum(self._cpu.values()),
-            "requests": values["dovetail_operator_api_requests"],
+            "requests": values["dovetail_operator_api_requests_total"],
             "reconciles": reconciles,
         }
 

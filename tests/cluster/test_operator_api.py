@@ -90,7 +90,7 @@ def owned(server: KubeCluster, kind: str, uid: str, namespace: str = NAMESPACES[
 def requests(process: OperatorProcess) -> float:
     with urllib.request.urlopen(f"http://127.0.0.1:{process.port}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("dovetail_operator_api_requests ")))
+    return float(next(line.split()[1] for line in lines if line.startswith("dovetail_operator_api_requests_total ")))
 
 
 def looks(process: OperatorProcess) -> float:

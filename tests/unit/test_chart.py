@@ -241,11 +241,14 @@ def test_every_alert_is_tested():
     assert alerts == fired
 
 
-def test_alerts_name_the_job_and_a_remedy():
+def test_alerts_name_the_job_a_remedy_and_a_page():
+    runbooks = (CHART.parents[1] / "docs" / "runbooks.md").read_text()
     for group in yaml.safe_load(RULES.read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")
-            assert {"summary", "description"} == set(rule["annotations"])
+            assert {"summary", "description", "runbook"} == set(rule["annotations"])
+            assert rule["annotations"]["runbook"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+            assert f"\n## {rule['alert']}\n" in runbooks
             assert rule["annotations"]["summary"].endswith(".")
 
 

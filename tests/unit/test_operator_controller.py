@@ -4,13 +4,19 @@ import asyncio
 import base64
 import copy
 import json
+import logging
+import re
 
 import pytest
+from prometheus_client import generate_latest
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
+from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.cluster.client import Page
 from dovetail.operator.controller import GATHER_SECONDS, Controller
+from dovetail.operator.job_metrics import JobMetrics
+from dovetail.operator.log import log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
@@ -139,7 +145,7 @@ def test_a_running_job_goes_on_without_the_object_whose_name_is_taken():
     controller.store.put({"kind": "Pod", "metadata": pod, "spec": {}, "status": {"phase": "Running"}})
     client.others["PodDisruptionBudget"] = {"metadata": {"name": "demo"}}
     asyncio.run(controller.process(KEY))
-    assert asyncio.run(controller.process(KEY)) == OperatorSettings().conflict_seconds
+    assert 0 < asyncio.run(controller.process(KEY)) <= OperatorSettings().conflict_seconds
     assert condition(client, "Degraded")["reason"] == "NameConflict"
     assert condition(client, "Degraded")["message"].startswith("PodDisruptionBudget demo exists and does not belong")
     assert condition(client, "Running")["reason"] == "PodsStarting"
@@ -179,7 +185,7 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     assert kinds.index("Role") < kinds.index("RoleBinding") < kinds.index("JobSet")
     assert ("create", "Event") in client.calls
     client.calls.clear()
-    assert asyncio.run(controller.process(KEY)) is None
+    assert asyncio.run(controller.process(KEY)) == 10, "to see why the JobSet has no Jobs"
     assert client.calls == [], "its own replies are remembered, before any watch event"
 
 
@@ -356,3 +362,103 @@ def test_a_job_whose_deletion_was_missed_is_forgotten():
         assert client.calls == []
 
     asyncio.run(check())
+
+
+def test_the_log_tells_a_jobs_life(capsys):
+    """One line for each thing that was done, with its reason, and for each event that users see."""
+    controller, client = a_controller(ttlSecondsAfterFinished=0, groups=manifest()["spec"]["groups"])
+    controller._status_rate = StatusRate(lambda: 0.0)
+    controller._status_rate.wait = lambda *_: 0.0
+
+    def told():
+        lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+        for line in lines:
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+            assert (line.pop("process"), line.pop("job")) == ("operator", "default/demo")
+            line.pop("level")
+        return [" ".join(str(value) for value in line.values() if value is not None) for line in lines]
+
+    asyncio.run(controller.process(KEY))
+    assert told() == [
+        "object.created PersistentVolumeClaim/demo-files the job needs it",
+        "object.created ConfigMap/demo-plan the job needs it",
+        "object.created ServiceAccount/demo-pods the job needs it",
+        "object.created Role/demo-pods the job needs it",
+        "object.created Service/demo-coordinator the job needs it",
+        "object.created NetworkPolicy/demo the job needs it",
+        "object.created RoleBinding/demo-pods the job needs it",
+        "object.created JobSet/demo the job needs it",
+        "job.state Planned",
+        "job.event Planned 1 trainer ranks, 1 rollouts",
+    ]
+    client.job["spec"]["suspend"] = True
+    client.job["metadata"] |= {"generation": 2}
+    controller.store.put(copy.deepcopy(client.job))
+    asyncio.run(controller.process(KEY))
+    assert told() == [
+        "object.deleted JobSet/demo SuspendedByUser: spec.suspend is true",
+        "job.state Suspended",
+        "job.event SuspendedByUser spec.suspend is true",
+    ]
+    shown = generate_latest(controller._metrics.registry).decode()
+    assert (
+        'dovetail_job_state{namespace="default",reason="SuspendedByUser",rlhfjob="demo",state="Suspended"} 1.0' in shown
+    )
+    controller.store.remove({"kind": "RLHFJob", **client.job})
+    asyncio.run(controller.process(KEY))
+    assert told() == ["job.gone"]
+    assert 'rlhfjob="demo"' not in generate_latest(controller._metrics.registry).decode()
+
+
+def test_kopfs_lines_look_like_our_own(capsys):
+    before = logging.root.handlers[:]
+    try:
+        log_libraries()
+        logging.getLogger("kopf._core.reactor").warning("Not enough permissions to list %s", "namespaces")
+        logging.getLogger("kopf.objects").info("nothing that matters")
+    finally:
+        logging.root.handlers[:] = before
+    (line,) = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (line["level"], line["event"]) == ("warning", "kopf._core.reactor")
+    assert line["message"] == "Not enough permissions to list namespaces"
+
+
+def test_seconds_of_waiting_are_counted_by_reason():
+    now = [0.0]
+    metrics = JobMetrics(lambda: now[0])
+
+    def shown():
+        return {
+            (
+                sample.name,
+                *(value for key, value in sorted(sample.labels.items()) if key in ("reason", "state")),
+            ): sample.value
+            for metric in metrics.collect()
+            for sample in metric.samples
+        }
+
+    def status(kind, value, reason):
+        at = START.isoformat()
+        return RLHFJobStatus.model_validate(
+            {"conditions": [{"type": kind, "status": value, "reason": reason, "message": "", "lastTransitionTime": at}]}
+        )
+
+    metrics.look(KEY, status("Scheduled", "False", "CreatingPods"))
+    now[0] = 10
+    metrics.look(KEY, status("Scheduled", "False", "Unschedulable"))
+    now[0] = 40
+    metrics.fits(KEY, False)
+    metrics.look(KEY, status("Scheduled", "False", "Unschedulable"))
+    now[0] = 45
+    name = "dovetail_job_pending_seconds_total"
+    assert shown() == {
+        ("dovetail_job_state", "NoNodeFits", "Pending"): 1,
+        (name, "CreatingPods"): 10,
+        (name, "Unschedulable"): 30,
+        (name, "NoNodeFits"): 5,
+    }
+    metrics.look(KEY, status("Running", "True", "AllPodsReady"))
+    now[0] = 1000
+    assert shown()[name, "NoNodeFits"] == 5
+    assert metrics.forget(KEY)
+    assert shown() == {}

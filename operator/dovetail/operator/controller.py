@@ -25,13 +25,13 @@ from dovetail.operator.cluster.mounts import Mounts
 from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
 from dovetail.operator.cluster.own_objects import NameTaken
 from dovetail.operator.cluster.tokens import Tokens
-from dovetail.operator.log import log
+from dovetail.operator.log import Level, log
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
 from dovetail.operator.reconcile.children import Children, Object, parse_time, sizes
-from dovetail.operator.reconcile.conditions import JobEvent, state
+from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
 from dovetail.operator.reconcile.reconcile import (
@@ -79,6 +79,7 @@ class Controller:
         self._coordinators = coordinators
         self._settings = settings
         self._metrics = metrics
+        metrics.count_requests(lambda: client.requests)
         self._now = now
         self._tokens = Tokens(client, settings.namespace)
         self._mounts = Mounts(client, time.monotonic)
@@ -128,7 +129,7 @@ class Controller:
                     await self.relist(RLHFJOB, namespace)
                 return
             except KubeError as error:
-                log("sync.failed", error=str(error))
+                log("sync.failed", level="warning", error=str(error))
                 await asyncio.sleep(FIRST_SYNC_SECONDS)
 
     async def _listed(self, resource: Resource, first: asyncio.Event, there: bool) -> None:
@@ -151,17 +152,25 @@ class Controller:
             except KubeError as error:
                 outcome = "conflict" if error.status == 409 else "refused" if error.rejected else "error"
                 pause = await self.queue.failed(key)
-                log("reconcile.again", job="/".join(key), status=error.status, error=str(error), seconds=pause)
+                log(
+                    "reconcile.again",
+                    level="warning",
+                    job="/".join(key),
+                    status=error.status,
+                    error=str(error),
+                    seconds=pause,
+                )
             except Exception as error:
                 outcome = "error"
                 pause = await self.queue.failed(key)
-                log("reconcile.failed", job="/".join(key), error=f"{type(error).__name__}: {error}", seconds=pause)
+                said = f"{type(error).__name__}: {error}"
+                log("reconcile.failed", level="error", job="/".join(key), error=said, seconds=pause)
             else:
                 await self.queue.done(key, again)
                 self._metrics.applied(time.monotonic() - told)
             if outcome != "ok":
                 self._told[key] = min(told, self._told.get(key, told))
-            self._metrics.reconciled(outcome, time.monotonic() - started, len(self.queue), self._client.requests)
+            self._metrics.reconciled(outcome, time.monotonic() - started, len(self.queue))
 
     async def process(self, key: Key) -> float | None:
         """Reconcile one job. Returns the seconds until it must be looked at again. Raises KubeError."""
@@ -170,6 +179,8 @@ class Controller:
             self._coordinators.forget(key)
             self._mounts.forget(key)
             self._status_rate.forget(key)
+            if self._metrics.jobs.forget(key):
+                log("job.gone", job="/".join(key))
             return None
         uid = str(document["metadata"]["uid"])
         children = self.store.children(key).of_job(uid)
@@ -179,6 +190,12 @@ class Controller:
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
             outlook = self._outlook(key, uid, planned, children)
+            if not isinstance(planned, PlanRefused):
+                least = RenderContext(planned[0], uid, planned[1], self._settings).guaranteed
+                there = outlook.room or {}
+                self._metrics.jobs.fits(
+                    key, all(there[g.name] >= least(g) for g in planned[0].spec.groups if g.name in there)
+                )
             reported = self._coordinators.report(key, children, token)
             mounts = await self._mounts.problems(key, children)
         result = reconcile(
@@ -261,9 +278,14 @@ class Controller:
             return await self._client.apply(thing, str(there["metadata"]["uid"]))
 
         replies = await asyncio.gather(*(put(thing) for thing in things), return_exceptions=True)
-        for reply in replies:
+        for thing, reply in zip(things, replies, strict=True):
             if not isinstance(reply, BaseException):
                 self.store.put(reply)
+                name = f"{thing['kind']}/{thing['metadata']['name']}"
+                changed = children.get(thing["kind"], thing["metadata"]["name"]) is not None
+                why = "it is not as the manifest says" if changed else "the job needs it"
+                job = f"{context.namespace}/{context.name}"
+                log("object.changed" if changed else "object.created", job=job, object=name, reason=why)
         if taken := [reply for reply in replies if isinstance(reply, NameTaken)]:
             raise NameTaken.all_of(taken)
         for reply in replies:
@@ -279,7 +301,7 @@ class Controller:
             try:
                 await self._apply([history_config_map(context, text)], context, children)
             except (KubeError, NameTaken) as error:
-                log("history.lost", job="/".join(key), error=str(error))
+                log("history.lost", level="warning", job="/".join(key), error=str(error))
 
     async def _delete(self, document: Object, result: Reconciled) -> None:
         namespace = document["metadata"]["namespace"]
@@ -289,8 +311,9 @@ class Controller:
             there = children.get(kind, name)
             if there is not None:
                 await self._client.delete(kind, namespace, name, str(there["metadata"].get("uid", "")))
+                log("object.deleted", job="/".join(key), object=f"{kind}/{name}", reason=why_deleted(result.status))
         if result.expired:
-            log("job.expired", job=f"{namespace}/{document['metadata']['name']}")
+            log("job.expired", job="/".join(key), reason="spec.ttlSecondsAfterFinished have passed")
             await self._client.delete(KIND, namespace, document["metadata"]["name"], str(document["metadata"]["uid"]))
 
     async def _hold_up(
@@ -314,9 +337,10 @@ class Controller:
         to be looked at again, for that or because it is too soon."""
         status = status.model_copy(update={"state": state(status.conditions)})
         wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
+        key = document["metadata"]["namespace"], document["metadata"]["name"]
+        self._metrics.jobs.look(key, status)
         if wanted == document.get("status"):
             return None
-        key = document["metadata"]["namespace"], document["metadata"]["name"]
         if (wait := self._status_rate.wait(key, document.get("status") or {}, wanted)) > 0:
             return wait
         self._status_rate.wrote(key)
@@ -333,7 +357,11 @@ class Controller:
                 if fresh["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
                     raise KubeError(409, "the job changed meanwhile") from error
             raise
+        if status.state != (document.get("status") or {}).get("state"):
+            log("job.state", job="/".join(key), state=status.state, stage=status.stage, iteration=status.iteration)
         for event in events:
+            level: Level = "warning" if event.type == "Warning" else "info"
+            log("job.event", level=level, job="/".join(key), reason=event.reason, message=event.message)
             await self._record(document, event)
         return GATHER_SECONDS
 
@@ -359,7 +387,7 @@ class Controller:
         try:
             await self._client.create(thing)
         except KubeError as error:
-            log("event.lost", job=f"{metadata['namespace']}/{metadata['name']}", error=str(error))
+            log("event.lost", level="warning", job=f"{metadata['namespace']}/{metadata['name']}", error=str(error))
 
     # ------------------------------------------------------------ resync
 
@@ -371,7 +399,7 @@ class Controller:
             try:
                 await self.resync()
             except KubeError as error:
-                log("resync.failed", error=str(error))
+                log("resync.failed", level="warning", error=str(error))
 
     async def resync(self) -> None:
         """Bring the store in line with the API server, and look at every job. Raises KubeError."""

@@ -21,7 +21,7 @@ from dovetail.operator.cluster.kinds import until_served
 from dovetail.operator.cluster.leader import LEASE, Lock, lead
 from dovetail.operator.controller import Controller
 from dovetail.operator.handlers import watch_jobs
-from dovetail.operator.log import log
+from dovetail.operator.log import log, log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, image_check
@@ -51,6 +51,7 @@ async def run(settings: OperatorSettings) -> int:
     # Imports stay, and what JSON is read into has no cycles.
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    log_libraries()
     metrics, health = OperatorMetrics(), ProbeHealth(time.monotonic())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -77,7 +78,7 @@ async def run(settings: OperatorSettings) -> int:
     try:
         await asyncio.wait({leading, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if leading.done():
-            log("leader.lost", error=str(leading.exception() or "the lease could not be renewed"))
+            log("leader.lost", level="error", error=str(leading.exception() or "the lease could not be renewed"))
             return 1
         log("operator.stopped")
         return 0
@@ -135,6 +136,7 @@ async def _operate(
                 await _watch(controller, client, settings.namespaces, on_signals)
         finally:
             health.controller = None
+            metrics.jobs.clear()  # the next leader shows them
             await coordinators.close()
             await planner.close()
 

@@ -63,5 +63,12 @@ async def follow(
             pause = min(LONGEST_PAUSE_SECONDS, reconnect * 2.0 ** min(failures, 16))
             failures += 1
             if failures > 4 and error.status != 404:  # shorter breaks are nothing to look into
-                log("watch.again", kind=resource.kind, status=error.status, error=str(error), seconds=pause)
+                log(
+                    "watch.again",
+                    level="warning",
+                    kind=resource.kind,
+                    status=error.status,
+                    error=str(error),
+                    seconds=pause,
+                )
         await asyncio.sleep(pause)

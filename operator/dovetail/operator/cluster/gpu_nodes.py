@@ -68,10 +68,10 @@ class Nodes:
         except KubeError as error:
             if error.status == 403 and not self.refused:
                 self.refused = True
-                log("nodes.refused", error=str(error))
+                log("nodes.refused", level="warning", error=str(error))
                 await self._changed()
             elif error.status != 403:
-                log("nodes.failed", status=error.status, error=str(error))
+                log("nodes.failed", level="warning", status=error.status, error=str(error))
             return
         back, self.refused = self.refused, False
         if self._steady.offer(dict(found)):

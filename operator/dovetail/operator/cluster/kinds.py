@@ -20,9 +20,9 @@ async def until_served(client: Client, resource: Resource) -> None:
             if await client.serves(resource):
                 return
         except KubeError as error:
-            log("kind.unknown", kind=resource.kind, error=str(error))
+            log("kind.unknown", level="warning", kind=resource.kind, error=str(error))
         else:
             if not told:
-                log("kind.missing", kind=resource.kind, api_version=resource.api_version)
+                log("kind.missing", level="warning", kind=resource.kind, api_version=resource.api_version)
             told = True
         await asyncio.sleep(LOOK_SECONDS)

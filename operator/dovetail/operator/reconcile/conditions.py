@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from dovetail.manifest.status import Condition, ConditionType
+from dovetail.manifest.status import Condition, ConditionType, RLHFJobStatus
 from dovetail.operator.reconcile import reasons
 
 ORDER: tuple[ConditionType, ...] = (
@@ -43,6 +43,17 @@ def state(conditions: Sequence[Condition]) -> str:
     held = {c.type for c in conditions if c.status == "True"}
     states = ("Completed", "Failed", "Suspended", "Running", "Scheduled", "Planned")
     return next((each for each in states if each in held), "Pending")
+
+
+def why_deleted(status: RLHFJobStatus) -> str:
+    """Why a job with this status loses pods."""
+    held = {c.type: c for c in status.conditions}
+    for kind in ("Completed", "Failed", "Suspended"):
+        if kind in held and held[kind].status == "True":
+            return f"{held[kind].reason}: {held[kind].message}"
+    running = held.get("Running")
+    told = running.message if running is not None and running.status == "False" else ""
+    return told or "the job wants fewer pods"
 
 
 class Conditions:

@@ -1,0 +1,111 @@
+"""Prometheus series about single jobs. They vanish with the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dovetail.manifest.status import RLHFJobStatus
+from dovetail.operator.reconcile import reasons
+
+# In metrics alone: a job that waits for GPUs which no node has, be they mistyped or not added yet.
+NO_NODE_FITS = "NoNodeFits"
+Key = tuple[str, str]  # namespace and name of an RLHFJob
+# The reason of the first of these that is true is the job's; else that of the first of WAITS that is false.
+_HOLDS = ("Completed", "Failed", "Suspended")
+_WAITS = ("Planned", "Scheduled", "Running")
+
+
+@dataclass
+class _Job:
+    """`pending`: the reason why the job does not run though it wants to, and since when. `seconds`: by reason, before
+    that."""
+
+    state: str
+    reason: str
+    stage: str
+    iteration: int | None
+    pending: tuple[str, float] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def waited(self, now: float) -> dict[str, float]:
+        """Seconds by reason until now."""
+        found = dict(self.seconds)
+        if self.pending is not None:
+            reason, since = self.pending
+            found[reason] = found.get(reason, 0.0) + now - since
+        return found
+
+
+class JobMetrics(Collector):
+    """Of each job what its status says. `clock`: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._jobs: dict[Key, _Job] = {}
+        self._unfit: set[Key] = set()
+
+    def fits(self, key: Key, fits: bool) -> None:
+        """Whether the nodes have room for the job while nothing else runs, as far as that is known."""
+        (self._unfit.discard if fits else self._unfit.add)(key)
+
+    def look(self, key: Key, status: RLHFJobStatus) -> None:
+        """Take a job's status."""
+        now, before = self._clock(), self._jobs.get(key)
+        reason, waits = _reason(status)
+        if reason == reasons.UNSCHEDULABLE and key in self._unfit:
+            reason = NO_NODE_FITS
+        found = _Job(status.state or "Pending", reason, status.stage or "", status.iteration)
+        if before is not None:
+            found.seconds = before.waited(now)
+        if waits:
+            found.pending = reason, now
+        self._jobs[key] = found
+
+    def forget(self, key: Key) -> bool:
+        """Whether the job was known."""
+        self._unfit.discard(key)
+        return self._jobs.pop(key, None) is not None
+
+    def clear(self) -> None:
+        """Forget all jobs: another replica shows them."""
+        self._jobs.clear()
+        self._unfit.clear()
+
+    def collect(self) -> Iterator[Metric]:
+        names = ["namespace", "rlhfjob"]
+        states = GaugeMetricFamily(
+            "dovetail_job_state", "1 for the job's state and the reason for it.", labels=[*names, "state", "reason"]
+        )
+        iterations = GaugeMetricFamily(
+            "dovetail_job_iteration", "Finished iterations, or steps, of the stage.", labels=[*names, "stage"]
+        )
+        pending = CounterMetricFamily(
+            "dovetail_job_pending_seconds",
+            "Time in which the job wanted to run and did not, since this replica leads.",
+            labels=[*names, "reason"],
+        )
+        now = self._clock()
+        for key, job in sorted(self._jobs.items()):
+            states.add_metric([*key, job.state, job.reason], 1)
+            if job.iteration is not None and job.stage:
+                iterations.add_metric([*key, job.stage], job.iteration)
+            for reason, seconds in sorted(job.waited(now).items()):
+                pending.add_metric([*key, reason], seconds)
+        yield from (states, iterations, pending)
+
+
+def _reason(status: RLHFJobStatus) -> tuple[str, bool]:
+    """Why the job is in its state, and whether it waits to run."""
+    held = {c.type: c for c in status.conditions}
+    for kind in _HOLDS:
+        if kind in held and held[kind].status == "True":
+            return held[kind].reason, held[kind].reason == reasons.QUEUED
+    for kind in _WAITS:
+        if kind in held and held[kind].status == "False":
+            return held[kind].reason, True
+    return (held["Running"].reason, False) if "Running" in held else (reasons.IN_PROGRESS, True)
