@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from helpers.null_gpu import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DRIVER = Path(__file__).parents[2] / "benchmarks/bench_gpu.py"
 
-
-def test_every_group_runs_to_its_end(null_gpu_environment: dict[str, str], tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
-    environment = {**null_gpu_environment, "NULLGPU_MEETINGS": str(tmp_path / "meetings")}
-    command = [sys.executable, str(DRIVER), "--tiny", "--json", str(found), "--logs", str(tmp_path / "logs")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850, check=False)
-    logs = "\n".join(path.read_text()[-5000:] for path in sorted((tmp_path / "logs").glob("*.log")))
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:] + logs
-    groups = json.loads(found.read_text())["groups"]
+def test_every_group_runs_to_its_end(null_gpu: Run) -> None:
+    ended = null_gpu("bench", "bench.every_group", patience=400, deadline=800)
+    logs = "\n".join(path.read_text()[-5000:] for path in sorted((ended.folder / "logs").glob("*.log")))
+    (found,) = ended.good()
+    groups = found["groups"]
+    assert found["code"] == 0, ended.log + logs
     assert {name: group["state"] for name, group in groups.items()} == dict.fromkeys(groups, "done")
     skipped = {line["name"] for group in groups.values() for line in group["skipped"]}
     assert skipped == {"quickstart", "vLLM's sleep and wake"}

@@ -2,7 +2,8 @@
 
 Each line of standard input is a scenario as JSON: {"name", "do", "world", ...}. `do` is "module.function" of
 `programs/`. Each of the `world` ranks calls the function in a process of its own. The ranks are forked, so that one
-import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that wait are stuck.
+import of torch serves all scenarios. An optional "patience" says after how many seconds ranks that wait are stuck, an
+optional "deadline" how many seconds the scenario may take.
 
 A line of standard output is the answer: "statuses" of the ranks, "waits" (what each rank that was stuck waited for),
 "results" and "seconds". A scenario ends early when its ranks are stuck."""
@@ -82,7 +83,15 @@ def waits(folder: Path) -> dict[str, str]:
     return found
 
 
-def run(folder: Path, name: str, do: str, world: int = 1, patience: float = ALL_STUCK, **more: Any) -> dict[str, Any]:
+def run(
+    folder: Path,
+    name: str,
+    do: str,
+    world: int = 1,
+    patience: float = ALL_STUCK,
+    deadline: float = DEADLINE,
+    **more: Any,
+) -> dict[str, Any]:
     """All ranks of one scenario, until they end, are stuck, or the deadline has passed. `more` goes to the program."""
     folder = folder / name
     (folder / "meetings").mkdir(parents=True)
@@ -95,7 +104,7 @@ def run(folder: Path, name: str, do: str, world: int = 1, patience: float = ALL_
     statuses: dict[int, int] = {}
     started = since = time.monotonic()
     stuck: dict[str, str] = {}
-    while len(statuses) < len(pids) and time.monotonic() < started + DEADLINE:
+    while len(statuses) < len(pids) and time.monotonic() < started + deadline:
         for rank in set(pids) - set(statuses):
             done, status = os.waitpid(pids[rank], os.WNOHANG)
             if done:
