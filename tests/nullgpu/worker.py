@@ -11,6 +11,7 @@ A line of standard output is the answer: "statuses" of the ranks, "waits" (what 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -96,6 +97,7 @@ def run(
     folder = folder / name
     (folder / "meetings").mkdir(parents=True)
     function, port = program(do), free_port()
+    gc.freeze()  # keeps the ranks' collectors from touching, and so copying, the shared pages
     pids: dict[int, int] = {}
     for rank in range(world):
         pids[rank] = os.fork()

@@ -30,6 +30,7 @@ static int moving;
 static stream *streams, *defaults[DEVICES];
 static char failed[1024];
 static atomic_int has_failed;
+static long moves; /* how many items have gone through */
 
 const char *failure(void) { return atomic_load(&has_failed) ? failed : NULL; }
 
@@ -78,6 +79,7 @@ static int move(void) {
                 free(i);
                 s->since = now();
                 moved = 1;
+                moves++;
             }
             left |= s->head != NULL;
         }
@@ -94,15 +96,25 @@ static int describe_oldest(char *sentence, size_t size) {
     return oldest != NULL;
 }
 
+/* The longer a process has waited, the less often it looks: many of them share few cores. */
+static void pause_for(int *microseconds) {
+    usleep(*microseconds);
+    if (*microseconds < 2000) *microseconds *= 2;
+}
+
 static void *keep_moving(void *unused) {
+    int pause = 100;
     pthread_mutex_lock(&lock);
     for (;;) {
+        long before = moves;
         if (!move()) {
             pthread_cond_wait(&wake, &lock);
+            pause = 100;
             continue;
         }
+        if (moves != before) pause = 100;
         pthread_mutex_unlock(&lock);
-        usleep(200);
+        pause_for(&pause);
         pthread_mutex_lock(&lock);
     }
     return unused;
@@ -130,7 +142,7 @@ void enqueue(void *handle, work *w) {
 static int synchronise(int (*ready)(void *), void *what) {
     count(&c_synchronisations, 1);
     double told = now();
-    int reported = 0;
+    int reported = 0, pause = 100;
     for (;;) {
         char sentence[900];
         pthread_mutex_lock(&lock);
@@ -141,7 +153,7 @@ static int synchronise(int (*ready)(void *), void *what) {
         if (reported && (done || failure())) report_wait(NULL);
         if (failure()) return cudaErrorLaunchFailure;
         if (done) return 0;
-        usleep(100);
+        pause_for(&pause);
     }
 }
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import transformers.models.llama.modeling_llama  # noqa: F401  once for all processes
 from worker import Place
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
