@@ -216,6 +216,7 @@ def traces() -> dict[str, set[str]]:
         "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob("*/*") if path.is_dir()},
         "namespaces": below(Path("/run/netns")),
         "folders": below(settings.state_root()) | below(Path("/var/lib/cni")) | below(Path("/var/lib/kubelet")),
+        "programs": below(Path("/opt")),
         "forwarding": {Path("/proc/sys/net/ipv4/ip_forward").read_text()},
     }
     names = [path.parent.name for path in settings.state_root().glob("*/cluster.json")]

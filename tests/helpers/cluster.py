@@ -64,12 +64,18 @@ class KubeCluster:
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(binaries.path_of("kubectl")), "--kubeconfig", str(self.kubeconfig), *words],
+            env=self._environment(),
             input=stdin or "",
             capture_output=True,
             text=True,
             timeout=timeout,
             check=False,
         )
+
+    def _environment(self) -> dict[str, str]:
+        """What kubectl and helm learn of a cluster of ours goes with it, and not into ~/.kube."""
+        mine = {} if self.name is None else {"KUBECACHEDIR": str(self.kubeconfig.parent / "kubectl-cache")}
+        return {**os.environ, **mine}
 
     def get(self, *words: str) -> Any:
         """`kubectl get`, parsed; None for an object that is not there."""
@@ -85,6 +91,7 @@ class KubeCluster:
     def helm(self, *words: str, timeout: float = 300) -> str:
         done = subprocess.run(
             [str(binaries.path_of("helm")), "--kubeconfig", str(self.kubeconfig), *words],
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -28,7 +28,9 @@ def apply(cluster: Cluster, name: str) -> None:
 
 def helm(cluster: Cluster, *words: str) -> None:
     """Helm with folders of the cluster's own. Raises: ClusterError with its last words."""
-    homes = {f"HELM_{kind}_HOME": str(cluster.state / "helm" / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
+    homes = {"KUBECACHEDIR": str(cluster.kubectl_cache)} | {
+        f"HELM_{kind}_HOME": str(cluster.state / "helm" / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")
+    }
     done = subprocess.run(
         [str(binaries.path_of("helm")), "--kubeconfig", str(cluster.kubeconfig), *words],
         env={**os.environ, **homes},

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from devcluster.settings import SOURCES, ClusterError, cache_root, digest
@@ -33,6 +34,10 @@ TAGS = {"promtool": "remove_all_sd"}
 CONTROL_PLANE = ("kubernetes",)
 CLUSTER = ("kubernetes", "helm", "containerd", "jobset", "coredns")
 TOOLS = ("helm", "helm-unittest", "kubeconform", "promtool", "versitygw")
+# On two cores, with empty caches.
+MINUTES = {"kubernetes": 5.0, "kueue": 5.5, "jobset": 2.5, "helm": 2.0, "promtool": 3.0}
+# The programs are at most as large; the current ones have 1.1 GiB.
+CACHE_BYTES = 3 << 30
 FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath"}
 
 
@@ -83,6 +88,7 @@ def build(module: str) -> Path:
     """The folder with the module's programs, built now if they are not there; waits for another who builds them."""
     target = folder(module)
     if target.is_dir():
+        os.utime(target)  # used now: see _trim
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{module}.lock").open("w") as lock:
@@ -104,6 +110,38 @@ def build(module: str) -> Path:
         partial.rename(target)
         print(f"built {module} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return target
+
+
+def build_all(modules: Sequence[str]) -> None:
+    """Build those that are not built yet, after one line on what that takes, and remove old ones."""
+    missing = [module for module in modules if not folder(module).is_dir()]
+    if missing:
+        minutes = sum(MINUTES.get(module, 1.0) for module in missing)
+        print(
+            f"the first build of {', '.join(missing)} takes about {minutes:.0f} minutes on two cores, 2 GiB of memory "
+            "and up to 13 GiB of disk, most of it for Go's own caches (`go clean -cache -modcache` empties these)",
+            file=sys.stderr,
+            flush=True,
+        )
+    for module in modules:
+        build(module)
+    _trim(cache_root() / "bin", {folder(module) for module in MODULES}, CACHE_BYTES)
+
+
+def _trim(root: Path, current: Collection[Path], limit: int) -> None:
+    """Remove programs of other versions, those that were used longest ago first, until the rest is within `limit`
+    bytes."""
+    sizes = {path: _size(path) for path in root.iterdir() if path.is_dir() and not path.name.startswith(("links", "."))}
+    total = sum(sizes.values())
+    for path in sorted(sizes.keys() - set(current), key=lambda path: path.stat().st_mtime):
+        if total <= limit:
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        total -= sizes[path]
+
+
+def _size(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def path_of(program: str) -> Path:

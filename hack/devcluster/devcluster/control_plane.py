@@ -64,6 +64,7 @@ def kubectl(cluster: Cluster, *words: str, stdin: str | None = None, check: bool
     """kubectl as the administrator, from this machine. Raises: ClusterError with its last words."""
     done = subprocess.run(
         [str(binaries.path_of("kubectl")), "--kubeconfig", str(cluster.kubeconfig), *words],
+        env={**os.environ, "KUBECACHEDIR": str(cluster.kubectl_cache)},
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devcluster import addons, binaries, cgroups, control_plane, images, network, nodes, preflight
+from devcluster import addons, binaries, cgroups, control_plane, images, network, nodes, preflight, sysctls
 from devcluster.settings import Cluster, find, state_root
 from devcluster.supervisor import Supervisor
 
@@ -50,8 +50,7 @@ def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = F
     Raises: ClusterError, naming what is missing or what was not ready in time.
     """
     preflight.check(api_only=api_only)
-    for module in binaries.CONTROL_PLANE if api_only else binaries.CLUSTER:
-        binaries.build(module)
+    binaries.build_all(binaries.CONTROL_PLANE if api_only else binaries.CLUSTER)
     with _alone(name):
         progress = _Progress()
         old = find(name)
@@ -78,6 +77,7 @@ def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = F
 def _complete(cluster: Cluster, supervisor: Supervisor, progress: _Progress) -> None:
     archive = images.cluster_archive()
     cgroups.create(cluster)
+    sysctls.keep()
     network.bridges(cluster, supervisor)
     addons.start_volumes(cluster, supervisor)
     with ThreadPoolExecutor() as pool:
@@ -98,5 +98,6 @@ def down(name: str) -> bool:
         if cluster is not None:
             Supervisor(cluster).terminate()
             _clear(cluster)
+            sysctls.restore()
         lock.unlink()
     return cluster is not None

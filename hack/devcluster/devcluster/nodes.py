@@ -17,6 +17,10 @@ version = 3
 root = "/var/lib/containerd"
 state = "/run/containerd"
 
+# Else it makes /opt/containerd.
+[plugins.'io.containerd.internal.v1.opt']
+path = "/var/lib/containerd/opt"
+
 [grpc]
 address = "/run/containerd/containerd.sock"
 

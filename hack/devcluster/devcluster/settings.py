@@ -60,6 +60,11 @@ class Cluster:
         return self.state / "kubeconfig"
 
     @property
+    def kubectl_cache(self) -> Path:
+        """What kubectl and helm learn of the cluster, which would else be in ~/.kube."""
+        return self.state / "kubectl-cache"
+
+    @property
     def pki(self) -> Path:
         return self.state / "pki"
 
