@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from dovetail.coordinator.data import hub
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.hub import Hub
-from dovetail.coordinator.data.hub_client import small_files, weight_files
+from dovetail.coordinator.data.hub_client import Request, kind_of, make_room, small_files, weight_files
 from dovetail.manifest.types import Hub as HubSpec
 from dovetail.manifest.types import SecretKey
 from helpers.fake_hub import FakeHub
@@ -211,6 +212,19 @@ def test_on_one_machine_the_users_own_cache_is_used_and_will_do_without_a_networ
     assert other.describe("actor", FIELD, "a/b", None) == folder
     other.download_weights()
     assert other.commits == first.commits
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_is_told_and_gets_its_room_back(world: World, number: int) -> None:
+    """As the client raises it: in the course of another error."""
+    error = RuntimeError("the download broke off")
+    error.__cause__ = OSError(number, "no space left")
+    assert kind_of(error) == "full"
+    half = world.run / "hub/models--a--b/blobs/x.incomplete"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    make_room(Request("a/b", "main", str(world.run / "hub")))
+    assert not half.exists()
 
 
 def test_which_files_are_the_models() -> None:

@@ -115,7 +115,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
-def _make_room(request: Request) -> None:
+def make_room(request: Request) -> None:
     """Delete what was not downloaded completely: it would keep a full disk full, so that nobody could write why."""
     if request.cache_dir is not None:
         for path in Path(request.cache_dir).rglob("*.incomplete"):
@@ -140,7 +140,7 @@ def main() -> int:
     except Exception as error:
         kind = kind_of(error)
         if kind == "full":
-            _make_room(request)
+            make_room(request)
         answer = {"error": kind, "message": " ".join(str(error).split())[:300], "endpoint": constants.ENDPOINT}
     print(json.dumps(answer), flush=True)
     return 0

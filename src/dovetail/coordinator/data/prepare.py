@@ -159,35 +159,37 @@ def prepare(
     """Make what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
 
     `known`: the fingerprints of the data with which the run began; other data is refused. `hub`: fetches models by
-    name. Writes `tokenizer/`,
-    `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and OSError when the disk fails."""
+    name. Writes `tokenizer/`, `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and
+    OSError when the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
     hub = hub or Hub(spec.hub, run_dir)
     sources = model_sources(spec, base_dir, hub)
     tokenizer_dir = run_dir / "tokenizer"
+    config_dir = run_dir / "models" / "actor-config"
+
+    def ready_for_rollouts(made: Callable[[], Any]) -> Any:
+        """The tokenizer. Rollouts start as soon as it and the actor's configuration are there."""
+        _once(tokenizer_dir, lambda folder: made().save_pretrained(str(folder)))
+        tokenizer = tokenizers.load(tokenizer_dir, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
+        actor = sources["actor"]
+        if isinstance(actor, ScratchModel):
+            config = scratch_config(actor, tokenizer, "spec.models.actor")
+            _once(config_dir, lambda folder: _write_json(folder / "config.json", config))
+        else:
+            _fits(actor, tokenizer)
+            _once(config_dir, lambda folder: _copy_config(actor, folder))
+        return tokenizer
+
+    # Data and weights may take an hour to download, so rollouts do not wait for them.
     training = spec.models.tokenizer.train
     given = None if training else _given_tokenizer(spec, sources, base_dir, hub)
+    tokenizer = None if training else ready_for_rollouts(lambda: given)
     data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given), known)
-
-    def save_tokenizer(folder: Path) -> None:
-        made: Any = given if training is None else tokenizers.train(data.texts(), training.vocab_size)
-        made.save_pretrained(str(folder))
-
-    _once(tokenizer_dir, save_tokenizer)
-    tokenizer = tokenizers.load(tokenizer_dir, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
-
-    actor = sources["actor"]
-    config_dir = run_dir / "models" / "actor-config"
-    if isinstance(actor, ScratchModel):
-        config = scratch_config(actor, tokenizer, "spec.models.actor")
-        _once(config_dir, lambda folder: _write_json(folder / "config.json", config))
-    else:
-        _fits(actor, tokenizer)
-        _once(config_dir, lambda folder: _copy_config(actor, folder))
+    if training is not None:
+        tokenizer = ready_for_rollouts(lambda: tokenizers.train(data.texts(), training.vocab_size))
     for name, source in sources.items():
         if name != "actor" and isinstance(source, ScratchModel):
             scratch_config(source, tokenizer, f"spec.models.{name}")
-    # Last, because rollouts start as soon as the actor's configuration is there.
     hub.download_weights()
     return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
 
