@@ -29,6 +29,15 @@ LLAMA_33B = llama(6656, 17920, 60, 52, 52, 32000)
 LLAMA3_8B = llama(4096, 14336, 32, 32, 8, 128256)
 LLAMA3_70B = llama(8192, 28672, 80, 64, 8, 128256)
 QWEN2_7B = {**llama(3584, 18944, 28, 28, 4, 152064), "model_type": "qwen2"}
+QWEN3_30B_A3B = {
+    **llama(2048, 6144, 48, 32, 4, 151936),
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 
 
 @dataclass(frozen=True)
@@ -117,4 +126,6 @@ SMALL = (
         {**LLAMA_7B, "num_hidden_layers": 4},
         scores=("reference", "critic"),
     ),
+    Case("scorer: experts", {**QWEN3_30B_A3B, "num_hidden_layers": 2}, scores=("reference",)),
+    Case("experts", {**QWEN3_30B_A3B, "num_hidden_layers": 2}, rows=2),
 )

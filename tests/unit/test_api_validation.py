@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.checks.validation import (
     UNEXECUTED,
     absolute_paths,
@@ -258,6 +259,15 @@ def test_routing_replay_of_a_model_without_experts(tmp_path):
     ]
     models["actor"]["source"]["scratch"]["architecture"] = "gpt_oss"
     assert files(tmp_path, models=models, ppo={"routingReplay": True}) == []
+
+
+def test_heads_have_the_size_that_their_family_gives_them():
+    """vLLM on CPUs takes heads of 256 dimensions, not of 16."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    assert head_size({"model_type": "gemma2", **sizes}) == 256
+    assert head_size({"model_type": "gemma2", **sizes, "head_dim": 32}) == 32
+    assert cpu_head_error({"model_type": "gemma2", **sizes}) is None
+    assert cpu_head_error({"model_type": "llama", **sizes}) is not None
 
 
 def test_a_load_balancing_loss_of_a_model_without_experts(tmp_path):

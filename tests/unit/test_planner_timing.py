@@ -22,12 +22,24 @@ from dovetail.planner.workload import Lengths, Workload
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000)
 LLAMA_13B = ModelShape("llama", 40, 5120, 13824, 40, 40, 128, 32000)
+QWEN3_30B = ModelShape("qwen3_moe", 48, 2048, 768, 32, 4, 128, 151936, experts=128, chosen=8)
 H100, A10, V100 = gpu("NVIDIA-H100-80GB-HBM3"), gpu("NVIDIA-A10"), gpu("Tesla-V100-SXM2-32GB")
 
 
 def test_decoding_one_sample_reads_the_weights() -> None:
     seconds = decode_step(LLAMA_7B, 1, 0, H100)
     assert seconds == pytest.approx(2 * 6.738e9 / (0.65 * 3.35e12) + 32 * 20e-6, rel=0.01)
+
+
+def test_decoding_reads_the_experts_that_are_used() -> None:
+    """Of Qwen3-30B-A3B one sample reads 3.3 of 30.5 billion parameters, a full batch all."""
+    one, few, many = (decode_step(QWEN3_30B, n, 0, H100) - 48 * 20e-6 for n in (1, 16, 512))
+    reads = 2 / (0.65 * 3.35e12)
+    assert one == pytest.approx(3.3e9 * reads, rel=0.08)
+    assert 3 * one < few < many
+    assert many == pytest.approx(30.5e9 * reads, rel=0.01)
+    assert QWEN3_30B.read_parameters(10_000) == pytest.approx(QWEN3_30B.parameters())
+    assert LLAMA_7B.read_parameters(1) == LLAMA_7B.parameters()
 
 
 def test_a_long_prompt_is_arithmetic() -> None:

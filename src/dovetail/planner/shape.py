@@ -144,6 +144,14 @@ class ModelShape:
         blocks = self.layers * self.layer_parameters()
         return self.embedding_parameters() + blocks + self.head_parameters(head, self.tied)
 
+    def read_parameters(self, tokens: float, head: Head = "lm") -> float:
+        """Those that a pass over `tokens` positions reads: all, but of experts only those that a token gets, if each
+        token gets any `chosen` of them alike."""
+        if not self.experts:
+            return self.parameters(head)
+        idle: float = (1 - self.chosen / self.experts) ** tokens
+        return self.parameters(head) - idle * self.layers * _expert_parameters(self)
+
     # ------------------------------------------------------------ bytes a token
 
     def saved_bytes(self, itemsize: int, tp: int = 1) -> float:

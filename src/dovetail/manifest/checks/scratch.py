@@ -33,8 +33,9 @@ def architecture_layers(model: ScratchModel) -> int | None:
 
 def head_size(config: Mapping[str, Any]) -> int | None:
     """The dimensions of one attention head of a Hugging Face configuration; None if the configuration does not say."""
-    if config.get("head_dim"):
-        return int(config["head_dim"])
+    family = MODEL_FAMILIES.get(str(config.get("model_type")))
+    if size := config.get("head_dim") or (family.head_dim if family is not None else None):
+        return int(size)
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return int(hidden) // int(heads) if hidden and heads else None
 

@@ -54,16 +54,23 @@ def shortage(name: str, parts: Mapping[str, float], capacity: float, where: str 
 
 def generation_step_bytes(shape: ModelShape, tokens: int, itemsize: int, tp: int = 1) -> float:
     """What vLLM needs for one step over `tokens` positions: the residual stream, its norm, the wider of attention's and
-    the MLP's inner tensors; and logits of at most 1,024 positions in float32, once more for the sampler."""
-    inner = max(shape.queries + 2 * shape.keys, 2 * shape.intermediate) / tp
+    the MLP's inner tensors; and logits of at most 1,024 positions in float32, once more for the sampler. Experts: the
+    two work spaces of vLLM's fused kernel."""
+    i, h = shape.intermediate, shape.hidden
+    mlp = shape.chosen * (max(2 * i, h) + i) if shape.experts else 2 * i
+    inner = max(shape.queries + 2 * shape.keys, mlp) / tp
     return tokens * (3 * shape.hidden + inner) * itemsize + 2 * 1024 * shape.vocabulary * 4.0
 
 
 def scoring_step_bytes(
     shape: ModelShape, head: Head, tokens: int, itemsize: int, tp: int = 1, logit_bytes: float = math.inf
 ) -> float:
-    """What a scorer needs for one forward pass over `tokens` positions. `logit_bytes`: the most that logits take."""
-    inner = max(shape.queries + 2 * shape.keys, 3 * shape.intermediate) / tp
+    """What a scorer needs for one forward pass over `tokens` positions. `logit_bytes`: the most that logits take.
+    Experts: of each token and each of its experts the state before, gate and up, their product, and the state after
+    with and without its weight."""
+    i, h = shape.intermediate, shape.hidden
+    mlp = shape.chosen * (3 * i + 3 * h) if shape.experts else 3 * i
+    inner = max(shape.queries + 2 * shape.keys, mlp) / tp
     logits = (head == "lm") * min(tokens * shape.vocabulary * itemsize / tp, logit_bytes)
     return tokens * (3 * shape.hidden + inner) * itemsize + logits
 

@@ -57,17 +57,18 @@ def forward(shape: ModelShape, head: Head, tokens: float, context: float, gpu: G
     launching the kernels, whichever is longest, and with tp two all-reduces of the activations a block."""
     b = ITEMSIZE[gpu.dtype]
     arithmetic = shape.forward_flops(tokens, context, head) / (tp * MATRIX * gpu.flops[gpu.dtype])
-    reading = shape.parameters(head) * b / (tp * MEMORY * gpu.memory_bandwidth)
+    reading = shape.read_parameters(tokens, head) * b / (tp * MEMORY * gpu.memory_bandwidth)
     exchange = 2 * shape.layers * all_reduce(tokens * shape.hidden * b, tp, gpu.peer)
     launching = shape.layers * LAUNCHES * LAUNCH_SECONDS
     return max(arithmetic, reading, launching) + exchange
 
 
 def decode_step(shape: ModelShape, batch: int, context: float, gpu: GPU, tp: int = 1) -> float:
-    """One token for each of `batch` samples with `context` tokens each: weights and KV cache are read once
-    (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer; at least the host's time."""
+    """One token for each of `batch` samples with `context` tokens each: weights (of experts those that are used) and KV
+    cache are read once (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer; at least the
+    host's time."""
     b = ITEMSIZE[gpu.dtype]
-    read = shape.parameters() * b / tp + batch * context * shape.kv_bytes(b, tp)
+    read = shape.read_parameters(batch) * b / tp + batch * context * shape.kv_bytes(b, tp)
     memory = read / (MEMORY * gpu.memory_bandwidth)
     arithmetic = shape.forward_flops(batch, context) / (tp * MATRIX * gpu.flops[gpu.dtype])
     exchange = 2 * shape.layers * all_reduce(batch * shape.hidden * b, tp, gpu.peer)

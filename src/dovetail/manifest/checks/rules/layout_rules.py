@@ -153,7 +153,9 @@ LAYOUT_RULES = (
 def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
     """The configuration of an actor from scratch; {} for others."""
     source = spec.models.actor.source
-    return source.scratch.config if source and source.scratch else {}
+    if source is None or source.scratch is None:
+        return {}
+    return {"model_type": source.scratch.architecture, **source.scratch.config}
 
 
 def _heads_fit(spec: RLHFJobSpec) -> bool:
