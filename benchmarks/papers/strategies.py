@@ -126,7 +126,6 @@ def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
     search = Search(limits, costs, Effort(estimates=10**12))
     search.ranker = _Everything(limits, costs)
     for structure in structures(costs.inventory, costs.work, limits, every_size):
-        search.result.structures += 1
         ranking = search.ranker.rank(structure, EVERY)
         if isinstance(ranking, Misfit):
             continue

@@ -180,7 +180,6 @@ def test_passes_before_training_and_gathered_tails() -> None:
     assert passed.phases["inference"] > ours.phases["inference"]
     gathered = simulate(flattened(migration=0.2), work, INVENTORY, prompts, lengths)
     assert gathered.migrated > 0 == ours.migrated
-    assert ours.tokens == int(lengths.sum())
 
 
 def test_inference_on_trainers_follows_the_samples_though_the_actors_pass_waits_for_all() -> None:

@@ -71,11 +71,6 @@ class Problem:
         return max(m.ranks.stop for m in self.models)
 
     @property
-    def dedicated(self) -> bool:
-        """Whether each model has ranks of its own."""
-        return self.models[0].ranks != self.models[1].ranks
-
-    @property
     def latencies(self) -> Floats:
         """Latency from rank to rank, (N, N)."""
         return np.broadcast_to(np.asarray(self.communication, dtype=np.float64), (self.ranks, self.ranks))

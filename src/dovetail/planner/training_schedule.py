@@ -77,8 +77,8 @@ class Times:
     defaults (every forward 1, backward twice that, messages none)."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, int, int, int, str], list[float]] = {}
-        self._bytes: dict[tuple[str, int, int, int], list[float]] = {}
+        # By model, pipeline, stage, copy and kind of pass, or `bytes`.
+        self._known: dict[tuple[str, int, int, int, str], list[float]] = {}
         self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._profile: Profile | None = None
         self._micro_batch = 0
@@ -90,7 +90,7 @@ class Times:
     @property
     def measured(self) -> bool:
         """Whether anything was measured in this job."""
-        return bool(self._seconds)
+        return bool(self._known)
 
     @property
     def profiled(self) -> bool:
@@ -124,10 +124,10 @@ class Times:
             pipeline, copy = divmod(place.dp, width)
             key = (part.model, pipeline, place.pp, copy)
             for kind, values in part.seconds.items():
-                old = self._seconds.get((*key, kind), values)
+                old = self._known.get((*key, kind), values)
                 mixed = [(a + b) / 2 for a, b in zip(old, values, strict=True)] if len(old) == len(values) else values
-                self._seconds[*key, kind] = mixed
-            self._bytes[key] = part.activation
+                self._known[*key, kind] = mixed
+            self._known[*key, "bytes"] = part.activation
             if part.transfer is not None:
                 onward = rank_at(place._replace(pp=place.pp + 1), layout)
                 edge = sorted(_position(rank, part.model, layouts) for rank in (part.rank, onward))
@@ -140,7 +140,8 @@ class Times:
         equal stages and micro-batches."""
         measured = self._measured.get(model)
         if measured is not None and (measured.pp, measured.dp) != (layout.pp, layout.dp):
-            number = self._micro_batches(model, kind)
+            # Micro-batches of a mini-batch in the measurements.
+            number = next((len(v) for key, v in self._known.items() if (key[0], key[4]) == (model, kind)), None)
             other = None if number is None else self.array(model, kind, measured, number, 1)
             if other is not None:
                 each = float(other.sum(axis=1).mean()) / layout.pp
@@ -148,10 +149,9 @@ class Times:
         result = np.zeros((layout.pipelines, layout.pp, count))
         for k in range(layout.pipelines):
             for stage in range(layout.pp):
-                keys = [(model, k, stage, d) for d in range(layout.dp // layout.pipelines)]
-                found = [self._bytes.get(key) if kind == "bytes" else self._seconds.get((*key, kind)) for key in keys]
+                found = [self._known.get((model, k, stage, d, kind)) for d in range(layout.dp // layout.pipelines)]
                 known = [values for values in found if values is not None and len(values) == count]
-                if len(known) < len(keys):
+                if len(known) < len(found):
                     assumed = self._assumed(model, kind, layout, count)
                     return None if assumed is None else np.tile(assumed, mini_batches)
                 result[k, stage] = np.max(np.array(known), axis=0)
@@ -169,7 +169,7 @@ class Times:
             return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
         stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
         share = stages[kind]
-        if any(key[0] == model for key in self._seconds):
+        if any(key[0] == model for key in self._known):
             whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
             return None if whole is None else whole * (share / stages["B"])[None, :, None]
         return np.tile(share[None, :, None], (layout.pipelines, 1, count))
@@ -177,12 +177,6 @@ class Times:
     def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
         """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
         return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in ("actor", "critic"))
-
-    def _micro_batches(self, model: str, kind: str) -> int | None:
-        """Micro-batches of a mini-batch in the measurements."""
-        of_seconds = (len(v) for key, v in self._seconds.items() if key[0] == model and key[4] == kind)
-        of_bytes = (len(v) for key, v in self._bytes.items() if key[0] == model)
-        return next(of_bytes if kind == "bytes" else of_seconds, None)
 
     def communication(self, positions: int, apart: bool = False) -> float | Floats:
         """Seconds of a message from position to position, (N, N), the slowest of both models; one number where they

@@ -77,14 +77,11 @@ class Rejected:
 
 @dataclass
 class Result:
-    """`best` is None if nothing fits. `complete`: the search ended by itself, neither its time nor its effort was
-    spent."""
+    """`best` is None if nothing fits. `estimates`: of whole iterations, which were made."""
 
     best: Found | None = None
     rejected: list[Rejected] = field(default_factory=list)
     estimates: int = 0
-    structures: int = 0
-    complete: bool = True
 
 
 def alternatives(result: Result, instead: Found) -> list[Rejected]:
@@ -114,7 +111,6 @@ class Search:
             self._round(partial(_near, {share.gpus for _, share in best.places}), 0.7, best)
         for ranking, start in self._chosen():
             self._descend(ranking, start)
-        self.result.complete = not self._over()
         self._threshold()
         found = self.result.best
         chosen = None if found is None else found.candidate.kind
@@ -178,7 +174,6 @@ class Search:
     def _ranked(self, grid: Sizes) -> list[Ranking]:
         found = []
         for structure in self.structures(grid):
-            self.result.structures += 1
             ranking = self.ranker.rank(structure)
             if isinstance(ranking, Ranking):
                 found.append(ranking)

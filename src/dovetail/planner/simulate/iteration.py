@@ -18,13 +18,12 @@ from dovetail.protocol.trace import chrome_trace
 
 @dataclass(frozen=True)
 class Simulated:
-    """`phases`: seconds by name of PHASES; `bars`: what each GPU does; `migrated`: samples that moved; `tokens`: of all
-    responses. `gathered`: when the tail left for fewer servers, seconds since the iteration began; None: it did not."""
+    """`phases`: seconds by name of PHASES; `bars`: what each GPU does; `migrated`: samples that moved. `gathered`: when
+    the tail left for fewer servers, seconds since the iteration began; None: it did not."""
 
     phases: Mapping[str, float]
     bars: tuple[Bar, ...]
     migrated: int
-    tokens: int
     gathered: float | None = None
 
     @property
@@ -62,22 +61,22 @@ def simulate(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints
     swapped, moved = costs.swapped_in(candidate), costs.transfer(candidate)
     rolled = play_rollout(candidate, costs, rooms, prompts, lengths)
     begun = swapped + rolled.scored
-    trained = play_training(candidate, costs, prompts + lengths, begun)
+    training, trained = play_training(candidate, costs, prompts + lengths, begun)
     phases = {
         "generation": rolled.generated,
         "inference": rolled.scored - rolled.generated,
-        "training": trained.seconds,
+        "training": training,
         "transfer": moved,
         "swap": swapped,
     }
     gathered = None if rolled.begun is None else swapped + rolled.begun
-    end = begun + trained.seconds
+    end = begun + training
     bars = [b._replace(start=b.start + swapped, end=b.end + swapped) for b in rolled.bars]
-    bars += trained.bars
+    bars += trained
     if moved:
         holders = (*candidate.actor_training, *candidate.generation)
         gpus = sorted({(share.pool, gpu) for share in holders for gpu in share.range})
         bars += [Bar(pool, gpu, "weights", "weights", end, end + moved) for pool, gpu in gpus]
     for share in candidate.generation:
         bars += [Bar(share.pool, gpu, "swap", "swap in", 0.0, swapped) for gpu in share.range if swapped]
-    return Simulated(phases, tuple(bars), rolled.migrated, int(lengths.sum()), gathered)
+    return Simulated(phases, tuple(bars), rolled.migrated, gathered)

@@ -21,12 +21,10 @@ from dovetail.planner.workload import Ints
 
 @dataclass(frozen=True)
 class Rolled:
-    """`ends`: (batch,) when each sample is generated; `free`: by generation server's first GPU, when it has nothing
-    left; `begun`: when the tail gathered, None: it did not."""
+    """`generated`, `scored`: when all samples are. `begun`: when the tail gathered, None: it did not."""
 
     generated: float
     scored: float
-    ends: list[float]
     begun: float | None
     migrated: int
     bars: list[Bar]
@@ -52,7 +50,7 @@ def play_rollout(
         free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
     totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
     scored, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
-    return Rolled(generated, max(scored, generated), ends, begun, migrated, bars + new)
+    return Rolled(generated, max(scored, generated), begun, migrated, bars + new)
 
 
 def _decode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,19 +44,14 @@ class Bar(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Trained:
-    seconds: float
-    bars: list[Bar]
-
-
-def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0) -> Trained:
-    """`tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in order."""
+def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0) -> tuple[float, list[Bar]]:
+    """Seconds, and what the GPUs do. `tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in
+    order."""
     work = costs.work
     plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
     actor, critic = GPUCosts(plain, costs.inventory).steps(candidate)
     if actor is None:
-        return Trained(0.0, [])
+        return 0.0, []
     mini = min(work.mini_batch, work.batch)
     mean = float(plain.prompt.mean + plain.response.mean)
     now, bars = begun, []
@@ -70,7 +65,7 @@ def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: fl
                 taken, new = _apart(candidate, actor, critic, relative, now)
             now += taken
             bars += new
-    return Trained(now - begun, bars)
+    return now - begun, bars
 
 
 def _flat(lengths: Lengths) -> Lengths:
