@@ -7,6 +7,7 @@ import pytest
 
 from dovetail.kube import names
 from dovetail.operator.reconcile import progress
+from dovetail.operator.reconcile.progress import judged
 from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
 from dovetail.protocol.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
@@ -90,6 +91,17 @@ def test_progress_is_reported():
     cluster.reported = None  # the coordinator is away: what is known stays
     cluster.reconcile()
     assert cluster.document["status"]["iteration"] == 2
+
+
+def test_a_download_is_told_as_long_as_it_lasts():
+    cluster = running()
+    cluster.reported = judged({"stage": None, "message": "downloading Qwen/Qwen3-8B: 1.20 of 16.40 GB"})
+    cluster.reconcile()
+    ready = cluster.condition("Running")["message"].partition("; ")[0]
+    assert cluster.condition("Running")["message"] == f"{ready}; downloading Qwen/Qwen3-8B: 1.20 of 16.40 GB"
+    cluster.reported = judged({"stage": "sft", "message": "step 1"})
+    cluster.reconcile()
+    assert cluster.condition("Running")["message"] == ready
 
 
 def test_a_plan_that_is_off_is_told_until_it_holds_again():

@@ -29,6 +29,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("stage", "step", "path"),
 }
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
+_DOWNLOADING = "downloading "  # as the coordinator's `Hub` says it
 _VERDICTS = 16
 _MODELS = ("actor", "critic", "reward", "reference", "tokenizer")
 # What a job may train; whatever else a coordinator names is ignored.
@@ -61,6 +62,8 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
         found["models"] = _judged_models(document["models"])
     if isinstance(trained := document.get("artifacts"), list):
         found["artifacts"] = [name for name in MODELS if name in trained]
+    if (doing := document.get("message")) and isinstance(doing, str) and doing.startswith(_DOWNLOADING):
+        found["message"] = doing[:_PROBLEM_CHARACTERS]
     if document.get("health"):
         found["health"] = _judged_health(document["health"])
     try:
@@ -145,6 +148,11 @@ def artifacts(context: RenderContext, document: Mapping[str, Any]) -> list[Artif
         )
         for name in document.get("artifacts", ())
     ]
+
+
+def download(document: Mapping[str, Any]) -> str:
+    """How far the coordinator's download is; empty if it downloads nothing. Of documents that are `judged`."""
+    return str(document.get("message") or "")
 
 
 def plan_problem(document: Mapping[str, Any]) -> str | None:

@@ -266,12 +266,13 @@ class _Reconciler:
             self._conditions.set("Scheduled", False, cause.reason, told)
         else:
             self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")
+        doing = progress.download(self._seen.reported or {})
         if ready >= expected:
-            self._conditions.set("Running", True, reasons.ALL_READY, f"{expected} pods are ready")
+            message = "; ".join(filter(None, (f"{expected} pods are ready", doing)))
+            self._conditions.set("Running", True, reasons.ALL_READY, message)
         else:
-            count = f"{ready} of {expected} pods are ready"
-            reason = cause.reason if cause else reasons.STARTING
-            self._conditions.set("Running", False, reason, f"{count}; {told}" if told else count)
+            message = "; ".join(filter(None, (f"{ready} of {expected} pods are ready", told, doing)))
+            self._conditions.set("Running", False, cause.reason if cause else reasons.STARTING, message)
         if any(rootcause.creating(p) for p in pods) or rootcause.lacking(self._children):
             self._requeue.append(rootcause.LOOK_SECONDS)
         elif rootcause.stuck(self._children):
