@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,30 @@ def test_jobset_may_be_installed_after_the_operator_and_come_back(server: KubeCl
                 server.kubectl("delete", "crd", JOBSETS, "--wait=true")
                 wait_for("notice", lambda before=before: len(process.events("kind.missing")) > before)
         assert process.stop() == 0, "it was the same process all the time"
+
+
+def test_a_gang_of_another_scheduler(server: KubeCluster, tmp_path: Path) -> None:
+    """Volcano's PodGroup, whose definition comes after the operator. No Volcano runs here."""
+    install(server, [SPACE], "jobs.gangScheduler=Volcano")
+    server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
+    with operator(kubeconfig(server, tmp_path), tmp_path, "one", [SPACE], DOVETAIL_GANG="Volcano") as process:
+        wait_for("leadership", process.leads)
+        assert create(server, quickstart("gang", SPACE)).returncode == 0
+        wait_for(
+            "a sentence", lambda: "no PodGroup" in condition(server, "Scheduled", "gang", SPACE).get("message", "")
+        )
+        server.apply(preserving("PodGroup", "podgroups", "scheduling.volcano.sh", "v1beta1"))
+        jobset = wait_for("the JobSet", lambda: found(server, "jobset", "gang"))
+        (group,) = server.get("podgroups.scheduling.volcano.sh", "-n", SPACE)["items"]
+        parts = jobset["spec"]["replicatedJobs"]
+        assert group["spec"]["minMember"] == sum(part["template"]["spec"]["completions"] for part in parts)
+        metadata = parts[0]["template"]["spec"]["template"]["metadata"]
+        assert metadata["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+        assert process.stop() == 0
+    server.kubectl("delete", "crd", "podgroups.scheduling.volcano.sh")
+
+
+def found(server: KubeCluster, kind: str, name: str) -> Any:
+    """The object; None while the API server does not serve the kind yet."""
+    done = server.try_kubectl("get", kind, name, "-n", SPACE, "-o", "json")
+    return json.loads(done.stdout) if done.returncode == 0 else None

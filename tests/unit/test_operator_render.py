@@ -451,3 +451,68 @@ def test_a_preemptible_group_runs_on_spot_nodes_of_the_usual_clouds():
     assert keys == {key for key, _ in tolerated} - {"nvidia.com/gpu"}, "any cloud's spot nodes are preferred"
     assert "affinity" not in other
     assert "preemptible" not in in_pods(a_context(groups=groups).job)["spec"]["groups"][1]
+
+
+def ganged(gang, **more):
+    """The PodGroup (None if there is none), the pod templates of the JobSet by name, and a surplus rollout's."""
+    context = a_context(settings=replace(OperatorSettings(), gang=gang), **more)
+    groups = [thing for thing in supporting_objects(context) if thing["kind"] == "PodGroup"]
+    jobs = {j["name"]: j["template"]["spec"]["template"] for j in jobset(context)["spec"]["replicatedJobs"]}
+    return (groups or [None])[0], jobs, surplus_jobs(context)[0]["spec"]["template"]
+
+
+def test_kubernetes_own_gangs():
+    group, pods, surplus = ganged("Kubernetes")
+    assert group["apiVersion"] == "scheduling.k8s.io/v1alpha2"
+    assert group["spec"] == {"schedulingPolicy": {"gang": {"minCount": 5}}}, "1 coordinator, 2 trainers, 2 rollouts"
+    name = group["metadata"]["name"]
+    assert {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in pods.values()} == {name}
+    assert "schedulingGroup" not in surplus["spec"], "surplus rollouts come and go"
+    assert "schedulerName" not in pods["a100"]["spec"]
+
+
+def test_gangs_of_volcano_and_coscheduling():
+    group, pods, surplus = ganged("Volcano")
+    assert (group["apiVersion"], group["spec"]) == ("scheduling.volcano.sh/v1beta1", {"minMember": 5})
+    assert {pod["spec"]["schedulerName"] for pod in pods.values()} == {"volcano"}
+    marks = {pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] for pod in pods.values()}
+    assert marks == {group["metadata"]["name"]}
+    assert "annotations" not in surplus["metadata"]
+    group, pods, _ = ganged("Coscheduling", failurePolicy={"startTimeoutSeconds": 600})
+    assert group["spec"] == {"minMember": 5, "scheduleTimeoutSeconds": 600}
+    marks = {pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] for pod in pods.values()}
+    assert marks == {group["metadata"]["name"]}
+
+
+def test_gangs_of_yunikorn_give_gpus_back_after_the_deadline():
+    group, pods, _ = ganged("YuniKorn", failurePolicy={"startTimeoutSeconds": 600})
+    assert group is None
+    notes = pods["a100"]["metadata"]["annotations"]
+    assert notes["yunikorn.apache.org/schedulingPolicyParameters"].endswith("placeholderTimeoutInSeconds=600")
+    tasks = {task["name"]: task for task in json.loads(notes["yunikorn.apache.org/task-groups"])}
+    assert {name: task["minMember"] for name, task in tasks.items()} == {
+        "coordinator": 1,
+        "a100": 2,
+        "v100": 1,
+        "a10": 1,
+    }
+    asked = pods["a100"]["spec"]["containers"][0]["resources"]
+    assert tasks["a100"]["minResource"] == asked["requests"] | asked["limits"]
+    assert tasks["a100"]["minResource"]["nvidia.com/gpu"] == "1"
+    assert tasks["a100"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
+
+
+def test_jobs_in_a_queue_of_kueue_have_no_second_gang():
+    group, pods, _ = ganged("Volcano", labels={"kueue.x-k8s.io/queue-name": "research"})
+    assert group is None
+    assert "schedulerName" not in pods["coordinator"]["spec"]
+
+
+def test_a_gang_of_another_size_has_another_name():
+    """Its size may not change."""
+    small = ganged("Kubernetes")[0]["metadata"]["name"]
+    groups = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())["spec"]["groups"]
+    groups[2] |= {"minReplicas": 2, "maxReplicas": 3}
+    assert ganged("Kubernetes", groups=groups)[0]["metadata"]["name"] != small
+    with pytest.raises(ValueError, match="DOVETAIL_GANG is 'Slurm'"):
+        OperatorSettings.read({"DOVETAIL_GANG": "Slurm"})

@@ -69,4 +69,10 @@ CHILDREN = (
     NETWORK_POLICY,
     DISRUPTION_BUDGET,
 )
+# PodGroups, by the scheduler that an administrator may name; an operator knows one of them at most.
+GANGS = {
+    "Kubernetes": Resource("PodGroup", "scheduling.k8s.io", "v1alpha2", "podgroups"),
+    "Volcano": Resource("PodGroup", "scheduling.volcano.sh", "v1beta1", "podgroups"),
+    "Coscheduling": Resource("PodGroup", "scheduling.x-k8s.io", "v1alpha1", "podgroups"),
+}
 BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import CHILDREN, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, Resource
+from dovetail.kube.resources import CHILDREN, GANGS, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, Resource
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator.cluster import own_objects
@@ -85,6 +85,7 @@ class Controller:
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
         self._status_rate = StatusRate(time.monotonic)
+        self._kinds = (*CHILDREN, *((GANGS[settings.gang],) if settings.gang in GANGS else ()))
         self._missing: set[str] = set()  # kinds that the API server does not have
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = ObjectCache()
@@ -108,7 +109,7 @@ class Controller:
         async with asyncio.TaskGroup() as group:
             listed = []
             for namespace in self._settings.namespaces or (None,):
-                for resource in CHILDREN:
+                for resource in self._kinds:
                     listed.append(first := asyncio.Event())
                     told = partial(self._listed, resource, first)
                     group.create_task(follow(self._client, resource, namespace, MANAGED, self, told))
@@ -404,7 +405,7 @@ class Controller:
     async def resync(self) -> None:
         """Bring the store in line with the API server, and look at every job. Raises KubeError."""
         for namespace in self._settings.namespaces or (None,):
-            for resource in (RLHFJOB, *CHILDREN):
+            for resource in (RLHFJOB, *self._kinds):
                 await self.relist(resource, namespace)
         self._tokens.doubt()
         await self.look_at_all()

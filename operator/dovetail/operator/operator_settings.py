@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dovetail.gpus.kernels import read_capability
+from dovetail.kube.resources import GANGS
 
 _IMAGE = "dovetail/{}:0.1.0"
 
@@ -25,7 +26,8 @@ class OperatorSettings:
     nodes are not looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free.
     `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may. `egress`: NetworkPolicyEgressRules of
     what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
-    jobs' pods; 0: the platform chooses."""
+    jobs' pods; 0: the platform chooses. `gang`: the scheduler that starts a job's pods together
+    (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class OperatorSettings:
     metrics_from: list[dict[str, Any]] = field(default_factory=list)
     egress: list[dict[str, Any]] | None = None
     pod_user: int = 65532
+    gang: str = ""
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> OperatorSettings:
@@ -68,6 +71,8 @@ class OperatorSettings:
                 found[name] = _objects(name, text, "NetworkPolicyPeers")
             elif name == "egress":
                 found[name] = _objects(name, text, "NetworkPolicyEgressRules")
+            elif name == "gang" and text not in (*GANGS, "YuniKorn"):
+                raise ValueError(f"DOVETAIL_GANG is {text!r}; use one of {', '.join(GANGS)} and YuniKorn")
             elif name.endswith("_capabilities"):
                 found[name] = _capabilities(name, text)
             elif isinstance(default, tuple):

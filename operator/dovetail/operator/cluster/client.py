@@ -31,9 +31,11 @@ class Page(NamedTuple):
 
 
 class Client:
-    """`seconds`: the deadline of each call. `requests` counts them. Every method raises KubeError."""
+    """`seconds`: the deadline of each call. `requests` counts them. `gang`: the kind of PodGroups, if jobs have some.
+    Every method raises KubeError."""
 
-    def __init__(self, api: client.ApiClient, seconds: float = 30.0) -> None:
+    def __init__(self, api: client.ApiClient, seconds: float = 30.0, gang: Resource | None = None) -> None:
+        self._kinds = BY_KIND | ({gang.kind: gang} if gang else {})
         self._api = api
         self._seconds = seconds
         self.requests = 0
@@ -54,7 +56,7 @@ class Client:
     async def find(self, kind: str, namespace: str, name: str) -> Object | None:
         """The object of that name; None if there is none. The operator may not get most kinds, but list them."""
         if kind != SECRET.kind:
-            found = await self.list(BY_KIND[kind], namespace, fields=f"metadata.name={name}")
+            found = await self.list(self._kinds[kind], namespace, fields=f"metadata.name={name}")
             return found[0] if found else None
         try:
             return await self.get(SECRET, namespace, name)
@@ -106,13 +108,13 @@ class Client:
 
     async def create(self, thing: Object) -> Object:
         """Create the object. The API server refuses (409) if there is one of that name."""
-        resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
+        resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
         return await self._call("POST", resource.path(metadata["namespace"]), {"fieldManager": _MANAGER}, thing)
 
     async def apply(self, thing: Mapping[str, Any], uid: str) -> Object:
         """Server-side apply to the object with this uid. It takes back fields that others have taken. The API server
         refuses (409) if there is no such object, or another one of that name."""
-        resource, metadata = BY_KIND[thing["kind"]], thing["metadata"]
+        resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
         query = {"fieldManager": _MANAGER, "force": "true"}
         path = resource.path(metadata["namespace"], metadata["name"])
         return await self._call("PATCH", path, query, {**thing, "metadata": {**metadata, "uid": uid}}, APPLY)
@@ -124,7 +126,7 @@ class Client:
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
-            await self._call("DELETE", BY_KIND[kind].path(namespace, name), None, body)
+            await self._call("DELETE", self._kinds[kind].path(namespace, name), None, body)
         except KubeError as error:
             if error.status not in (404, 409):
                 raise
@@ -138,7 +140,7 @@ class Client:
             {"op": "test", "path": "/metadata/ownerReferences", "value": metadata["ownerReferences"]},
             {"op": "remove", "path": "/metadata/ownerReferences"},
         ]
-        path = BY_KIND[kind].path(metadata["namespace"], metadata["name"])
+        path = self._kinds[kind].path(metadata["namespace"], metadata["name"])
         return await self._call("PATCH", path, {"fieldManager": _MANAGER}, patch, JSON_PATCH)
 
     async def write_status(self, job: Mapping[str, Any], status: Object) -> Object:
@@ -149,7 +151,7 @@ class Client:
             {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
             {"op": "add", "path": "/status", "value": status},
         ]
-        path = BY_KIND[job["kind"]].path(metadata["namespace"], metadata["name"], "status")
+        path = self._kinds[job["kind"]].path(metadata["namespace"], metadata["name"], "status")
         return await self._call("PATCH", path, {"fieldManager": _MANAGER}, patch, JSON_PATCH)
 
     async def _call(

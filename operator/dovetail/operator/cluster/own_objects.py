@@ -45,6 +45,9 @@ async def create(client: Client, thing: Object, context: RenderContext) -> Objec
     except KubeError as error:
         if error.status == 404 and thing["kind"] == JOBSET.kind:
             raise KubeError(404, NO_JOBSET) from error
+        if error.status == 404 and thing["kind"] == "PodGroup":
+            lacking = f"the cluster has no PodGroup ({thing['apiVersion']})"
+            raise KubeError(404, f"{lacking}; install that scheduler, or change jobs.gangScheduler") from error
         if error.status != 409:
             raise
         found = await client.find(thing["kind"], context.namespace, thing["metadata"]["name"])

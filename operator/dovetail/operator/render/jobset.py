@@ -8,6 +8,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.resources import JOBSET
 from dovetail.manifest.types import RLHFJobSpec
+from dovetail.operator.render import gang
 from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
@@ -53,6 +54,7 @@ def jobset(context: RenderContext) -> Object:
         (group.name, job_spec(group_pod(context, group), context.guaranteed(group)))
         for group in context.job.spec.groups
     ]
+    gang.join(context, [(name, int(spec["completions"]), spec["template"]) for name, spec in jobs])
     metadata = context.metadata(context.name, "jobset")
     metadata["labels"] |= context.queueing() | pods_labels(context.job.spec)
     return {

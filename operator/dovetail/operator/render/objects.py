@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
+    GANGS,
     NETWORK_POLICY,
     ROLE,
     ROLE_BINDING,
@@ -17,6 +18,7 @@ from dovetail.kube.resources import (
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.disruption_budget import disruption_budget
+from dovetail.operator.render.gang import pod_group
 from dovetail.operator.render.jobset import jobset, pods_changed
 from dovetail.operator.render.network_policy import network_policy
 from dovetail.operator.render.role import role
@@ -42,6 +44,7 @@ SUPPORTING: dict[str, Callable[[RenderContext], Object | None]] = {
     SERVICE.kind: service,
     NETWORK_POLICY.kind: network_policy,
     DISRUPTION_BUDGET.kind: disruption_budget,
+    GANGS["Kubernetes"].kind: pod_group,  # of whichever scheduler
 }
 
 

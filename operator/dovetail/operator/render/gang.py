@@ -1,0 +1,94 @@
+"""Pods that start together or not at all, on clusters whose jobs do not go through Kueue: for the scheduler that the
+administrator names (`Settings.gang`). Surplus rollouts are in no gang: they come and go one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dovetail.kube.resources import GANGS
+from dovetail.operator.render.context import Object, RenderContext, digest
+
+KUBERNETES, VOLCANO, COSCHEDULING, YUNIKORN = "Kubernetes", "Volcano", "Coscheduling", "YuniKorn"
+# Under the names that their own installations give them. Kubernetes' is the default scheduler.
+SCHEDULERS = {VOLCANO: "volcano", COSCHEDULING: "scheduler-plugins-scheduler", YUNIKORN: "yunikorn"}
+
+
+def pod_group(context: RenderContext) -> Object | None:
+    """The PodGroup of coordinator, trainers and minimum rollouts; None if the scheduler needs none. Its name has a hash
+    of its content, which may not change: a job that starts anew with other sizes gets another one."""
+    if (resource := GANGS.get(_gang(context))) is None:
+        return None
+    return {**resource.type_meta, "metadata": context.metadata(_name(context), "gang"), "spec": _spec(context)}
+
+
+def join(context: RenderContext, templates: Sequence[tuple[str, int, Object]]) -> None:
+    """Make pods members of the gang. `templates`: name, number of pods and pod template of each part of the JobSet."""
+    gang = _gang(context)
+    if not gang:
+        return
+    tasks = [_task(*template) for template in templates]
+    for name, _, template in templates:
+        metadata, spec = template["metadata"], template["spec"]
+        if gang in SCHEDULERS:
+            spec.setdefault("schedulerName", SCHEDULERS[gang])
+        if gang == KUBERNETES:
+            spec["schedulingGroup"] = {"podGroupName": _name(context)}
+        elif gang == VOLCANO:
+            _annotate(metadata, {"scheduling.k8s.io/group-name": _name(context)})
+        elif gang == COSCHEDULING:
+            metadata["labels"]["scheduling.x-k8s.io/pod-group"] = _name(context)
+        else:
+            metadata["labels"]["applicationId"] = f"{context.namespace}-{context.name}-{context.uid[:8]}"
+            wait = f" placeholderTimeoutInSeconds={limit}" if (limit := _limit(context)) else ""
+            _annotate(
+                metadata,
+                {
+                    "yunikorn.apache.org/task-group-name": name,
+                    "yunikorn.apache.org/task-groups": json.dumps(tasks),
+                    "yunikorn.apache.org/schedulingPolicyParameters": f"gangSchedulingStyle=Hard{wait}",
+                },
+            )
+
+
+def _gang(context: RenderContext) -> str:
+    """Kueue admits all or nothing by itself."""
+    return "" if context.queueing() else context.settings.gang
+
+
+def _limit(context: RenderContext) -> int | None:
+    """After so many seconds a gang that is placed in part gives its GPUs back, where the scheduler knows of this. The
+    operator ends the job then in any case."""
+    return context.job.spec.failure_policy.start_timeout_seconds
+
+
+def _spec(context: RenderContext) -> Object:
+    members = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
+    if _gang(context) == KUBERNETES:
+        return {"schedulingPolicy": {"gang": {"minCount": members}}}
+    spec: Object = {"minMember": members}
+    if _gang(context) == COSCHEDULING and (limit := _limit(context)):
+        spec["scheduleTimeoutSeconds"] = limit
+    return spec
+
+
+def _name(context: RenderContext) -> str:
+    return f"{context.name}-{digest(_spec(context))[:8]}"
+
+
+def _annotate(metadata: Object, annotations: dict[str, str]) -> None:
+    metadata["annotations"] = {**metadata.get("annotations", {}), **annotations}
+
+
+def _task(name: str, count: int, template: Object) -> Object:
+    """A task group of YuniKorn, which reserves room by what the pods ask for."""
+    spec: dict[str, Any] = template["spec"]
+    found: Object = {"name": name, "minMember": count, "minResource": _requests(spec["containers"])}
+    return found | {key: spec[key] for key in ("nodeSelector", "tolerations", "affinity") if spec.get(key)}
+
+
+def _requests(containers: Sequence[Object]) -> dict[str, str]:
+    """What a pod's main container asks for. It is the first one; those that a podTemplate adds are small."""
+    resources = containers[0].get("resources") or {}
+    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
