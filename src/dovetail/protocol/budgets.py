@@ -10,5 +10,7 @@ SCORER_LOGIT_BYTES = 512 * 2**20
 KV_BLOCK_TOKENS = 128
 # A trainer rank on a GPU computes log-probabilities in chunks of float32 logits of this size.
 LOGPROB_CHUNK_BYTES = 256 * 2**20
+# On a GPU that a sender of weights shares with a receiver: what both map (CUDA IPC).
+SHARED_WEIGHT_BYTES = 128 * 2**20
 # Numbers of each of an optimizer's two moments that are on the GPU at a time where the moments live in host memory.
 OFFLOAD_NUMBERS = 64 * 2**20

@@ -17,9 +17,10 @@ import torch
 from dovetail.models.links.deadline import Deadline, Handle, TransferError
 from dovetail.models.links.libraries import library
 from dovetail.models.links.rendezvous import Rendezvous
+from dovetail.protocol.budgets import SHARED_WEIGHT_BYTES
 
-SLOT_BYTES = 64 * 2**20
 SLOTS = 2
+SLOT_BYTES = SHARED_WEIGHT_BYTES // SLOTS
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _LONGEST_PAUSE = 0.001

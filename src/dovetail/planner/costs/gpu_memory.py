@@ -28,7 +28,7 @@ from dovetail.planner.costs.memory import (
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Workload
-from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.budgets import SCORER_TOKENS, SHARED_WEIGHT_BYTES
 
 # Parts of a training rank that stay while other tasks have the GPU.
 _STAYS = ("weights", "optimizer", "moving average", "NCCL buffers")
@@ -136,7 +136,7 @@ class GPUMemoryModel:
 
     def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
         """Bytes of a GPU for the footprints of these tasks, and for them where one serves: vLLM leaves some free."""
-        contexts = self.processes(tasks) * CONTEXT_BYTES
+        contexts = self._contexts(tasks)
         return pool.gpu.memory - contexts, UTILISATION * pool.gpu.memory - contexts
 
     # ------------------------------------------------------------ a candidate
@@ -229,7 +229,13 @@ class GPUMemoryModel:
     def _overhead(self, tasks: Loads) -> float:
         """Contexts of the processes, and what allocators lose of what stays."""
         fragments = FRAGMENTS * sum(load.resident for _, _, load in tasks)
-        return self.processes(task for task, _, _ in tasks) * CONTEXT_BYTES + fragments
+        return self._contexts(task for task, _, _ in tasks) + fragments
+
+    def _contexts(self, tasks: Iterable[Task]) -> float:
+        """Contexts of the processes, and what they share to hand weights over on this GPU."""
+        here = set(tasks)
+        shares = {"actor_training", "generation"} <= here or {"critic_training", "critic"} <= here
+        return self.processes(here) * CONTEXT_BYTES + shares * SHARED_WEIGHT_BYTES
 
     def _cached_tokens(self, share: Share, room: int) -> float:
         """Tokens that a server keeps: those of its part of the batch as far as there is room, at least one sample."""
