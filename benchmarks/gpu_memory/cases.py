@@ -120,6 +120,7 @@ SMALL = (
         dp=2,
         offload=True,
     ),
+    Case("8B's layers, tp 2", {**LLAMA3_8B, "num_hidden_layers": 4}, tp=2),
     Case(
         "scorer: 7B's layers",
         {**LLAMA_7B, "num_hidden_layers": 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from dovetail.manifest.types import Stage
+from dovetail.models.predictions import by_chunks
 from dovetail.protocol.messages import Action, Export, Save
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.command_errors import is_peer_loss, sentence
@@ -227,6 +229,25 @@ def test_rollouts_are_compared_at_temperature_1_whatever_they_sample_at() -> Non
             found.append(trainer.metrics(ppo_step(trainer, ["actor", "critic"], pack(arrays))))
     assert found[1]["mismatch_kl"] == pytest.approx(found[0]["mismatch_kl"], abs=1e-6)
     assert found[1]["kl"] != pytest.approx(found[0]["kl"], abs=1e-2), "the penalty is at the sampling temperature"
+
+
+def test_a_step_without_the_whole_logits_changes_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs compute it: old log-probabilities, loss, entropy bonus and demonstrations."""
+    changed = {"generation": {"temperature": 0.7}, "ppo": {"entropyCoef": 0.05, "ptxCoef": 0.5}}
+    chunked = partial(by_chunks, chunk=4 * 64 * 5)
+    found = []
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr("dovetail.models.stage.predict", chunked)
+        with LocalTrainer(job(**changed)) as trainer:
+            trainer.metrics(load_command(Stage.PPO))
+            steps = [trainer.metrics(ppo_step(trainer, ["actor", "critic"], ppo_batch(1, ptx=8))) for _ in range(2)]
+            found.append([step for step in steps if step.pop("seconds") and step.pop("activation_peak_bytes")])
+    assert len(found[0]) == 2
+    for mine, expected in zip(found[1], found[0], strict=True):
+        # One of 172 values lies on the edge where it is clipped.
+        assert mine.pop("value_clipfrac") == pytest.approx(expected.pop("value_clipfrac"), abs=0.01)
+        assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_ptx_pulls_the_actor_towards_the_demonstrations() -> None:
