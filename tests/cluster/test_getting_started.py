@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -200,3 +201,44 @@ def test_a_token_that_is_refused_or_missing_is_told_in_a_condition(
 
         wait_for(f"{reason} and {words!r}", told, 600, 1.0)
         own.kubectl("delete", "rlhfjob", "first", "-n", namespace)
+
+
+def test_a_model_in_a_shared_cache_and_code_on_a_claim(own: KubeCluster, place: dict[str, Any], tmp_path: Path) -> None:
+    """The hub is asked for nothing, and the coordinator's pod is as the manifest wants it."""
+    assert own.get("crd", "rlhfjobs.dovetail.dev"), "the first test did not come so far"
+    snapshot = tmp_path / "hub" / f"models--{REPOSITORY_ID.replace('/', '--')}" / "snapshots" / place["commit"]
+    shutil.copytree(place["folder"] / "model", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text(place["commit"])
+    for name in ("rewards/grader.py", "prompts.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / "examples/cluster" / Path(name).name, tmp_path / name)
+    document = yaml.safe_load((REPOSITORY / "examples/cluster/getting-started.yaml").read_text())
+    spec = document["spec"]
+    spec["hub"] = {"cacheClaim": "my-data"}
+    spec["models"]["reward"]["code"] = {"pvc": "my-data/rewards"}
+    spec["ppo"]["iterations"] = 1
+    patch = {"name": "dovetail", "env": [{"name": "GREETING", "value": "hello"}]}
+    spec["coordinator"] = {"podTemplate": {"metadata": {"labels": {"team": "blue"}}, "spec": {"containers": [patch]}}}
+    with own.namespace() as namespace:
+        mine = ("--namespace", namespace)
+        own.kubectl("apply", "-f", str(REPOSITORY / "examples/cluster/data-claim.yaml"), *mine)
+        own.kubectl("wait", "--for=condition=Ready", "pod/upload", "--timeout=300s", *mine, timeout=330)
+        packed = subprocess.run(["tar", "-C", str(tmp_path), "-cf", "-", "."], check=True, capture_output=True).stdout
+        unpack = (str(binaries.path_of("kubectl")), "--kubeconfig", str(own.kubeconfig), "exec", "-i", "upload", *mine)
+        subprocess.run([*unpack, "--", "tar", "-C", "/data", "-xof", "-"], input=packed, check=True, timeout=120)
+        place["hub"].asked.clear()
+        own.apply(document, namespace=namespace)
+
+        def ends() -> list[str]:
+            status = own.get("rlhfjob", "first", *mine).get("status", {})
+            return [c["type"] for c in status.get("conditions", []) if c["status"] == "True"]
+
+        wait_for("the end", lambda: {"Completed", "Failed"} & set(ends()), 1200, 1.0)
+        assert "Completed" in ends(), own.kubectl("describe", "rlhfjob", "first", *mine)
+        assert place["hub"].asked == []
+        (pod,) = own.get("pods", "-l", "team=blue", *mine)["items"]
+        variables = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
+        assert variables["GREETING"] == "hello"
+        assert "HF_TOKEN" not in variables
+        own.kubectl("delete", "rlhfjob", "first", *mine)
