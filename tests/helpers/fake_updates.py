@@ -105,7 +105,7 @@ class FakeTrainers:
         self.publisher: Publisher | None = None
         self.cancelled: list[str] = []
 
-    async def execute(self, command: Publish, timeout: float) -> CommandResult:
+    async def execute(self, command: Publish, timeout: float, beside: bool = False) -> CommandResult:
         assert self.publisher is not None
         bucket = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)
         segment = Segment(index=0, model="actor", host="127.0.0.1", port=1, buckets=[bucket])

@@ -84,6 +84,7 @@ def test_the_quickstart_is_healthy() -> None:
         (row(distinct_responses=1.0), RULES, "ResponsesEqual", "all 128 responses are the same"),
         (row(reward_min=0.0, reward_max=0.0), RULES, "RewardsEqual", "all rewards are 0,"),
         (row(reward_clipped=0.9), RULES, "RewardsClipped", "90% of the rewards lie beyond ppo.rewardClip"),
+        (row(effective_sample_size=0.2, staleness=2.0), RULES, "SamplesTooOld", "2 iterations older than the policy"),
         (row(equal_reward_groups=1.0), GROUPED, "GroupRewardsEqual", "in 100% of the prompts"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 
 from dovetail.protocol.exit_codes import SUPERSEDED
 from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
+from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.rank import coordinator_client as client_module
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
@@ -154,6 +155,7 @@ def test_an_address_without_a_port_is_refused() -> None:
 class Runner:
     stage = None
     step = 0
+    kept = KeptWeights()
 
 
 def asked(server: Server) -> list[str | None]:

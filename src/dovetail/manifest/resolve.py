@@ -16,7 +16,8 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
     - Groups without a GPU product have gpu.perPod 0; replicas are what the group starts with.
     - Auto dtypes become float32 on CPUs. On GPUs they stay: bfloat16 needs the device's word.
     - `ppo.overlong.toTokens` becomes generation.maxTokens.
-    - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers, else Recompute."""
+    - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers and there is no lag, else
+      Recompute."""
     groups = [_group(group) for group in spec.groups]
     stages = [s for s in spec.stages if s is not Stage.REWARD or not spec.models.reward.calls]
     trainers = [group for group in groups if Role.TRAINER in group.roles]
@@ -57,7 +58,7 @@ def _old_log_probs(spec: RLHFJobSpec) -> Literal["Rollout", "Recompute"]:
         group.dtype is Dtype.FLOAT32 for group in spec.groups if Role.ROLLOUT in group.roles
     )
     plain = generation.temperature == 1.0 and generation.top_k == 0 and generation.top_p == 1.0
-    return "Rollout" if exact and plain else "Recompute"
+    return "Rollout" if exact and plain and spec.ppo.lag == 0 else "Recompute"
 
 
 def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:

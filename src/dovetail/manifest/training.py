@@ -72,7 +72,8 @@ class KL(Model):
 
 
 class ImportanceSampling(Model):
-    """Correction of the gap between the rollout's and the trainer's log-probabilities."""
+    """Correction of the gap between the rollout's and the trainer's log-probabilities, and with ppo.lag of the gap
+    between the weights that sampled and those that are trained."""
 
     mode: Literal["Truncated", "Off"] = Field(
         default="Truncated", description="Truncated: weigh tokens by the capped ratio."
@@ -91,6 +92,10 @@ class Overlong(Model):
     penalty: PositiveFloat = Field(default=1.0, description="Subtracted from the score of the longest responses.")
 
 
+# The trainers keep as many versions in memory, and one more.
+MOST_LAG = 16
+
+
 class PPO(Model):
     """Reinforcement learning: batch sizes, advantages, losses and optimizers."""
 
@@ -104,6 +109,13 @@ class PPO(Model):
     mini_batch_size: PositiveInt = Field(default=64, description="Samples per optimizer step, all ranks together.")
     micro_batch_size: PositiveInt = Field(default=8, description="Samples per forward pass of one rank.")
     epochs: PositiveInt = Field(default=1, description="Passes over an iteration's samples.")
+    lag: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_LAG,
+        description="How many steps the weights that draw an iteration's samples lie behind. 0: generation and "
+        "training take turns. L: generation of the next L iterations runs while the trainers learn; see docs/async.md.",
+    )
     advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline"] = Field(
         default="gae",
         description="gae: critic and generalised advantage estimation (Schulman et al. 2016). The others have no "
@@ -185,7 +197,8 @@ class PPO(Model):
         default="Auto",
         description="Denominator of the policy ratio: the rollout's own log-probabilities (which are at temperature 1: "
         "refused with another), or a forward pass of the trainer. Auto: Rollout for float32 at temperature 1 without "
-        "top-k or top-p, else Recompute.",
+        "top-k or top-p, else Recompute. With a lag always a forward pass at the weights that the iteration begins "
+        "with.",
     )
     importance_sampling: ImportanceSampling = Field(
         default_factory=ImportanceSampling, description="Correction of the gap between rollout and trainer."
@@ -206,6 +219,16 @@ class PPO(Model):
     critic_warmup_iterations: int = Field(default=0, ge=0, description="Iterations that train the critic alone first.")
     actor_optimizer: Optimizer = Field(default_factory=Optimizer, description="The actor's optimizer.")
     critic_optimizer: Optimizer = Field(default_factory=Optimizer, description="The critic's optimizer.")
+
+    def weight_version(self, iteration: int) -> int:
+        """The version of the weights that draw the samples of `iteration`, which counts from 1: those after step
+        iteration - 1 - lag, or the first ones, version 0."""
+        return max(0, iteration - 1 - self.lag)
+
+    def staleness(self, iteration: int) -> int:
+        """The number of iterations of training that lie between the weights that drew the samples of `iteration`
+        (1, 2, ...) and those with which the training of `iteration` begins."""
+        return iteration - 1 - self.weight_version(iteration)
 
     @property
     def names_functions(self) -> bool:

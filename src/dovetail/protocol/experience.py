@@ -76,8 +76,9 @@ class Experience:
 
     @property
     def logprobs(self) -> FloatArray:
-        """Log-probabilities under the policy that sampled, (N,R) float32. Where the trainers recompute them
-        (`oldLogProbs`) they are the trainers'. In a loop of your own they are the rollouts'."""
+        """Log-probabilities under the policy with which the iteration's training begins, (N,R) float32. Where the
+        trainers recompute them (`oldLogProbs`, and always with `ppo.lag`) they are the trainers'. In a loop of your own
+        they are the rollouts'."""
         name = "old_logprobs" if "old_logprobs" in self.arrays else "rollout_logprobs"
         return self.arrays[name].astype(np.float32)
 

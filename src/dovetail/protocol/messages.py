@@ -99,6 +99,12 @@ class Load(Message):
     recompute: list[str] = Field(
         default_factory=list, description="Models that are trained with activation checkpointing."
     )
+    keep_versions: int = Field(
+        default=0,
+        ge=0,
+        description="How many versions of the weights, the newest included, each rank keeps in host memory, to be sent "
+        "while it trains. 0: none; weights are then sent between steps.",
+    )
 
 
 class Step(Message):
@@ -244,6 +250,12 @@ class NextRequest(Message):
         default=None, description="The stage that the ranks hold. `step` is the last step that they applied."
     )
     step: int = 0
+    versions: list[int] = Field(default_factory=list, description="The versions that they keep to be sent.")
+    lane: Literal["main", "weights"] = Field(
+        default="main",
+        description="weights: the thread that sends kept versions asks. It gets publishes alone, while the main thread "
+        "trains.",
+    )
 
 
 class NextReply(Message):
@@ -273,6 +285,7 @@ class HeartbeatReply(Message):
         description="Id of the command that the coordinator waits for. It is empty if it waits for none. A publish "
         "with another id comes from a coordinator that died, and is given up. null says nothing.",
     )
+    sending: str = Field(default="", description="The same of the publish that runs beside it, of a kept version.")
 
 
 # ---------------------------------------------------------------- weight transfer

@@ -37,6 +37,7 @@ from dovetail.trainer.engine.checkpoint import CheckpointDamaged
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.functions import load_advantages
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
+from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.probe_logprobs import take_probe
 from dovetail.trainer.profile.transfers import measure_transfers
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, Refused
@@ -67,7 +68,10 @@ class CommandRunner:
         failed: dict[str, str],
         log: Callable[..., None],
         cancelled: Callable[[str], bool] = lambda _: False,
+        kept: KeptWeights | None = None,
     ) -> None:
+        """`kept` gets the versions that `load` says are to be kept."""
+        self.kept = kept or KeptWeights()
         self._groups, self._client, self._failed, self._log = groups, client, failed, log
         self._spec = spec
         self.timeline = SpanRecorder(process)
@@ -97,6 +101,7 @@ class CommandRunner:
         self._sender.close()
         self.engine.models.clear()
         self.engine.ema.clear()
+        self.kept.begin(0)
 
     def execute(self, command: Command) -> CommandResult:
         """The result, complete on rank 0 (elsewhere without spans). Raises PeerLost: join again."""
@@ -199,6 +204,7 @@ class CommandRunner:
                 # What activations took is free for a vLLM server that wakes up on this GPU.
                 torch.cuda.empty_cache()
             self.engine.step = command.step
+            self._keep()
             return metrics
 
         return step
@@ -257,8 +263,23 @@ class CommandRunner:
 
     def _load(self, command: Load) -> Metrics:
         with self.timeline.phase("load"):
+            self.kept.begin(command.keep_versions)
             self.engine.load(command)
+            self._keep()
         return {"step": float(self.engine.step)}
+
+    def _keep(self) -> None:
+        """Keep the present weights, if versions are kept, and their probe."""
+        if not self.kept.keeps:
+            return
+        with self.timeline.phase("keep"):
+            self.engine.settle()
+            probe, problem = None, None
+            try:
+                probe = take_probe(self._context, self.engine.step)
+            except FloatingPointError as error:
+                problem = sentence(error)
+            self.kept.add(self.engine, self._sender.max_senders, probe, problem)
 
     def _timed(self, name: str, action: Callable[[], None]) -> Metrics:
         with self.timeline.phase(name):

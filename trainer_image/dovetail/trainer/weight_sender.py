@@ -219,9 +219,9 @@ class WeightSender:
             iterate = source.iterate
         elif callable(source):
             start = source
-            iterate = lambda: map(_whole, start())  # noqa: E731
+            iterate = lambda: map(whole_part, start())  # noqa: E731
         else:
-            held = [_whole((name, tensor.detach())) for name, tensor in source]
+            held = [whole_part((name, tensor.detach())) for name, tensor in source]
             iterate = lambda: held  # noqa: E731
         if model not in self._wholes or (self._layouts[model], self._dtypes[model]) != (layout, dtype):
             self._layouts[model], self._dtypes[model] = layout, dtype
@@ -308,7 +308,8 @@ class WeightSender:
         if next(parts, None) is not None:
             self._changed(model, "has more tensors than before")
         if self._groups.device.type == "cuda":
-            torch.cuda.synchronize(self._groups.device)
+            # Not the whole device: another thread may train on it.
+            torch.cuda.current_stream(self._groups.device).synchronize()
         return sent
 
     def _next(self, model: str, parts: Iterator[Part], spec: TensorSpec) -> Part:
@@ -348,7 +349,8 @@ class WeightSender:
             self._hang_up(model)
 
 
-def _whole(named: Named) -> Part:
+def whole_part(named: Named) -> Part:
+    """A whole tensor as the part that one rank holds."""
     name, tensor = named
     shape = tuple(tensor.shape)
     return Part(name, shape, tuple((0, n) for n in shape), tensor)

@@ -24,6 +24,7 @@ KL_JUMP_FROM_NATS_PER_TOKEN = 0.3
 FINISHED_SHARE = 0.05
 EQUAL_GROUPS_SHARE = 0.75
 CLIPPED_SHARE = 0.2
+EFFECTIVE_SHARE = 0.3
 
 MISMATCH = "LogProbMismatch"
 NOT_FINITE = "NotFinite"
@@ -35,6 +36,7 @@ RESPONSES_EQUAL = "ResponsesEqual"
 REWARDS_EQUAL = "RewardsEqual"
 GROUPS_EQUAL = "GroupRewardsEqual"
 CLIPPED = "RewardsClipped"
+STALE = "SamplesTooOld"
 # The worst first.
 REASONS = (
     MISMATCH,
@@ -47,6 +49,7 @@ REASONS = (
     REWARDS_EQUAL,
     GROUPS_EQUAL,
     CLIPPED,
+    STALE,
 )
 
 
@@ -104,6 +107,7 @@ def judge(
         _responses_equal(metrics),
         _groups_equal(metrics) if rules.grouped else _rewards_equal(metrics),
         _clipped(metrics),
+        _stale(metrics),
     ]
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -232,4 +236,16 @@ def _clipped(metrics: Mapping[str, float]) -> Verdict | None:
         CLIPPED,
         f"{share:.0%} of the rewards lie beyond ppo.rewardClip and count as it (healthy: at most {CLIPPED_SHARE:.0%}), "
         "so the best and the good look alike; raise it, or set it to null",
+    )
+
+
+def _stale(metrics: Mapping[str, float]) -> Verdict | None:
+    share = metrics.get("effective_sample_size")
+    if share is None or not share < EFFECTIVE_SHARE:
+        return None
+    return Verdict(
+        STALE,
+        f"the samples are {metrics.get('staleness', 0):.0f} iterations older than the policy and count as {share:.0%} "
+        f"of their tokens (healthy: at least {EFFECTIVE_SHARE:.0%}), so little is learnt from them; lower ppo.lag or "
+        "actorOptimizer.learningRate",
     )

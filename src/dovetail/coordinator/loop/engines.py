@@ -148,7 +148,9 @@ class Engines:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
-        self._publisher = Publisher(self.trainers, http, float(spec.failure_policy.peer_timeout_seconds))
+        self._publisher = Publisher(
+            self.trainers, http, float(spec.failure_policy.peer_timeout_seconds), beside=spec.ppo.lag > 0
+        )
         app = make_app(self, settings.token, self.registry)
         self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
@@ -174,7 +176,6 @@ class Engines:
             http,
             settings.token,
             self._rewards,
-            learnt=lambda: self.iteration,
             published=lambda: sync.version is not None,
             start_seconds=self.start_seconds,
         )
@@ -188,6 +189,8 @@ class Engines:
             self.log,
             WEIGHTS_SECONDS,
             self.start_seconds,
+            beside=spec.ppo.lag > 0,
+            on_spans=records.timeline.add,
         )
         self._supervised = SupervisedStages(
             spec,
@@ -363,7 +366,8 @@ class Engines:
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
-        job's own.
+        job's own. With `ppo.lag` the next iterations' samples are made in the background from now on, and `prompts`
+        must be None.
 
         What the store already holds of the iteration (after a crash) is not done again."""
         return await self._ppo.generate_experience(prompts)
@@ -388,6 +392,7 @@ class Engines:
     async def finish(self) -> dict[str, Any]:
         """Export the trained models, copy them to spec.output, and write summary.json; returns its content."""
         if Stage.PPO in self.spec.stages:
+            await self._ppo.close_iterations()
             await self._evaluate(AFTER)
             await self._ppo.finish()
         models = self.settings.run_dir / "models"

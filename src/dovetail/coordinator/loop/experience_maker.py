@@ -32,23 +32,27 @@ from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.experience_files import experience_arrays
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
+from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
+from dovetail.protocol.messages import Span
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process_names import rollout_of
 
 # The limit of the time without a single scored sample.
 INFERENCE_SECONDS = 900.0
+# Of the timeline, where generation runs beside training.
+SAMPLES_LANE = "samples"
 
 
 class ExperienceMaker:
     """Owns generation and inference of the PPO stage; state lives in the store.
 
-    `calls`: the reward functions, in place of a reward model. `learnt()`: the last finished iteration. `published()`:
-    whether PPO has begun to publish weights. `start_seconds`: how long a first rollout may take to come up. `facts`:
-    the last iteration's metrics of inter-stage fusion and of each reward function."""
+    `calls`: the reward functions, in place of a reward model. `published()`: whether PPO has begun to publish weights.
+    `start_seconds`: how long a first rollout may take to come up. `facts`: by iteration, metrics of inter-stage fusion
+    and of each reward function, until somebody takes them."""
 
     def __init__(
         self,
@@ -61,7 +65,6 @@ class ExperienceMaker:
         session: aiohttp.ClientSession,
         token: str,
         calls: Calls | None,
-        learnt: Callable[[], int],
         published: Callable[[], bool],
         start_seconds: float,
     ) -> None:
@@ -69,7 +72,7 @@ class ExperienceMaker:
         self._fleet, self._session = fleet, session
         self._samples = records.store.samples
         self._calls = calls
-        self._learnt, self._published = learnt, published
+        self._published = published
         self._colocated = {g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)}
         wanted = {"reference": sources.reference}
         if calls is None:
@@ -77,7 +80,7 @@ class ExperienceMaker:
         if has_critic(spec):
             wanted["critic"] = sources.critic
         self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session)
-        self.facts: dict[str, float] = {}
+        self.facts: dict[int, dict[str, float]] = {}
         self._waking: asyncio.Task[None] | None = None
         self._sleepers = Sleepers(fleet, session, records.log, self._swapped)
         self._fusion = Fusion(spec, records.store, records.log)
@@ -136,12 +139,21 @@ class ExperienceMaker:
 
     # ------------------------------------------------------------ the iteration
 
+    def is_scored(self, iteration: int) -> bool:
+        """Whether the store has all scores of the iteration, which then needs no rollout and no scorer."""
+        counts = self._samples.counts(iteration)
+        return bool(counts) and counts.keys() <= {State.SCORED, State.IN_BATCH, State.TRAINED}
+
     async def make(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
-        """Generate and score. What the store already holds of the iteration is not done again."""
-        records, fleet = self._records, self._fleet
+        """Generate and score, with the weights that rollouts and scorers hold. What the store already holds of the
+        iteration is not done again."""
+        records, fleet, beside = self._records, self._fleet, self._spec.ppo.lag > 0
         self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
         total = len(prompts) * self._spec.ppo.samples_per_prompt
-        records.progress.update(samples_done=0, samples_total=total, phase="generation")
+        records.progress.update(samples_done=0, samples_total=total)
+        if not beside:
+            records.progress.update(phase="generation")
+        scoring: list[Span] = []
         if self._calls is not None:
             await self._calls.open()
         begun = time.time()
@@ -160,24 +172,34 @@ class ExperienceMaker:
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
+            if beside:
+                # The status shows what the trainers do.
+                with records.timeline.phase(name, iteration, SAMPLES_LANE):
+                    yield
+                return
             records.progress.update(phase=name)
             with records.timeline.phase(name):
                 yield
+
+        def scored(span: Span) -> None:
+            scoring.append(span)
+            records.timeline.add([span])
 
         lengths = [len(p.token_ids) for p in prompts for _ in range(self._spec.ppo.samples_per_prompt)]
         rollouts = fleet.eligible(ROLLOUT)
         async with (
             self._fusion.stage(iteration, lengths, rollouts) as fusion,
-            self._inference(iteration, prompts, fusion) as inference,
+            self._inference(iteration, prompts, fusion, scored) as inference,
         ):
             done = await generate_and_score(
                 iteration, self._samples, self._generator, inference, fusion, INFERENCE_SECONDS, phase, progress
             )
-        generated = begun + records.timeline.phases["generation"]
+        phases = records.timeline.of(iteration) if beside else records.timeline.phases
+        generated = begun + phases["generation"]
         records.metrics.samples.inc(done.samples)
         records.metrics.tokens.inc(done.tokens)
         records.timeline.add(done.spans)
-        self.facts = record(
+        self.facts[iteration] = record(
             records,
             self._spec.plan.inter_stage_fusion,
             len(fleet.instances("scorer")),
@@ -186,15 +208,15 @@ class ExperienceMaker:
             done,
             begun,
             generated,
+            scoring,
         ) | self._reward_means(iteration)
         groups = {i.name: i.group for i in fleet.instances()}
         # A sample that goes through several lanes is one sample.
-        scoring = [
+        shares = [
             s.model_copy(update={"args": {**s.args, "tokens": s.args["tokens"] // len(self._models.lanes)}})
-            for s in records.timeline.spans("inference")
-            if "tokens" in s.args
+            for s in scoring
         ]
-        self._fusion.learn(groups, done, scoring)
+        self._fusion.learn(groups, done, shares)
         self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
         return self._experience(iteration, prompts)
 
@@ -223,13 +245,20 @@ class ExperienceMaker:
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
 
-    def _inference(self, iteration: int, prompts: Sequence[PromptRecord], fusion: StageFusion) -> Lanes | WithRewards:
+    def _inference(
+        self,
+        iteration: int,
+        prompts: Sequence[PromptRecord],
+        fusion: StageFusion,
+        on_span: Callable[[Span], None],
+    ) -> Lanes | WithRewards:
         """Scores finished samples and stores their scores; with reward functions, once these have answered too."""
         fleet, records = self._fleet, self._records
-        joined = Joined(self._samples, self._learnt())
+        version = self._spec.ppo.weight_version(iteration)
+        joined = Joined(self._samples, version)
 
         def keep(scores: list[Scores]) -> None:
-            self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, self._learnt()) for s in scores)
+            self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, version) for s in scores)
 
         def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
             return Inference(
@@ -243,7 +272,7 @@ class ExperienceMaker:
                 collect,
                 lambda scorer, reason: fleet.failed(scorer.name, reason),
                 lambda scorer: fleet.succeeded(scorer.name),
-                lambda span: records.timeline.add([span]),
+                lambda span: on_span(span.model_copy(update={"iteration": iteration})),
                 everyone=lambda: sum(self._models.serves(i.name, lane) for i in fleet.instances("scorer")),
                 gone=lambda scorer: fleet.gone(scorer.name, scorer.incarnation),
             )
@@ -290,7 +319,10 @@ class ExperienceMaker:
 
     def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
         samples = self._samples.experience(iteration)
-        prepared = self._prepared
+        prepared, version = self._prepared, self._spec.ppo.weight_version(iteration)
+        for held in (v for s in samples for v in (s.first_version, s.weight_version)):
+            if held is not None and held != version:
+                raise StoreError(f"samples of iteration {iteration} are of weight version {held}, not {version}")
         arrays = experience_arrays(samples, prepared.pad_token_id, self._samples.experts(iteration))
         if self._spec.ppo.ptx_coef > 0:
             arrays |= prepared.ptx_batch(iteration)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
-from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.loop.experience_maker import SAMPLES_LANE, ExperienceMaker
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
+from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.stored_schedule import applies, scheduled
@@ -73,8 +74,10 @@ class PPOStage:
         self._scheduling: Scheduling | None = None
         self._placing: asyncio.Task[None] | None = None
         self._verdicts: list[Verdict] = []
+        self._open = OpenIterations(self._draw, spec.ppo.lag, spec.ppo.iterations) if spec.ppo.lag else None
         self._check: PlanCheck | None = None
-        if (predicted := plan.prediction) is not None:
+        # The plan predicts phases that follow each other.
+        if (predicted := plan.prediction) is not None and self._open is None:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
         if applies(spec, plan):
             from dovetail.coordinator.loop.scheduling import Scheduling
@@ -84,7 +87,9 @@ class PPOStage:
             self._placing = asyncio.create_task(self._scheduling.begin())
 
     async def close(self) -> None:
-        """Abandon a checkpoint and a search that are still running."""
+        """Abandon open iterations, a checkpoint and a search that are still running."""
+        if self._open is not None:
+            await self._open.close()
         for task in (self._saving, self._placing):
             if task is not None:
                 task.cancel()
@@ -103,7 +108,14 @@ class PPOStage:
         again = self._plan.recomputed(Stage.PPO)
         self._session.begin(
             StagePlan(
-                Stage.PPO, models, optimizer_steps(self._spec), self._ppo_step, self._layouts(), again, self._can_replay
+                Stage.PPO,
+                models,
+                optimizer_steps(self._spec),
+                self._ppo_step,
+                self._layouts(),
+                again,
+                self._can_replay,
+                self._spec.ppo.lag,
             ),
             int(progress["step"]),
         )
@@ -117,23 +129,55 @@ class PPOStage:
             health=self._health.status(),
         )
         self._record_interrupted(self._session.step)
-        await self._sync.publish(self._session.step)
+        if self._open is None or self._session.step == 0:
+            await self._sync.publish(self._session.step)
         self._records.timeline.begin()
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
         job's own.
 
-        What the store already holds of the iteration (after a crash) is not done again."""
+        With `ppo.lag` it also opens the iterations after this one, whose samples are made in the background.
+
+        What the store already holds of the iteration (after a crash) is not done again. Raises ValueError for prompts
+        in a job with `ppo.lag`."""
         iteration = self._session.step + 1
         self._records.progress.update(iteration=iteration, message="")
         prepared = self._prepared
-        if prompts is None:
-            records = prepared.prompts(iteration)
+        if self._open is not None:
+            if prompts is not None:
+                raise ValueError("prompts of your own cannot be given with spec.ppo.lag above 0; set lag to 0")
+            self._open.open_through(iteration)
+            self._records.progress.update(phase="generation", open_iterations=self._open.numbers)
+            with self._records.timeline.phase("waiting", iteration):
+                made = await self._open.take(iteration)
+            self._records.progress.update(open_iterations=self._open.numbers)
+        elif prompts is None:
+            made = await self._maker.make(iteration, prepared.prompts(iteration))
         else:
             records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
-        made = await self._maker.make(iteration, records)
+            made = await self._maker.make(iteration, records)
         return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
+
+    async def _draw(self, iteration: int) -> Experience:
+        """Make an iteration's experience with the weights that belong to it, while the trainers may train."""
+        version = self._spec.ppo.weight_version(iteration)
+        if not self._maker.is_scored(iteration):
+            with self._records.timeline.phase("weights", iteration, SAMPLES_LANE):
+                await self._sync.publish(version)
+            self._records.metrics.weight_version.set(version)
+        made = await self._maker.make(iteration, self._prepared.prompts(iteration))
+        if iteration == self._spec.ppo.iterations:
+            self._session.need(None)
+        return made
+
+    async def close_iterations(self) -> None:
+        """End iterations that are still open, and send the newest weights to all, if they lack them."""
+        if self._open is not None:
+            await self._open.close()
+            self._records.progress.update(open_iterations=[])
+            if self._sync.version != self._session.step:
+                await self._sync.publish(self._session.step)
 
     async def train(self, experience: Experience) -> dict[str, float]:
         """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
@@ -148,12 +192,12 @@ class PPOStage:
             self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
         self._records.keep_text(self._spec.samples, experience)
         self._maker.in_batch(iteration)
-        with self._records.timeline.phase("training"):
+        with self._records.timeline.phase("training", self._of(iteration)):
             self._records.progress.update(phase="training")
             await self._saved()
             await self._maker.rest()
             result = await self._session.run_step()
-            self._records.timeline.add(result.spans)
+            self._records.timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result)
             self._refuse_untrue(iteration, experience.arrays, result)
@@ -161,9 +205,10 @@ class PPOStage:
             self._kl.update(kl, len(experience.responses))
             self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             self._maker.trained(iteration)
-        with self._records.timeline.phase("weights"):
-            self._records.progress.update(phase="weights")
-            await self._sync.publish(iteration)
+        if self._open is None:
+            with self._records.timeline.phase("weights"):
+                self._records.progress.update(phase="weights")
+                await self._sync.publish(iteration)
         if iteration % self._spec.checkpoint.every_steps == 0:
             # The trainers have nothing to do while the next iteration's samples are generated.
             self._saving = asyncio.create_task(self._checkpoint(iteration))
@@ -174,6 +219,10 @@ class PPOStage:
             await self._saved()  # for --resume
             raise
         return metrics
+
+    def _of(self, iteration: int) -> int | None:
+        """The iteration to which the timeline counts a phase: None if phases follow each other."""
+        return None if self._open is None else iteration
 
     def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
         """Raise UnhealthyError if nothing learnt from the iteration is true; it has not happened then, for a run that
@@ -207,9 +256,13 @@ class PPOStage:
         """Account for a finished iteration and begin the next."""
         records, timeline = self._records, self._records.timeline
         wall = clock.now() - timeline.started
-        phases = {**timeline.phases, "other": other_seconds(wall, timeline.phases)}
+        timed = timeline.phases if self._open is None else timeline.of(iteration)
+        timeline.forget_through(iteration)
+        # Generation and inference run beside training.
+        own = timed if self._open is None else {name: timed.get(name, 0.0) for name in ("waiting", "training")}
+        phases = {**timed, "other": other_seconds(wall, own)}
         records.results.add_iteration(len(arrays["scores"]), wall, phases)
-        metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts)
+        metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts.pop(iteration, {}))
         gauges = records.metrics
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)
@@ -252,7 +305,8 @@ class PPOStage:
         gauges = records.metrics
         gauges.reward.set(metrics["reward"])
         gauges.kl.set(metrics["kl"])
-        gauges.weight_version.set(iteration)
+        if self._open is None:
+            gauges.weight_version.set(iteration)
         gauges.stage_step.labels("ppo").set(iteration)
         gauges.steps.labels("ppo").inc()
         records.progress.update(iteration=iteration, metrics=metrics, phase=None, health=health)

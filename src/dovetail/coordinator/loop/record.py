@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from dovetail.coordinator.fusion.account import StageAccount, account, totals
 from dovetail.coordinator.fusion.fusion import StageFusion
@@ -24,15 +25,14 @@ def record(
     done: Generated,
     begun: float,
     generated: float,
+    scoring: Sequence[Span],
 ) -> dict[str, float]:
     """Returns the iteration's `fusion_...` metrics. `setting`: `spec.plan.interStageFusion`. `scorers`: how many there
     are. `begun`, `generated`: when the stage began, and when its last sample was generated, in seconds since the epoch;
-    the stage ends now."""
-    timeline = records.timeline
+    the stage ends now. `scoring`: a span for each chunk that was scored."""
     by_rollout: dict[str, list[Span]] = {}
-    for span in timeline.spans("inference"):
-        if span.process != COORDINATOR:
-            by_rollout.setdefault(rollout_of(span.process), []).append(span)
+    for span in scoring:
+        by_rollout.setdefault(rollout_of(span.process), []).append(span)
     found = account(begun, generated, time.time(), done.spans, by_rollout, scorers)
     _on_timeline(records, fusion, done, by_rollout, generated)
     _in_metrics(records, fusion, done, found)

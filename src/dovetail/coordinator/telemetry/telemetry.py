@@ -148,6 +148,7 @@ class Status:
             "step": 0,
             "total_steps": 0,
             "iteration": 0,
+            "open_iterations": [],
             "total_iterations": 0,
             "phase": None,
             "samples_done": 0,

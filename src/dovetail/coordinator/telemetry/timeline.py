@@ -14,7 +14,11 @@ from dovetail.protocol.trace import chrome_trace
 
 
 class Timeline:
-    """Collects the spans of one iteration at a time. `phases`: the coordinator's own phases, in seconds."""
+    """Collects the spans of one iteration at a time: those that end between two calls of `begin`. `phases`: the
+    coordinator's own phases, in seconds.
+
+    If generation runs beside training, a phase belongs to an iteration that may not be the one that ends next. Its
+    seconds are in `of(iteration)` then."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "traces"
@@ -22,6 +26,7 @@ class Timeline:
         self._spans: list[Span] = []
         self._counters: dict[str, list[tuple[float, float]]] = {}
         self.phases: dict[str, float] = {}
+        self._of: dict[int, dict[str, float]] = {}
         self.started = clock.now()
 
     def begin(self) -> None:
@@ -43,15 +48,26 @@ class Timeline:
         return [s for s in self._spans if s.name == name]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the iteration."""
+    def phase(self, name: str, iteration: int | None = None, lane: str = "phases") -> Iterator[None]:
+        """Time a phase: of the iteration that ends next, or of `iteration` if it is given."""
         start = clock.now()
         try:
             yield
         finally:
             end = clock.now()
-            self.phases[name] = self.phases.get(name, 0.0) + end - start
-            self._spans.append(Span(name=name, process=COORDINATOR, lane="phases", start=start, end=end))
+            phases = self.phases if iteration is None else self._of.setdefault(iteration, {})
+            phases[name] = phases.get(name, 0.0) + end - start
+            self._spans.append(
+                Span(name=name, process=COORDINATOR, lane=lane, start=start, end=end, iteration=iteration)
+            )
+
+    def of(self, iteration: int) -> dict[str, float]:
+        """The seconds of the phases that were timed for this iteration."""
+        return dict(self._of.get(iteration, {}))
+
+    def forget_through(self, iteration: int) -> None:
+        """Drop what was timed for iterations up to this one."""
+        self._of = {number: phases for number, phases in self._of.items() if number > iteration}
 
     def write(self, iteration: int) -> None:
         """traces/iteration-0001.json, for Perfetto and the report."""

@@ -19,6 +19,7 @@ from dovetail.protocol.messages import (
     HeartbeatReply,
     JoinReply,
     JoinRequest,
+    Load,
     NextReply,
     NextRequest,
 )
@@ -82,6 +83,8 @@ class TrainerGroup:
     _replies: dict[str, JoinReply] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
     _running: _Running | None = None
+    _sending: _Running | None = None
+    _versions: frozenset[int] = frozenset()
     _position: TrainerPosition | None = None
     _last_result: CommandResult | None = None
     _cancelled: str | None = None
@@ -121,27 +124,43 @@ class TrainerGroup:
         """Tell a rank the current generation and the command that runs. So it leaves the collectives of an older
         generation, and gives up a publish that a dead coordinator began."""
         self._seen[beat.rank] = self.clock()
-        running = self._running.command.id if self._running is not None else ""
-        return HeartbeatReply(generation=self.generation, reason=self._why, cancelled=self._cancelled, running=running)
+        running, sending = (there.command.id if there is not None else "" for there in (self._running, self._sending))
+        return HeartbeatReply(
+            generation=self.generation,
+            reason=self._why,
+            cancelled=self._cancelled,
+            running=running,
+            sending=sending,
+        )
 
     async def next(self, request: NextRequest) -> NextReply:
-        """Long poll of rank 0. Raises StaleGeneration."""
+        """Long poll of rank 0: of its main thread, or of the one that sends kept weights. Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
             raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
-        self._position = TrainerPosition(request.stage, request.step)
+        beside = request.lane == "weights"
+        if not beside:
+            self._position = TrainerPosition(request.stage, request.step)
+            self._versions = frozenset(request.versions)
+        elif self._position is None:
+            # This coordinator came back while the main threads train.
+            self._versions |= frozenset(request.versions)
         if request.result is not None:
-            self._take_result(request.result)
-        if self._running is not None:
+            self._take_result(request.result, beside)
+        running = self._sending if beside else self._running
+        if running is not None:
             # An idle rank 0 has not got the command, even if it was sent. That reply was lost.
-            self._running.sent = False
+            running.sent = False
         self._notify()
         deadline = self.clock() + POLL_SECONDS
         while True:
             if request.generation != self.generation or not self.formed:
                 raise StaleGeneration(f"generation {request.generation} is over")
-            if self._running is not None and not self._running.sent:
-                self._running.sent = True
-                return NextReply(command=self._running.command)
+            running = self._sending if beside else self._running
+            if running is not None and not running.sent:
+                running.sent = True
+                if isinstance(running.command, Load):
+                    self._versions = frozenset()
+                return NextReply(command=running.command)
             remaining = deadline - self.clock()
             if remaining <= 0:
                 return NextReply()
@@ -156,11 +175,13 @@ class TrainerGroup:
         self._pending.clear()
         self._replies.clear()
         self._position = None
+        self._versions = frozenset()
         self._last_result = None
         self.log("trainers.lost", reason=why, generation=self.generation)
-        if self._running is not None and not self._running.result.done():
-            self._running.result.set_exception(TrainerLost(why))
-        self._running = None
+        for running in (self._running, self._sending):
+            if running is not None and not running.result.done():
+                running.result.set_exception(TrainerLost(why))
+        self._running = self._sending = None
         self._notify()
 
     def check_silence(self) -> None:
@@ -191,18 +212,33 @@ class TrainerGroup:
             await self._wait_change(remaining)
         return self._position
 
-    async def execute(self, command: Command, timeout: float) -> CommandResult:
-        """Run one command on all ranks. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds,
-        and TrainerError if the ranks refuse the command."""
-        if self._running is not None:
-            raise RuntimeError(f"{self._running.command.id} is still running")
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions of the weights that the ranks keep, to be sent while they train."""
+        return self._versions if self.formed else frozenset()
+
+    async def wait_version(self, version: int) -> None:
+        """Returns when the ranks keep the version."""
+        while version not in self.versions:
+            await self._wait_change(POLL_SECONDS)
+
+    async def execute(self, command: Command, timeout: float, beside: bool = False) -> CommandResult:
+        """Run one command on all ranks. `beside`: a publish of a kept version, while the main threads may run another
+        command. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds, and TrainerError if the
+        ranks refuse the command."""
+        before = self._sending if beside else self._running
+        if before is not None:
+            raise RuntimeError(f"{before.command.id} is still running")
         if self._last_result is not None and self._last_result.id == command.id:
             return self._checked(self._last_result)
         generation = self.generation
         if not self.formed:
             raise TrainerLost("the trainers are joining")
         running = _Running(command, False, asyncio.get_running_loop().create_future())
-        self._running = running
+        if beside:
+            self._sending = running
+        else:
+            self._running = running
         self._notify()
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -217,12 +253,15 @@ class TrainerGroup:
         finally:
             if self._running is running:
                 self._running = None
+            if self._sending is running:
+                self._sending = None
         return self._checked(result)
 
     def extend(self, command_id: str, timeout: float) -> None:
         """Let the command that runs take `timeout` seconds from now."""
-        if self._running is not None and self._running.command.id == command_id and self._running.limit is not None:
-            self._running.limit.reschedule(asyncio.get_running_loop().time() + timeout)
+        for running in (self._running, self._sending):
+            if running is not None and running.command.id == command_id and running.limit is not None:
+                running.limit.reschedule(asyncio.get_running_loop().time() + timeout)
 
     def cancel(self, command_id: str) -> None:
         """Tell the ranks with their next heartbeats to give up a publish that waits for a receiver that has failed."""
@@ -238,13 +277,17 @@ class TrainerGroup:
             raise TrainerError(result.error or f"{result.id} failed without a reason")
         return result
 
-    def _take_result(self, result: CommandResult) -> None:
+    def _take_result(self, result: CommandResult, beside: bool) -> None:
         self.record_result(result)
-        self._last_result = result
-        running = self._running
+        if not beside:
+            self._last_result = result
+        running = self._sending if beside else self._running
         if running is not None and running.command.id == result.id and not running.result.done():
             running.result.set_result(result)
-            self._running = None
+            if beside:
+                self._sending = None
+            else:
+                self._running = None
 
     def _form_if_complete(self) -> None:
         if len(self._pending) < self.world_size:
@@ -264,6 +307,7 @@ class TrainerGroup:
         self._pending.clear()
         self.formed = True
         self._position = None
+        self._versions = frozenset()
         self.record_generation(self.generation)
         self.log("trainers.formed", generation=self.generation, world_size=self.world_size)
         self._notify()

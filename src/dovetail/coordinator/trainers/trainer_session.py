@@ -26,6 +26,8 @@ from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export,
 from dovetail.protocol.plan import Layout
 
 STEP_TIMEOUT_SECONDS = 6 * 3600.0
+# How often it looks whether ranks that do not keep a version must be brought back.
+BACK_SECONDS = 0.5
 T = TypeVar("T")
 
 
@@ -33,7 +35,8 @@ T = TypeVar("T")
 class StagePlan:
     """What the trainers need to run a stage: the source of each model, the number of optimizer steps, the command of a
     step, layouts that replace the plan's, and the models with activation checkpointing. `can_replay(i, k)`: whether the
-    batches of steps i + 1 to k are still there."""
+    batches of steps i + 1 to k are still there. `lag`: how many steps behind the newest the weights may lie that are
+    sent; above 0 the ranks keep lag + 1 versions, and send these while they train."""
 
     stage: Stage
     models: dict[str, ModelRef]
@@ -42,6 +45,7 @@ class StagePlan:
     layouts: dict[str, Layout] = field(default_factory=dict)
     recompute: list[str] = field(default_factory=list)
     can_replay: Callable[[int, int], bool] = lambda first, last: True
+    lag: int = 0
 
 
 class StepRecords(Protocol):
@@ -76,6 +80,8 @@ class TrainerSession:
         self._lock = asyncio.Lock()
         self._plan: StagePlan | None = None
         self._step = 0
+        # The version that must be sent, which ranks that come back must make again; None: none but the newest.
+        self._needed: int | None = None
 
     # ------------------------------------------------------------ checkpoints
 
@@ -88,9 +94,12 @@ class TrainerSession:
         return 0, None
 
     def oldest(self, stage: Stage) -> int:
-        """The step of the oldest checkpoint that is kept; 0 if none is kept. No step before it is ever run again."""
+        """The step of the oldest checkpoint that is kept; 0 if none is kept. No step before it is ever run again.
+
+        It is 0 too while an older version than any checkpoint's may have to be made again."""
         last = self.checkpoint(stage)[0]
-        return min((step for step in self._kept(stage) if step <= last), default=0)
+        first = min((step for step in self._kept(stage) if step <= last), default=0)
+        return 0 if self._lag and first > self._step - self._lag else first
 
     async def save(self) -> None:
         """Write a checkpoint of the current step, then delete the oldest ones beyond `keep`."""
@@ -104,7 +113,10 @@ class TrainerSession:
         kept = self._kept(plan.stage)
         # Checkpoints of later steps than the store knows: a power failure lost the store's last transactions.
         ours = [step for step in kept if step <= self._step]
-        for step in [*ours[: -self._keep], *(s for s in kept if s > self._step)]:
+        # One from which the oldest version can be made that may have to be sent again.
+        before = [step for step in ours if step <= self._step - self._lag][-1:]
+        doomed = [step for step in ours[: -self._keep] if step not in before]
+        for step in [*doomed, *(s for s in kept if s > self._step)]:
             await asyncio.to_thread(self._delete, self._path(plan.stage, step))
         for rest in [*self._dir.glob(f"{plan.stage.value}-*.old"), *self._dir.glob(f"{plan.stage.value}-*.damaged")]:
             await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
@@ -211,7 +223,8 @@ class TrainerSession:
         """A background task: when the ranks have formed new groups, bring them back to the current step at once."""
         while True:
             position = await self._group.wait_position(float("inf"))
-            if self._plan is not None and position.stage is None and not self._lock.locked():
+            lost = position.stage is None or self._lacks(position)
+            if self._plan is not None and lost and not self._lock.locked():
                 async with self._lock:
                     try:
                         await self._bring(self._need_plan(), self._step)
@@ -219,7 +232,35 @@ class TrainerSession:
                         continue
             await asyncio.sleep(0.5)
 
+    async def at_version(self, version: int, action: Callable[[], Awaitable[T]]) -> T | None:
+        """Run `action`, a publish of a version that the ranks keep, while they may train. It is repeated if they are
+        lost meanwhile. None once no iteration needs the version any more."""
+        self._needed = version
+        while not self._is_over(version):
+            try:
+                if version not in self._group.versions and not self._lock.locked():
+                    async with self._lock:
+                        await self._bring(self._need_plan(), self._step)
+                try:
+                    # While they train, whoever gave the command brings them back when they are lost.
+                    async with asyncio.timeout(BACK_SECONDS):
+                        await self._group.wait_version(version)
+                except TimeoutError:
+                    continue
+                return await action()
+            except TrainerLost as lost:
+                self._log("trainers.recover", version=version, reason=str(lost))
+        return None
+
+    def need(self, version: int | None) -> None:
+        """The version that instances may ask for from now on; None: the newest alone."""
+        self._needed = version
+
     # ------------------------------------------------------------ inner parts
+
+    @property
+    def _lag(self) -> int:
+        return 0 if self._plan is None else self._plan.lag
 
     def _need_plan(self) -> StagePlan:
         if self._plan is None:
@@ -249,14 +290,42 @@ class TrainerSession:
                 except TrainerLost as lost:
                     self._log("trainers.recover", step=self._step, reason=str(lost))
 
+    def _is_over(self, version: int) -> bool:
+        """Whether no iteration that is left is drawn with the version; the ranks may have dropped it."""
+        return version < self._step - self._lag
+
+    def _lacks(self, position: TrainerPosition) -> bool:
+        """Whether the ranks, which hold a step, neither keep the version that is needed nor will come to it."""
+        plan, version = self._plan, self._needed
+        if plan is None or version is None or self._is_over(version) or position.stage is not plan.stage:
+            return False
+        return version <= position.step and version not in self._group.versions
+
+    def _start(self, plan: StagePlan, step: int) -> tuple[int, str | None]:
+        """The checkpoint to go on from: the last one, or an older one if an older version is needed."""
+        saved, path = self.checkpoint(plan.stage)
+        if not plan.lag or self._needed is None or self._is_over(self._needed) or saved <= self._needed:
+            return saved, path
+        older = [s for s in reversed(self._kept(plan.stage)) if s <= self._needed and plan.can_replay(s, step)]
+        if older:
+            return older[0], str(self._path(plan.stage, older[0]))
+        if plan.can_replay(0, step):
+            return 0, None
+        raise TrainerError(
+            f"version {self._needed} of the weights is needed, but the oldest checkpoint of stage {plan.stage.value} "
+            f"is of a later step: put a copy of checkpoint {self._path(plan.stage, self._needed).name} back, or start "
+            "a new run"
+        )
+
     async def _bring(self, plan: StagePlan, step: int) -> None:
         """Load a checkpoint and run steps again until the ranks hold (plan.stage, step). Raises TrainerLost."""
         while True:
             position = await self._group.wait_position(self._join_timeout)
-            if position == TrainerPosition(plan.stage, step):
+            lacks = self._lacks(position)
+            if position == TrainerPosition(plan.stage, step) and not lacks:
                 return
-            saved, path = self.checkpoint(plan.stage)
-            if position.stage != plan.stage or not saved <= position.step < step:
+            saved, path = self._start(plan, step)
+            if position.stage != plan.stage or lacks or not saved <= position.step < step:
                 load = Load(
                     id=self._id("load"),
                     stage=plan.stage,
@@ -266,6 +335,7 @@ class TrainerSession:
                     run=self._run,
                     layouts=plan.layouts,
                     recompute=plan.recompute,
+                    keep_versions=plan.lag + 1 if plan.lag else 0,
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
                 try:

@@ -71,10 +71,13 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
 
 class Publisher:
     """Keeps the epoch of the communicators. `deadline_seconds`: how long a transfer may take besides the time that its
-    bytes take, which the trainers add. A new epoch begins when receivers, their processes or the trainers' groups
-    change, and after each failure."""
+    bytes take, which the trainers add. `beside`: versions are sent that the trainers keep, while they may train. A new
+    epoch begins when receivers, their processes or the trainers' groups change, and after each failure."""
 
-    def __init__(self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float):
+    def __init__(
+        self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float, beside: bool = False
+    ):
+        self._beside = beside
         self._trainers = trainers
         self._session = session
         self._deadline = deadline_seconds
@@ -107,7 +110,9 @@ class Publisher:
         key = (version, self._epoch)
         expected: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         self._expected[key] = expected
-        sending = asyncio.create_task(self._trainers.execute(command, self._deadline + GRACE_SECONDS))
+        sending = asyncio.create_task(
+            self._trainers.execute(command, self._deadline + GRACE_SECONDS, beside=self._beside)
+        )
         errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
         failed: dict[str, float] = {}
         byte_seconds = 0.0

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Published, Publisher, Target
+from dovetail.protocol.messages import Span
 
 RETRY_SECONDS = 0.25
 # A failed attempt to send to a doubtful instance is followed by a pause so many times as long, twice that after each
@@ -51,7 +52,8 @@ class WeightSync:
     """`prepare` makes an instance ready for weights (a scorer must first load the models); it may raise OSError.
     `deadline_seconds`: the limit for weights to instances that are up, besides the time of their bytes.
     `start_seconds`: the limit for the first instance of a kind to come up; infinity if something else limits that.
-    `clock`: monotonic seconds.
+    `beside`: the trainers keep the versions that may be asked for, and send them while they train. `on_spans` gets what
+    the trainers tell of each transfer. `clock`: monotonic seconds.
 
     A transfer goes at once to all instances that lack the version, so an instance that cannot be reached would block
     all others each time. Therefore an instance whose transfer failed gets its weights alone, after the others."""
@@ -67,7 +69,10 @@ class WeightSync:
         deadline_seconds: float,
         start_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        beside: bool = False,
+        on_spans: Callable[[Sequence[Span]], None] = lambda spans: None,
     ) -> None:
+        self._beside, self._on_spans = beside, on_spans
         self._fleet = fleet
         self._publisher = publisher
         self._session = session
@@ -148,14 +153,19 @@ class WeightSync:
             async def publish() -> Published | None:
                 nonlocal began
                 # A step may have been taken while this waited for the trainers. Its own publish follows.
-                if self._session.step != version:
+                if not self._beside and self._session.step != version:
                     return None
                 began = self._clock()
                 return await self._publisher.publish(version, targets)
 
-            published = await self._session.at_target(publish)
+            if self._beside:
+                published = await self._session.at_version(version, publish)
+            else:
+                published = await self._session.at_target(publish)
             if published is None:
                 return 0.0
+            if self._beside and published.result is not None:
+                self._on_spans(published.result.spans)
         seconds = self._clock() - began
         self._judge(version, targets, published, seconds)
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})

@@ -59,6 +59,7 @@ REASONS = {
     "reward": "the stage's steps and batches are counted in it",
     **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward") for length in ("steps", "epochs")},
     "ppo.globalBatchSize": "stored batches have this size",
+    "ppo.lag": "samples under way were drawn with the weights that it names",
     "generation": "samples under way were begun with it",
     "checkpoint.volume": "the run's files are there",
 }

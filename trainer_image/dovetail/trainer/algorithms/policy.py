@@ -29,9 +29,9 @@ class LossInputs:
     Tensors (n,): `tokens` and `sequence_ids` int64 (the sample's number in the micro-batch, ascending; a sample without
     response tokens has none), `mask` bool (tokens that count: without `maskTruncated` and `dropEqualGroups` all of
     them), the others float32. `logprobs` are the trained policy's, and the only tensor with a gradient; `old_logprobs`
-    the policy's at the iteration's start, `rollout_logprobs` as vLLM reported them, `ref_logprobs` the reference's;
-    `entropy` in nats. `config` is the job's `spec.ppo`, `kl_coef` the present coefficient of the KL penalty, `samples`
-    the number of samples."""
+    the policy's at the iteration's start (the proximal policy's), `rollout_logprobs` as vLLM reported them (with
+    `ppo.lag` those of older weights), `ref_logprobs` the reference's; `entropy` in nats. `config` is the job's
+    `spec.ppo`, `kl_coef` the present coefficient of the KL penalty, `samples` the number of samples."""
 
     tokens: Tensor
     sequence_ids: Tensor

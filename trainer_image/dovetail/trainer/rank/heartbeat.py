@@ -56,8 +56,8 @@ class HeartbeatThread:
         self._groups: Abortable | None = None
         self._superseded_at: float | None = None
         self._cancelled: str | None = None
-        # The command that the coordinator waits for, and when it was asked.
-        self._live: tuple[str, float] | None = None
+        # The commands that the coordinator waits for, and when it was asked.
+        self._live: tuple[tuple[str, ...], float] | None = None
         # The command that `cancelled` was asked about last, and since when.
         self._watched: tuple[str, float] | None = None
         self._stop = threading.Event()
@@ -86,6 +86,11 @@ class HeartbeatThread:
         with self._lock:
             return self._superseded_at is not None
 
+    def within(self, generation: int) -> bool:
+        """Whether this rank is in `generation`, which is not over as far as it knows."""
+        with self._lock:
+            return self._generation == generation and self._superseded_at is None
+
     def cancelled(self, command_id: str) -> bool:
         """Whether the coordinator gave the command up, does not know it (another coordinator gave it), or the whole
         generation is over. To be asked again and again while the command runs."""
@@ -93,7 +98,7 @@ class HeartbeatThread:
             if self._watched is None or self._watched[0] != command_id:
                 self._watched = command_id, self._clock()
             # What was asked before this rank had the command may be older than the command.
-            known = self._live is None or self._live[1] < self._watched[1] or self._live[0] == command_id
+            known = self._live is None or self._live[1] < self._watched[1] or command_id in self._live[0]
             return self._superseded_at is not None or self._cancelled == command_id or not known
 
     def beat(self) -> None:
@@ -108,7 +113,7 @@ class HeartbeatThread:
         with self._lock:
             if reply is not None:
                 self._cancelled = reply.cancelled
-                self._live = None if reply.running is None else (reply.running, asked)
+                self._live = None if reply.running is None else ((reply.running, reply.sending), asked)
             if generation is None or self._generation != generation:
                 return
             groups, lost = self._groups, None

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
-from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
 from dovetail.trainer.command_errors import Superseded
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.groups import Groups, PeerLost
+from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, StaleGeneration
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.rank.metrics import TrainerMetrics
+from dovetail.trainer.rank.sending import Exchange, SendingThread
 
 COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 # How long after a generation's end a rank may still be inside it (see HeartbeatThread). While groups form, nothing is
@@ -98,18 +100,45 @@ class Rank:
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)
         self.metrics.generation.set(generation)
         self.log("groups.formed", generation=generation)
+        kept = KeptWeights()
         runner = CommandRunner(
-            self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled
+            self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled, kept
         )
+        sending: SendingThread | None = None
         try:
             with groups.naming_the_lost():
+                if self.spec.ppo.lag and Stage.PPO in self.spec.stages:
+                    sending = self._send_beside(kept, groups, reply.master_host, generation)
                 return self._serve(generation, groups, runner)
         finally:
+            if sending is not None:
+                sending.stop()
             # Closing frees the peers that wait for us; models go before the next generation loads its own.
             groups.close()
             runner.close()
             del runner
             gc.collect()
+
+    def _send_beside(self, kept: KeptWeights, groups: Groups, host: str, generation: int) -> SendingThread:
+        """Start the thread that sends kept versions while this one trains. Raises PeerLost."""
+
+        def over() -> bool:
+            return not self.heartbeat.within(generation)
+
+        exchange = Exchange.form(groups, host, groups.timeout, over)
+        thread = SendingThread(
+            kept,
+            exchange,
+            self.client,
+            generation,
+            self.env.name,
+            self.env.host,
+            self.log,
+            self.heartbeat.cancelled,
+            over,
+        )
+        thread.start()
+        return thread
 
     def _serve(self, generation: int, groups: Groups, runner: CommandRunner) -> bool:
         asking = _Asking(self.client, generation, runner)
@@ -174,7 +203,11 @@ class _Asking:
         Raises StaleGeneration, Refused, and CoordinatorUnreachable once the client's whole patience is spent."""
         result = None if self._handed_in else self._last
         request = NextRequest(
-            generation=self._generation, result=result, stage=self._runner.stage, step=self._runner.step
+            generation=self._generation,
+            result=result,
+            stage=self._runner.stage,
+            step=self._runner.step,
+            versions=self._runner.kept.versions,
         )
         try:
             command = self._client.next(request, min(self._client.patience, SILENCE_SECONDS)).command

@@ -13,7 +13,7 @@ from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.advantages import compute_advantages, equal_groups, final_scores
-from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
+from dovetail.trainer.algorithms.importance import mismatch_metrics, staleness_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.functions import UserAdvantages
@@ -140,7 +140,10 @@ def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
     """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
 
     Auto trusts the rollout where both sides compute the same numbers: float32 on both, temperature 1, no top-k or
-    top-p. Otherwise rounding and the cut distribution would enter the ratio."""
+    top-p. Otherwise rounding and the cut distribution would enter the ratio. With a lag the rollout's are those of
+    older weights, so they are never the denominator."""
+    if spec.ppo.lag > 0:
+        return True
     if spec.ppo.old_log_probs != "Auto":
         return spec.ppo.old_log_probs == "Recompute"
     trainer = spec.models.actor.dtype
@@ -157,7 +160,7 @@ def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
 class Targets:
     """What the losses need beside the model's outputs, all (N, R): `old_logprobs`, `advantages`, `returns` and
     `old_values` for the critic, `weights` for truncated importance sampling; `kl_coef` of a penalty in the loss;
-    `metrics` of the batch."""
+    `metrics` of the batch; `staleness`: how many iterations older than the trainer's the weights are that sampled."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -166,6 +169,7 @@ class Targets:
     weights: Tensor | None
     kl_coef: float
     metrics: Metrics
+    staleness: int = 0
 
 
 def targets(
@@ -175,13 +179,15 @@ def targets(
     recomputed: Tensor | None,
     function: UserAdvantages | None = None,
     compared: Tensor | None = None,
-    iteration: int = 0,
+    iteration: int = 1,
 ) -> Targets:
     """Advantages and the rest over the global batch. `recomputed` (N, R) are the trainer's own log-probabilities at
-    the weights that sampled, None to use the rollout's; `compared` the same at temperature 1, of which the rollout's
-    always are, None where that is no other. `function` is what `advantageFunction` names. Advantages that the batch
-    brings come first. Raises BadCommand when a setting and the batch do not fit, and where the function fails."""
+    its present weights, None to use the rollout's; `compared` the same at temperature 1, of which the rollout's
+    always are, None where that is no other. `iteration`: 1 for the first. `function` is what `advantageFunction`
+    names. Advantages that the batch brings come first. Raises BadCommand when a setting and the batch do not fit,
+    and where the function fails."""
     mask = samples.mask
+    staleness = config.staleness(iteration)
     old = samples.rollout_logprobs if recomputed is None else recomputed
     weights = None
     metrics: Metrics = {}
@@ -190,7 +196,11 @@ def targets(
         same = recomputed if compared is None else compared
         if config.importance_sampling.mode == "Truncated":
             weights = truncated_weights(same, samples.rollout_logprobs, mask, cap)
-        metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
+        if config.lag > 0:
+            metrics["staleness"] = float(staleness)
+            metrics |= staleness_metrics(same, samples.rollout_logprobs, mask, weights, cap)
+        if staleness == 0:  # else the gap is what was learnt meanwhile, and no error
+            metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
     advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
     kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
     clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip
@@ -213,7 +223,7 @@ def targets(
         spread = variance(returns[mask])
         left = variance((returns - samples.values)[mask])
         metrics["explained_variance"] = 1.0 - left / spread if spread > 0 else 0.0
-    return Targets(old, advantages, returns, samples.values, weights, kl_coef, metrics)
+    return Targets(old, advantages, returns, samples.values, weights, kl_coef, metrics, staleness)
 
 
 def _advantages(

@@ -356,7 +356,8 @@ def _actor_micro_batch(
                 weights=weights,
             )
             total, stats = total + penalty, stats | more
-        if mini.first and goals.weights is None and "mismatch_abs" not in goals.metrics:
+        known = goals.weights is not None or "mismatch_abs" in goals.metrics
+        if mini.first and goals.staleness == 0 and not known:
             # Before the first update these are the log-probabilities of the weights that sampled.
             gap = mismatch_metrics(logprobs, inputs.rollout_logprobs, inputs.mask, config.importance_sampling.cap)
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}

@@ -8,7 +8,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules, cannot_cut
 from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.training import Optimizer
-from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
 
 # ---------------------------------------------------------------- batch sizes
 
@@ -191,6 +191,18 @@ PPO_RULES = (
         "lower it.",
     ),
     ppo_rule(
+        lambda spec: spec.ppo.lag == 0 or spec.ppo.old_log_probs != "Rollout",
+        "self.ppo.lag == 0 || self.ppo.oldLogProbs != 'Rollout'",
+        "spec.ppo.oldLogProbs is Rollout, but with spec.ppo.lag {ppo.lag} the rollout's weights are older than those "
+        "that the policy ratio starts from; use Recompute or Auto.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.lag == 0 or spec.generation.temperature == 1.0,
+        "self.ppo.lag == 0 || self.generation.temperature == 1.0",
+        "spec.ppo.lag is {ppo.lag}, but rollouts report log-probabilities at temperature 1, and the weights of older "
+        "samples need them at spec.generation.temperature; set the temperature to 1, or the lag to 0.",
+    ),
+    ppo_rule(
         lambda spec: spec.ppo.import_path is None or spec.ppo.names_functions,
         "!has(self.ppo.importPath) || has(self.ppo.advantageFunction) || self.ppo.loss.contains(':')",
         "spec.ppo.importPath has no effect without advantageFunction or a loss as module:callable; remove it, or name "
@@ -200,6 +212,12 @@ PPO_RULES = (
         lambda spec: spec.ppo.kl.target is None or spec.ppo.kl.coef > 0,
         "!has(self.ppo.kl.target) || self.ppo.kl.coef > 0.0",
         "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target.",
+    ),
+    ppo_rule(
+        lambda spec: not spec.ppo.lag or not any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups),
+        "self.ppo.lag == 0 || !self.groups.exists(g, 'trainer' in g.roles && 'rollout' in g.roles)",
+        "spec.ppo.lag is {ppo.lag}, but a group of spec.groups has both roles, trainer and rollout, whose processes "
+        "take turns on a GPU; give trainers and rollouts groups of their own, or set lag to 0.",
     ),
     spec_rule(
         lambda spec: spec.generation.min_tokens <= spec.generation.max_tokens,

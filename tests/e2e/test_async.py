@@ -1,0 +1,175 @@
+"""Whole jobs with `ppo.lag`: samples are made while the trainers learn, and whatever happens the result has the same
+bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.manifest.types import RLHFJob
+from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, stored_samples, summary, tiny_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ITERATIONS, SAMPLES = 5, 16
+# Both halves of an iteration sleep, so that they can overlap on a machine of few cores.
+CODE = """
+import time
+def score(prompts, responses, **fields):
+    time.sleep({reward} / {samples})
+    return [len(set(text)) / 40 for text in responses]
+def advantages(experience):
+    time.sleep({training})
+    return experience.per_token(experience.scores - experience.scores.mean())
+"""
+Start = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "slow_parts.py").write_text(CODE.format(reward=0.8, training=0.8, samples=SAMPLES))
+    return folder
+
+
+def job(code: Path, lag: int, rollouts: int = 2, **spec: Any) -> RLHFJob:
+    """Only PPO, from random weights."""
+    constant = {"learningRate": 1e-3, "schedule": "Constant", "warmupFraction": 0.0}
+    ppo = {
+        "lag": lag,
+        "iterations": ITERATIONS,
+        "globalBatchSize": SAMPLES,
+        "advantageFunction": "slow_parts:advantages",
+        "importPath": str(code),
+        "actorOptimizer": constant,
+        "criticOptimizer": constant,
+    }
+    groups = [
+        {"name": "trainers", "roles": ["trainer"], "replicas": 2},
+        {"name": "rollouts", "roles": ["rollout"], "replicas": rollouts},
+    ]
+    reward = {"function": "slow_parts:score", "importPath": str(code), "workers": 1}
+    data = {"preferences": [], "demonstrations": [{"synthetic": {"size": 200}}]}
+    return tiny_job(
+        **{
+            "stages": ["ppo"],
+            "ppo": ppo,
+            "models": {"reward": reward},
+            "data": data,
+            "groups": groups,
+            "checkpoint": {"everySteps": 100},
+            **spec,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def peaceful(code: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A job that nobody disturbs, by its lag."""
+    done: dict[int, Path] = {}
+
+    def run(lag: int) -> Path:
+        if lag not in done:
+            done[lag] = tmp_path_factory.mktemp(f"lag-{lag}")
+            outcome, told = run_job(job(code, lag), done[lag])
+            assert outcome.succeeded, outcome.reason
+            assert told == []
+        return done[lag]
+
+    return run
+
+
+def spans(run_dir: Path, name: str) -> dict[int, tuple[float, float]]:
+    """The coordinator's phases of this name on the timeline, by iteration: first start and last end, in microseconds
+    since the epoch."""
+    found: dict[int, tuple[float, float]] = {}
+    for path in sorted((run_dir / "traces").glob("*.json")):
+        trace = json.loads(path.read_text())
+        origin = trace["otherData"]["start_seconds"] * 1e6
+        pid = next(
+            e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name" and e["args"]["name"] == "coordinator"
+        )
+        for event in trace["traceEvents"]:
+            iteration = event.get("args", {}).get("iteration")
+            if event["name"] == name and event["ph"] == "X" and event["pid"] == pid and iteration is not None:
+                start, end = origin + event["ts"], origin + event["ts"] + event["dur"]
+                before = found.get(iteration, (start, end))
+                found[iteration] = (min(before[0], start), max(before[1], end))
+    return found
+
+
+def check_versions(run_dir: Path, lag: int) -> None:
+    """Each sample is of one version, the one that its iteration asks for."""
+    for iteration in range(1, ITERATIONS + 1):
+        for sample in stored_samples(run_dir, iteration):
+            assert sample.first_version == sample.weight_version == max(0, iteration - 1 - lag), sample.key
+            assert sample.critic_version == sample.weight_version
+
+
+def test_samples_of_the_next_iteration_are_made_while_the_trainers_learn(peaceful: Callable[[int], Path]) -> None:
+    run_dir = peaceful(1)
+    check_versions(run_dir, 1)
+    training, generation = spans(run_dir, "training"), spans(run_dir, "generation")
+    assert sorted(training) == sorted(generation) == list(range(1, ITERATIONS + 1))
+    for iteration in range(1, ITERATIONS):
+        # The next iteration's samples begin before this one's training ends, and these are its own weights.
+        assert generation[iteration + 1][0] < training[iteration][1]
+    assert [e["version"] for e in events(run_dir, "weights.published")][-1] == ITERATIONS
+    metrics = history(run_dir, "ppo")
+    assert [metrics[i].get("staleness", 0.0) for i in sorted(metrics)] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert set(summary(run_dir)["phases"]) >= {"generation", "inference", "training", "weights", "waiting"}
+
+
+def in_phase(phase: str, iteration: int) -> Any:
+    return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
+
+
+def disturbances(how: signal.Signals) -> list[Fault]:
+    """Of each process, while the trainers learn from one iteration and the next one's samples are made."""
+    return [
+        Fault("rollouts-1", in_phase("training", 1), child=True, signal=how),
+        Fault("coordinator", in_phase("training", 2), signal=how),
+        Fault("trainer-1", in_phase("training", 3), signal=how),
+        Fault("rollouts-0-scorer", in_phase("training", 3), signal=how),
+        Fault("trainer-0", in_phase("training", 4), signal=how),
+    ]
+
+
+def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults: list[Fault], **spec: Any) -> None:
+    outcome, told = run_job(job(code, lag, **spec), run_dir, Injector(faults))
+    assert outcome.succeeded, (outcome.reason, told)
+    assert [f.process for f in faults if not f.done] == []
+    check_versions(run_dir, lag)
+    for iteration in range(1, ITERATIONS + 1):
+        ours, theirs = stored_samples(run_dir, iteration), stored_samples(peaceful, iteration)
+        assert [(s.key, s.tokens.tolist()) for s in ours] == [(s.key, s.tokens.tolist()) for s in theirs]
+    assert same_weights(peaceful, run_dir) == []
+
+
+def test_whoever_dies_the_weights_are_the_same(tmp_path: Path, code: Path, peaceful: Callable[[int], Path]) -> None:
+    """SIGKILL of each process while one iteration is learnt and the next is drawn."""
+    run_dir = tmp_path / "run"
+    faults = disturbances(signal.SIGKILL)
+    check_disturbed(code, run_dir, peaceful(1), 1, faults)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_whoever_dies_or_freezes_at_any_lag(
+    tmp_path: Path, code: Path, peaceful: Callable[[int], Path], lag: int, how: signal.Signals
+) -> None:
+    faults, patience = disturbances(how), {"maxRestarts": 20, "peerTimeoutSeconds": 6}
+    check_disturbed(code, tmp_path / "run", peaceful(lag), lag, faults, failurePolicy=patience)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rollouts", [1, 3])
+def test_the_number_of_rollouts_changes_nothing(
+    tmp_path: Path, code: Path, peaceful: Callable[[int], Path], rollouts: int
+) -> None:
+    check_disturbed(code, tmp_path / "run", peaceful(1), 1, [], rollouts=rollouts)

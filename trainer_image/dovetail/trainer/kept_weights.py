@@ -1,0 +1,116 @@
+"""Versions of the weights that a rank keeps in host memory, to be sent while it trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from dovetail.models.transfer import Part
+from dovetail.protocol.messages import Probe
+from dovetail.protocol.weights.layout import Layout
+from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.weight_sender import Parts, whole_part
+
+Copies = dict[tuple[str, str], torch.Tensor]  # by model and name
+
+
+@dataclass
+class Kept:
+    """One version. `models`: what this rank sends of each model. `probe`: its log-probabilities, or None. `problem`:
+    why the version cannot be sent, or None."""
+
+    version: int
+    models: dict[str, Parts]
+    probe: Probe | None
+    problem: str | None
+    copies: Copies = field(default_factory=dict)
+    users: int = 0
+
+
+class KeptWeights:
+    """The newest versions. The main thread adds them; the thread that sends reads them.
+
+    Copies of a version that is no longer kept are written over by the next one, unless it is still being sent."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, Kept] = {}
+        self._most = 0
+        self._free: Copies = {}
+
+    def begin(self, most: int) -> None:
+        """Drop all versions, and keep the newest `most` from now on."""
+        with self._lock:
+            self._kept.clear()
+            self._free.clear()
+            self._most = most
+
+    @property
+    def keeps(self) -> bool:
+        """Whether versions are kept at all."""
+        return self._most > 0
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that can be sent."""
+        with self._lock:
+            return sorted(self._kept)
+
+    def add(self, engine: Engine, senders: int, probe: Probe | None, problem: str | None = None) -> None:
+        """Copy the engine's present weights; a collective call. `senders`: the most ranks of a stage that may send.
+
+        They are complete when it returns, so later steps cannot change what is sent."""
+        with self._lock:
+            for version in sorted(self._kept)[: max(0, len(self._kept) + 1 - self._most)]:
+                gone = self._kept.pop(version)
+                if not gone.users:
+                    self._free = gone.copies
+            free, self._free = self._free, {}
+        kept = Kept(engine.step, {}, probe, problem)
+        for name in sorted(engine.models):
+            kept.models[name] = self._copied(engine, name, senders, free, kept.copies)
+        if engine.groups.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        with self._lock:
+            self._kept[kept.version] = kept
+
+    @contextmanager
+    def using(self, version: int) -> Iterator[Kept | None]:
+        """The version, which stays as it is inside; None if it is not kept."""
+        with self._lock:
+            kept = self._kept.get(version)
+            if kept is not None:
+                kept.users += 1
+        try:
+            yield kept
+        finally:
+            if kept is not None:
+                with self._lock:
+                    kept.users -= 1
+
+    @staticmethod
+    def _copied(engine: Engine, model: str, senders: int, free: Copies, copies: Copies) -> Parts:
+        source = engine.sendable(model, senders)
+        groups = engine.models[model].groups
+        if isinstance(source, Parts):
+            layout, parts = source.layout, source.iterate()
+        else:
+            assert callable(source)
+            layout, parts = Layout(), map(whole_part, source())
+        sends = groups.dp_rank < layout.dp and groups.tp_rank < layout.tp
+        held: list[Part] = []
+        for part in parts:  # to the end on every rank: it may be a collective
+            if not sends:
+                continue
+            tensor = part.tensor.detach()
+            copy = free.pop((model, part.name), None)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copy.copy_(tensor, non_blocking=True)
+            copies[model, part.name] = copy
+            held.append(part._replace(tensor=copy))
+        return Parts(lambda: iter(held), layout)
