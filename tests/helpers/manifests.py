@@ -286,6 +286,18 @@ RULES = [
     ({"ppo.importPath": "code"}, "spec.ppo.importPath has no effect without advantageFunction or a loss"),
     ({"generation": {"minTokens": 9, "maxTokens": 8}}, "spec.generation.minTokens (9) is above"),
     ({"groups.1.name": "trainers"}, "spec.groups has 'trainers' twice"),
+    (
+        {"ppo.lag": 1, "groups.0.roles": ["trainer", "rollout"]},
+        "spec.ppo.lag is 1, but a group of spec.groups has both roles, trainer and rollout",
+    ),
+    (
+        {"ppo.lag": 1, "ppo.oldLogProbs": "Rollout"},
+        "spec.ppo.oldLogProbs is Rollout, but with spec.ppo.lag 1 the rollout's weights are older",
+    ),
+    (
+        {"ppo.lag": 1, "generation.temperature": 0.7},
+        "spec.ppo.lag is 1, but rollouts report log-probabilities at temperature 1",
+    ),
     ({"groups.0.roles": ["rollout"]}, "spec.groups has no group with the role trainer"),
     ({"groups.1.roles": ["trainer"]}, "spec.groups has no group with the role rollout, but the ppo stage generates"),
     ({"groups.0.roles": ["trainer", "trainer"]}, "spec.groups[0].roles names a role twice"),

@@ -14,7 +14,7 @@ from rich.table import Table
 from dovetail.supervision.errors import RunError
 
 STAGES = ("sft", "reward", "ppo")
-PHASES = ("generation", "inference", "training", "weights", "checkpoint", "other")
+PHASES = ("generation", "inference", "waiting", "training", "weights", "checkpoint", "other")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
