@@ -2,15 +2,20 @@
 
 import asyncio
 import copy
+import json
 
 import pytest
 
 from dovetail.kube.connection import KubeError
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.gpu_nodes import Nodes
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.pod import group_pod
 from dovetail.planner.plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
 
@@ -154,3 +159,61 @@ def test_closing_ends_what_is_being_planned():
         assert done.empty()
 
     asyncio.run(test())
+
+
+# ---------------------------------------------------------------- GPUs that no table knows
+
+ACME = "ACME-X1"
+LABELS = {
+    "nvidia.com/gpu.product": ACME,
+    "nvidia.com/gpu.memory": "81559",
+    "nvidia.com/gpu.compute.major": "9",
+    "nvidia.com/gpu.compute.minor": "0",
+}
+
+
+def planned(document, given=None, found=None, guess=False):
+    async def test():
+        planner = Planner(SECONDS)
+        planner.use(given, found)
+        planner.guess = lambda: guess
+        try:
+            return await planner.planned(document, Children())
+        finally:
+            await planner.close()
+
+    return asyncio.run(test())
+
+
+def test_a_product_that_only_nodes_know_is_planned_with_a_warning():
+    document = manifest()
+    for group in document["spec"]["groups"]:
+        group["gpu"] = {"product": ACME, "perPod": 1}
+    refused = planned(document)
+    assert "spec.groups[0].gpu.product: GPU product ACME-X1 is unknown" in refused.message
+    ready = {"allocatable": {"nvidia.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    _, nodes = look(Cluster(), [{"metadata": {"labels": LABELS}, "status": ready}])
+    _, plan = planned(document, found=nodes.unknown)
+    assert plan.warnings[0].startswith("spec.groups[0].gpu.product ACME-X1 is in no table of GPUs: its figures are ")
+    assert "estimated from the labels of its nodes and NVIDIA-H" in plan.warnings[0]
+    assert "with 80 GiB" in plan.warnings[0]
+    _, plan = planned(document, guess=True)
+    assert "estimated from its name" in plan.warnings[0]
+
+
+def test_an_administrators_products_reach_planner_and_pods():
+    figures = {"tflops": {"bfloat16": 300}, "memory_gib": 40, "memory_gbps": 1500, "nvlink_gbps": 0, "pcie_gbps": 32}
+    figures |= {"capability": [8, 0], "resource": "nvidia.com/mig-3g.40gb", "node_product": "NVIDIA-A100-SXM4-80GB"}
+    settings = OperatorSettings.read({"DOVETAIL_GPU_PRODUCTS": json.dumps({ACME: figures})})
+    document = manifest()
+    for group in document["spec"]["groups"]:
+        group["gpu"] = {"product": ACME, "perPod": 1}
+    job, plan = planned(document, given=settings.gpu_products)
+    assert not any(ACME in warning for warning in plan.warnings)
+    pod = group_pod(RenderContext(job, "uid", plan, settings), job.spec.groups[0])["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
+    assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu", "nvidia.com/mig-3g.40gb"]
+    del figures["memory_gib"]
+    with pytest.raises(ValueError, match=r"DOVETAIL_GPU_PRODUCTS: \[ACME-X1\] in the hardware file misses memory_gib"):
+        OperatorSettings.read({"DOVETAIL_GPU_PRODUCTS": json.dumps({ACME: figures})})

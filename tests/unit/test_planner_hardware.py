@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dovetail.cli.planning import hardware
 from dovetail.manifest.types import Dtype
-from dovetail.planner.hardware import HardwareError, UnknownProduct, gpu, parse, products
+from dovetail.planner.hardware import HardwareError, UnknownProduct, estimate, gpu, parse, products, read
+from dovetail.supervision.errors import UsageError
 
 ENTRY = """
 [Some-GPU]
@@ -52,7 +54,6 @@ def test_figures_are_in_bytes_and_seconds() -> None:
         ("NVIDIA-A100-SXM4-80G", "NVIDIA-A100-SXM4-80GB"),
         ("Tesla-V100-SXM2-32Gb", "Tesla-V100-SXM2-32GB"),
         ("nvidia-l40s", "NVIDIA-L40S"),
-        ("NVIDIA-H100-80GB-HBM3-MIG-1g.10gb", "NVIDIA-H100-80GB-HBM3"),
     ],
 )
 def test_nearest_names_are_offered(asked: str, offered: str) -> None:
@@ -88,3 +89,50 @@ def test_bad_files_are_refused_with_the_entry(old: str, new: str, message: str) 
     assert old in ENTRY
     with pytest.raises(HardwareError, match=message):
         parse(ENTRY.replace(old, new))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA-A100-SXM4-80GB-MIG-1g.10gb", "NVIDIA-A100-SXM4-80GB-MIG-3g.40gb.me"])
+def test_a_mig_slice_is_a_part_of_its_gpu(name):
+    whole, part = gpu("NVIDIA-A100-SXM4-80GB"), gpu(name)
+    sevenths = int(name.partition("MIG-")[2][0])
+    assert part.flops[Dtype.BFLOAT16] == pytest.approx(whole.flops[Dtype.BFLOAT16] * sevenths / 7)
+    assert part.memory in (10**10, 4 * 10**10)
+    assert part.memory_bandwidth / whole.memory_bandwidth == pytest.approx(part.memory / whole.memory)
+    assert (part.nvlink, part.capability, part.product) == (0, whole.capability, name)
+
+
+def test_an_unknown_gpu_is_estimated_from_the_labels_of_its_nodes():
+    labels = {
+        "nvidia.com/gpu.memory": "98304",
+        "nvidia.com/gpu.compute.major": "9",
+        "nvidia.com/gpu.compute.minor": "0",
+    }
+    found = estimate("NVIDIA-H99", labels)
+    assert (found.memory, found.capability, found.estimated) == (98304 << 20, (9, 0), True)
+    assert found.flops[Dtype.BFLOAT16] > 1e14
+    assert "the labels of its nodes and NVIDIA-H" in found.source
+    bare = estimate("ACME-X-48GB")
+    assert bare.memory == 48 * 10**9
+    assert "estimated from its name" in bare.source
+
+
+def test_an_administrators_gpu_may_have_a_resource_of_its_own():
+    figures = {"source": "x", "tflops": {"bfloat16": 39}, "memory_gib": 9.5, "memory_gbps": 240, "nvlink_gbps": 0}
+    more = {"pcie_gbps": 32, "capability": [8, 0], "resource": "nvidia.com/mig-1g.10gb", "node_product": "NVIDIA-A100"}
+    (found,) = read({"slice": figures | more}).values()
+    assert (found.resource, found.node_product) == ("nvidia.com/mig-1g.10gb", "NVIDIA-A100")
+    with pytest.raises(HardwareError, match="has an unknown tflop"):
+        read({"slice": figures | more | {"tflop": 1}})
+
+
+def test_a_laptop_plans_with_the_charts_catalogue(tmp_path):
+    path = tmp_path / "gpus.yaml"
+    path.write_text(
+        "ACME-X1: {tflops: {bfloat16: 300}, memory_gib: 40, memory_gbps: 1500, nvlink_gbps: 0, pcie_gbps: 32, "
+        "capability: [8, 0]}"
+    )
+    found = hardware(path)["ACME-X1"]
+    assert (found.memory, found.measured, found.resource) == (40 * 2**30, False, "nvidia.com/gpu")
+    path.write_text("ACME-X1: 40")
+    with pytest.raises(UsageError, match="holds no tables by product"):
+        hardware(path)

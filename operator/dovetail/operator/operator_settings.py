@@ -12,6 +12,7 @@ import yaml
 
 from dovetail.gpus.kernels import read_capability
 from dovetail.kube.resources import GANGS
+from dovetail.planner.hardware import GPU, HardwareError, described
 
 _IMAGE = "dovetail/{}:0.1.0"
 
@@ -24,6 +25,7 @@ class OperatorSettings:
     the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose manifest names
     none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them; `nodes_seconds` 0:
     nodes are not looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free.
+    `gpu_products`: GPUs that the administrator describes.
     `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may. `egress`: NetworkPolicyEgressRules of
     what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
     jobs' pods; 0: the platform chooses. `gang`: the scheduler that starts a job's pods together
@@ -50,6 +52,7 @@ class OperatorSettings:
     nodes_seconds: float = 60.0
     conflict_seconds: float = 15.0
     health_port: int = 8080
+    gpu_products: dict[str, GPU] = field(default_factory=dict)
     metrics_from: list[dict[str, Any]] = field(default_factory=list)
     egress: list[dict[str, Any]] | None = None
     pod_user: int = 65532
@@ -67,6 +70,8 @@ class OperatorSettings:
             text = given[name]
             if name == "pod_template":
                 found[name] = _template(Path(text))
+            elif name == "gpu_products":
+                found[name] = _products(text)
             elif name == "metrics_from":
                 found[name] = _objects(name, text, "NetworkPolicyPeers")
             elif name == "egress":
@@ -102,6 +107,14 @@ def _template(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
     return document
+
+
+def _products(text: str) -> dict[str, GPU]:
+    """DOVETAIL_GPU_PRODUCTS describes GPUs."""
+    try:
+        return described(yaml.safe_load(text))
+    except (HardwareError, yaml.YAMLError) as error:
+        raise ValueError(f"DOVETAIL_GPU_PRODUCTS: {error}") from error
 
 
 def _objects(name: str, text: str, kind: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import spec_hash
 from dovetail.operator.render.context import digest
+from dovetail.planner.hardware import GPU, estimate, is_known
 from dovetail.planner.placement.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
@@ -47,7 +48,7 @@ def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefuse
     return job.model_copy(update={"spec": resolve(job.spec)})
 
 
-def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None) -> None:
+def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: Mapping[str, GPU]) -> None:
     """The worker process: specs in, plans or sentences out."""
     # Here only: it takes more memory than the rest of the operator.
     from dovetail.planner.plan import PlanError, make_plan
@@ -58,7 +59,8 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None) -> None
         except EOFError:
             return
         try:
-            plan = (make or make_plan)(RLHFJobSpec.model_validate_json(text))
+            spec = RLHFJobSpec.model_validate_json(text)
+            plan = make(spec) if make is not None else make_plan(spec, measured=gpus)
             answer = b"+" + plan.model_dump_json().encode()
         except PlanError as error:
             answer = b"-" + str(error).encode()
@@ -104,7 +106,7 @@ def _remember(known: dict[str, V], key: str, value: V) -> None:
 def image_check(settings: OperatorSettings) -> Callable[[RLHFJobSpec], list[str]]:
     """`image_errors` for the images of the operator's settings."""
     trainer, rollout = map(_architectures, (settings.trainer_capabilities, settings.rollout_capabilities))
-    return lambda spec: image_errors(spec, trainer, rollout)
+    return lambda spec: image_errors(spec, trainer, rollout, settings.gpu_products)
 
 
 def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,6 +129,10 @@ class Planner:
         self._seconds = seconds
         self._make = make
         self._problems = problems
+        self._given: dict[str, GPU] = {}  # by the administrator
+        self._found: dict[str, GPU] = {}  # on nodes
+        self._stale = False
+        self.guess: Callable[[], bool] = lambda: False
         self._lock = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -164,6 +170,24 @@ class Planner:
         if not isinstance(found, PlanRefused) or found.reason == reasons.INFEASIBLE:
             _remember(self._known, wanted, found)
         return found if isinstance(found, PlanRefused) else (job, found)
+
+    def use(self, given: Mapping[str, GPU] | None = None, found: Mapping[str, GPU] | None = None) -> None:
+        """Plan with these GPUs from now on: those that the administrator describes, and those that nodes have and no
+        table knows. What was planned without them is forgotten."""
+        before = self._given, self._found
+        self._given = dict(given) if given is not None else self._given
+        self._found = dict(found) if found is not None else self._found
+        if before != (self._given, self._found):
+            self._known.clear()
+            self._variants.clear()
+            self._stale = True
+
+    def _guess(self, spec: RLHFJobSpec) -> None:
+        """Nodes that cannot be listed say nothing of a product: it is estimated from its name."""
+        asked = {str(group.gpu.product) for group in spec.groups if not group.on_cpu}
+        new = {name: estimate(name) for name in asked if not is_known(name, {**self._found, **self._given})}
+        if new and self.guess():
+            self.use(found={**self._found, **new})
 
     def variant(self, job: Key, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> Plan | PlanRefused | None:
         """The plan for other sizes of the job's spec, if it is known. Otherwise None, and `done` is called when it is
@@ -236,11 +260,14 @@ class Planner:
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, ended)
 
     async def _ask(self, spec: RLHFJobSpec) -> Plan | PlanRefused:
-        if self._process is None or not self._process.is_alive():
+        self._guess(spec)
+        if self._stale or self._process is None or not self._process.is_alive():
             await self._end()
+            self._stale = False
             context = multiprocessing.get_context("spawn")
             pipe, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._make), daemon=True, name="planner")
+            gpus = {**self._found, **self._given}
+            process = context.Process(target=_serve, args=(theirs, self._make, gpus), daemon=True, name="planner")
             await asyncio.to_thread(process.start)
             theirs.close()
             self._pipe, self._process = pipe, process

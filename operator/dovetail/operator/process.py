@@ -126,10 +126,13 @@ async def _operate(
 ) -> None:
     """What only the leader does. Ends when a watch dies, or by being cancelled."""
     planner = Planner(settings.planner_seconds, problems=image_check(settings))
+    planner.use(given=settings.gpu_products)
     async with coordinator_http.session() as session:
         coordinators = CoordinatorPoller(session, settings.progress_seconds, lambda key: controller.queue.add(key))
         controller = Controller(client, planner, coordinators, settings, metrics)
         health.controller = controller
+        controller.nodes.found = lambda products: planner.use(found=products)
+        planner.guess = lambda: settings.nodes_seconds <= 0 or controller.nodes.refused
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(controller.run())

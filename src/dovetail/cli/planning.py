@@ -18,7 +18,7 @@ from dovetail.cli.plan_tables import plan_tables
 from dovetail.cli.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
-from dovetail.planner.hardware import GPU, HardwareError, parse
+from dovetail.planner.hardware import GPU, HardwareError, described, parse
 from dovetail.planner.inventory import Inventory, InventoryError, read
 from dovetail.planner.placement.configs import ConfigError, needed, owner
 from dovetail.planner.placement.on_cpus import mismatch
@@ -59,14 +59,18 @@ def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
 
 
 def hardware(path: Path | None) -> dict[str, GPU]:
-    """The figures in a hardware file, which `dovetail profile` wrote. Raises UsageError."""
+    """The figures in a hardware file: TOML that `dovetail profile` wrote, or YAML as in the chart's jobs.gpuProducts.
+    Raises UsageError."""
     if path is None:
         return {}
     try:
-        return parse(path.read_text(encoding="utf-8"), measured=True)
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in (".yaml", ".yml", ".json"):
+            return described(yaml.safe_load(text))
+        return parse(text, measured=True)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except HardwareError as error:
+    except (HardwareError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: {error}") from error
 
 

@@ -16,7 +16,7 @@ from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.placement.configs import ConfigError
 from dovetail.planner.placement.division import divisions
-from dovetail.planner.placement.manifest import pin_errors, product_errors
+from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
@@ -83,7 +83,12 @@ def _planned(
         schedule=schedule,
         apart=dict(placed.apart),
         activation_bytes=_activations(spec, configs, layouts_ppo, models),
-        warnings=[*placed.warnings, *_useless_pins(spec, layouts), *too_small(memory)],
+        warnings=[
+            *product_warnings(spec, measured),
+            *placed.warnings,
+            *_useless_pins(spec, layouts),
+            *too_small(memory),
+        ],
         prediction=placed.prediction,
         memory=memory,
     )

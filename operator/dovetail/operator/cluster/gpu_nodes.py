@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from dovetail.kube.connection import KubeError
 from dovetail.kube.resources import NODE
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.log import log
+from dovetail.planner.hardware import GPU, estimate, is_known
 from dovetail.planner.nodes import PRODUCT_LABEL, Pools, count
 
 # A Node is some 10 KB of JSON, most of it its images.
@@ -38,7 +39,8 @@ class Steady:
 
 
 class Nodes:
-    """`seconds` between lists; `changed` is called when the pools, or the right to list nodes, are others."""
+    """`seconds` between lists; `changed` is called when the pools, or the right to list nodes, are others. `found` gets
+    all GPUs of nodes that no table knows, before that."""
 
     def __init__(self, client: Client, seconds: float, changed: Callable[[], Awaitable[None]]) -> None:
         self._client = client
@@ -46,6 +48,8 @@ class Nodes:
         self._changed = changed
         self._steady = Steady()
         self.refused = False
+        self.found: Callable[[Mapping[str, GPU]], None] = lambda _: None
+        self.unknown: dict[str, GPU] = {}
 
     @property
     def pools(self) -> Pools | None:
@@ -62,9 +66,13 @@ class Nodes:
         """List the nodes once. If that fails, the pools stay as they are."""
         try:
             found: Counter[tuple[str, int]] = Counter()
+            labels: dict[str, Mapping[str, str]] = {}
             fields = "spec.unschedulable=false"
             async for page in self._client.pages(NODE, None, PRODUCT_LABEL, fields, PAGE):
                 found.update(count(page.items))
+                for node in page.items:
+                    said = node["metadata"].get("labels") or {}
+                    labels.setdefault(str(said.get(PRODUCT_LABEL)), said)
         except KubeError as error:
             if error.status == 403 and not self.refused:
                 self.refused = True
@@ -73,6 +81,11 @@ class Nodes:
             elif error.status != 403:
                 log("nodes.failed", level="warning", status=error.status, error=str(error))
             return
+        new = {name: estimate(name, said) for name, said in labels.items() if not is_known(name, {})}
+        if more := new.keys() - self.unknown.keys():
+            log("nodes.unknown_products", level="warning", products=sorted(more))
+            self.unknown |= new  # a product that leaves for a while keeps its figures
+            self.found(self.unknown)
         back, self.refused = self.refused, False
         if self._steady.offer(dict(found)):
             log("nodes.changed", gpus=sum(per_node * nodes for (_, per_node), nodes in found.items()))

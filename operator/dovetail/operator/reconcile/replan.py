@@ -51,7 +51,7 @@ class Outlook:
 
 
 def needs(context: RenderContext) -> list[Need]:
-    """Of all groups with GPUs."""
+    """Of all groups with GPUs. Those that the administrator describes may have resources that are not counted."""
     return [
         Need(
             group.name,
@@ -63,7 +63,7 @@ def needs(context: RenderContext) -> list[Need]:
             Role.TRAINER in group.roles,
         )
         for group in context.job.spec.groups
-        if not group.on_cpu
+        if not group.on_cpu and str(group.gpu.product) not in context.settings.gpu_products
     ]
 
 

@@ -86,10 +86,14 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
     extra: Object = {}
     if not group.on_cpu:
         # Equal requests are implied, and required, for extended resources.
-        container["resources"]["limits"] = {GPU_RESOURCE: str(group.gpu.per_pod)}
+        product = str(group.gpu.product)
+        described = context.settings.gpu_products.get(product)
+        resource = described.resource if described else GPU_RESOURCE
+        taints = dict.fromkeys((GPU_RESOURCE, resource))
+        container["resources"]["limits"] = {resource: str(group.gpu.per_pod)}
         extra = {
-            "nodeSelector": {PRODUCT_LABEL: group.gpu.product},
-            "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
+            "nodeSelector": {PRODUCT_LABEL: (described and described.node_product) or product},
+            "tolerations": [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints],
         }
     if group.preemptible:
         extra["tolerations"] = extra.get("tolerations", []) + spot.TOLERATIONS

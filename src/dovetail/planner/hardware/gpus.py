@@ -16,6 +16,8 @@ from dovetail.planner.hashing import hashed_once
 
 GIB = 2**30
 # Suffixes that GPU feature discovery adds for time slicing.
+# A slice by the "single" strategy of NVIDIA's device plug-in: GPU, sevenths, GB.
+_MIG = re.compile(r"(.+)-MIG-(\d+)g\.(\d+)gb(?:\.[\w.+-]+)?")
 _SUFFIX = re.compile(r"-SHARED$")
 
 
@@ -33,7 +35,9 @@ class GPU:
     """`flops`: per second by dtype, without sparsity; a dtype that is missing is not supported in hardware.
 
     `memory`: bytes; `memory_bandwidth`, `nvlink` and `pcie`: bytes per second, the latter two in one direction;
-    `nvlink` is 0 where the GPUs of a node have only PCIe. `measured`: whether by `dovetail profile`."""
+    `nvlink` is 0 where the GPUs of a node have only PCIe. `measured`: whether by `dovetail profile`. `resource`: what
+    pods ask their node for. `node_product`: the nodes' product label; empty: as `product`. `estimated`: the figures
+    are those of a similar GPU."""
 
     product: str
     flops: Mapping[Dtype, float] = field(hash=False)
@@ -44,6 +48,9 @@ class GPU:
     capability: tuple[int, int]
     source: str
     measured: bool = False
+    resource: str = "nvidia.com/gpu"
+    node_product: str = ""
+    estimated: bool = False
 
     @property
     def bf16(self) -> bool:
@@ -75,7 +82,54 @@ def gpu(product: str, measured: Mapping[str, GPU] | None = None) -> GPU:
     table = {**products(), **(measured or {})}
     if name in table:
         return table[name]
+    if (part := _MIG.fullmatch(name)) and part[1] in table:
+        return _slice(table[part[1]], name, int(part[2]), int(part[3]))
     raise UnknownProduct(_unknown(product, list(table)))
+
+
+def _slice(whole: GPU, name: str, seventh: int, gigabytes: int) -> GPU:
+    """A MIG slice: so many of a GPU's seven parts, with memory of its own. Slices are not joined by NVLink."""
+    memory = min(whole.memory, int(gigabytes * 1e9))
+    return replace(
+        whole,
+        product=name,
+        flops={dtype: flops * seventh / 7 for dtype, flops in whole.flops.items()},
+        memory=memory,
+        memory_bandwidth=whole.memory_bandwidth * memory / whole.memory,
+        nvlink=0.0,
+        source=f"a part of {whole.product}",
+    )
+
+
+def is_known(product: str, more: Mapping[str, GPU]) -> bool:
+    """Whether `gpu` finds the product in the table or in `more`."""
+    try:
+        gpu(product, more)
+    except UnknownProduct:
+        return False
+    return True
+
+
+def estimate(product: str, labels: Mapping[str, str] | None = None) -> GPU:
+    """A product that is in no table: memory and compute capability as its nodes' `labels` (GPU feature discovery) say,
+    all else as of the known GPU that is most alike. Without labels the memory is what the name says, else 16 GiB."""
+    said = labels or {}
+    memory = int(said["nvidia.com/gpu.memory"]) << 20 if said.get("nvidia.com/gpu.memory", "").isdigit() else 0
+    if not memory:
+        named = re.search(r"(\d+)GB", product)
+        memory = int(named[1]) * 10**9 if named else 16 * GIB
+    parts = [said.get(f"nvidia.com/gpu.compute.{part}", "") for part in ("major", "minor")]
+    capability = (int(parts[0]), int(parts[1])) if all(part.isdigit() for part in parts) else (8, 0)
+
+    def distance(known: GPU) -> tuple[int, int, float]:
+        major, minor = (abs(a - b) for a, b in zip(known.capability, capability, strict=True))
+        return major, minor, abs(known.memory - memory)
+
+    like = min(products().values(), key=distance)
+    told = "the labels of its nodes" if said else "its name"
+    source = f"estimated from {told} and {like.product}"
+    found = replace(like, product=product, memory=memory, capability=capability, nvlink=0.0, source=source)
+    return replace(found, estimated=True)
 
 
 def _unknown(product: str, names: list[str]) -> str:
@@ -106,14 +160,27 @@ def parse(text: str, measured: bool = False) -> dict[str, GPU]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise HardwareError(f"the hardware file is not TOML: {error}") from error
-    return {name: _read(name, table, measured) for name, table in tables.items()}
+    return read(tables, measured)
+
+
+def read(tables: Mapping[str, Any], measured: bool = False) -> dict[str, GPU]:
+    """Tables of a hardware file by product. Raises HardwareError."""
+    return {str(name): _read(str(name), table, measured) for name, table in tables.items()}
+
+
+def described(tables: Any) -> dict[str, GPU]:
+    """GPUs that an administrator describes: objects by product, with the keys of `gpus.toml`. `source` may be missing.
+    Raises HardwareError."""
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise HardwareError("the description of GPUs holds no tables by product")
+    return read({name: {"source": "the administrator"} | table for name, table in tables.items()})
 
 
 def _read(name: str, table: Any, measured: bool) -> GPU:
     if not isinstance(table, dict):
         raise HardwareError(f"{name} in the hardware file is no table; write [{name}] above its figures")
     known = {"source", "tflops", "memory_gib", "memory_gbps", "nvlink_gbps", "pcie_gbps", "capability"}
-    if wrong := sorted(set(table) ^ known):
+    if wrong := sorted((set(table) - {"resource", "node_product"}) ^ known):
         word = "misses" if wrong[0] in known else "has an unknown"
         raise HardwareError(f"[{name}] in the hardware file {word} {wrong[0]}; it needs {', '.join(sorted(known))}")
     numbers = {key: _number(name, key, table[key]) for key in known - {"source", "tflops", "capability"}}
@@ -136,6 +203,8 @@ def _read(name: str, table: Any, measured: bool) -> GPU:
         capability=(capability[0], capability[1]),
         source=str(table["source"]),
         measured=measured,
+        resource=str(table.get("resource", "nvidia.com/gpu")),
+        node_product=str(table.get("node_product", "")),
     )
 
 

@@ -66,6 +66,19 @@ def product_errors(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None)
     return found
 
 
+def product_warnings(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
+    """One sentence for each group whose GPU is in no table. All products are known by now."""
+    found = []
+    for index, group in enumerate(spec.groups):
+        if not group.on_cpu and (known := gpu(str(group.gpu.product), measured)).estimated:
+            found.append(
+                f"spec.groups[{index}].gpu.product {known.product} is in no table of GPUs: its figures are "
+                f"{known.source}, with {known.memory / 2**30:.0f} GiB. An administrator may give them in the chart's "
+                "jobs.gpuProducts."
+            )
+    return found
+
+
 def pin_errors(spec: RLHFJobSpec) -> list[str]:
     """One sentence for each pin that the groups' roles contradict."""
     pin = spec.plan.placement
