@@ -6,6 +6,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def make_job(server: KubeCluster, uid: str, group: str, name: str = "demo", **po
     """What the JobSet controller would make for a group of a job."""
     jobset = server.get("jobset", name, "-n", NAMESPACES[0])
     owner = {key: jobset[key] for key in ("apiVersion", "kind")} | {"name": name, "controller": True}
-    labels = names.labels(name, uid, group)
+    labels = names.labels(name, uid, group) | {names.ROLE_LABEL: group}
     metadata = {"name": f"{name}-{group}-0", "labels": labels}
     metadata |= {"ownerReferences": [owner | {"uid": jobset["metadata"]["uid"]}]}
     pod = {"containers": [{"name": "dovetail", "image": "none"}], "restartPolicy": "Never"} | pod_spec
@@ -198,16 +199,16 @@ def make_job(server: KubeCluster, uid: str, group: str, name: str = "demo", **po
 
 
 @contextmanager
-def a_running_pod(server: KubeCluster, uid: str) -> Iterator[None]:
+def a_running_pod(server: KubeCluster, uid: str, group: str = "train") -> Iterator[None]:
     """Of job demo, as the operator sees it; nothing runs here. The Job is one of its JobSet's, and makes the pod."""
     where = ("-n", NAMESPACES[0])
-    make_job(server, uid, "train")
-    words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=demo-train-0")
+    make_job(server, uid, group)
+    words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name=demo-{group}-0")
     found = wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"]
     patch = json.dumps({"status": {"phase": "Running"}})
     server.kubectl("patch", "pod", found, *where, "--subresource=status", "--type=merge", "-p", patch)
     yield
-    server.kubectl("delete", "job", "demo-train-0", *where)
+    server.kubectl("delete", "job", f"demo-{group}-0", *where)
     server.kubectl("delete", "pod", found, *where, "--force", "--grace-period=0", "--ignore-not-found")
 
 
@@ -215,7 +216,8 @@ def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: 
     submit(server, manifest())
     uid = server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["uid"]
     wait_for("the JobSet", lambda: owned(server, "jobset", uid))
-    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0}
+    # A claim that is kept belongs to nobody.
+    made = dict.fromkeys(KINDS, 1) | {"poddisruptionbudget": 0, "persistentvolumeclaim": 0}
     assert {kind: len(owned(server, kind, uid)) for kind in KINDS} == made
     with a_running_pod(server, uid):
         wait_for("a budget once there is a pod to protect", lambda: owned(server, "poddisruptionbudget", uid))
@@ -236,6 +238,37 @@ def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: 
     )
     events = server.get("events", "-n", NAMESPACES[0], "--field-selector=involvedObject.kind=RLHFJob")["items"]
     assert "Planned" in [event["reason"] for event in events]
+    assert leader.events("reconcile.failed") == []
+
+
+def surplus_pods(server: KubeCluster) -> list[dict[str, Any]]:
+    found = server.get("pods", "-n", NAMESPACES[0], "-l", f"{names.SURPLUS_LABEL}=true")
+    return list((found or {"items": []})["items"])
+
+
+def test_a_surplus_rollout_that_worked_comes_back_before_its_job_would_make_it(
+    server: KubeCluster, leader: OperatorProcess
+) -> None:
+    """By the Job controller's own back-off the next pod would come after 10 s at the earliest."""
+    where = ("-n", NAMESPACES[0])
+    submit(server, manifest())
+    uid = server.get("rlhfjob", "demo", *where)["metadata"]["uid"]
+    wait_for("the JobSet", lambda: owned(server, "jobset", uid))
+    with a_running_pod(server, uid, "coordinator"):
+        (pod,) = wait_for("a surplus rollout", lambda: surplus_pods(server))
+        finished = datetime.now(UTC)
+        times = {"startedAt": finished - timedelta(hours=1), "finishedAt": finished}
+        ended = {"exitCode": 1} | {key: at.strftime("%Y-%m-%dT%H:%M:%SZ") for key, at in times.items()}
+        container = {"name": "dovetail", "image": "x", "imageID": "x", "ready": False, "restartCount": 0}
+        status = {"phase": "Failed", "containerStatuses": [container | {"state": {"terminated": ended}}]}
+        words = (pod["metadata"]["name"], *where, "--subresource=status", "--type=merge")
+        server.kubectl("patch", "pod", *words, "-p", json.dumps({"status": status}))
+        new = wait_for(
+            "the next one",
+            lambda: [p for p in surplus_pods(server) if p["status"]["phase"] == "Pending"],
+        )
+        jobs = {p["metadata"]["ownerReferences"][0]["uid"] for p in (pod, *new)}
+        assert len(jobs) == 2, "another Job made it"
     assert leader.events("reconcile.failed") == []
 
 
