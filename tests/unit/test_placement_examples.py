@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,15 @@ ITERATIONS = 6
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Schedules are searched until nothing more is found, as a coordinator does. One round, which `dovetail plan` takes
-    for its timeline, leaves 4% of 32 stages that run both models at once. The clock counts, so the result does not
-    depend on the machine."""
-    effort = replace(training.EFFORT, seconds=50.0, clock=itertools.count().__next__)
+    for its timeline, leaves 4% of 32 stages that run both models at once. The clock counts the rounds of the search,
+    so the result does not depend on the machine."""
+    rounds: list[str] = []
+    effort = replace(
+        training.EFFORT,
+        seconds=2.0,
+        clock=lambda: float(len(rounds)),
+        progress=lambda what, makespan, peak: rounds.append(what),
+    )
     monkeypatch.setattr(training, "EFFORT", effort)
     training._orders.cache_clear()
     yield
