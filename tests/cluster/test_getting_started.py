@@ -34,6 +34,8 @@ NOT_RUN = ("export REGISTRY=", "make images ", "helm install jobset ")
 BUSYBOX = "docker.io/library/busybox:1.37"
 REPOSITORY_ID = "Qwen/Qwen3-0.6B"
 TOKEN = "hf_testing"
+# Not the tag of images that somebody has built here.
+TAG = "thin"
 
 
 def steps() -> list[str]:
@@ -84,7 +86,7 @@ def thin_images(folder: Path) -> None:
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     for name in ("operator", "trainer", "rollout"):
-        subprocess.run(["buildah", "tag", done.stdout.strip(), f"localhost/dovetail/{name}:dev"], check=True)
+        subprocess.run(["buildah", "tag", done.stdout.strip(), f"localhost/dovetail/{name}:{TAG}"], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +123,16 @@ def place(own: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             "KUBECONFIG": str(tmp_path / "config"),
             "PATH": f"{binaries.link_folder()}:{os.environ['PATH']}",
             "REGISTRY": f"{address}/team",
-            "PUSH_ARGS": "--insecure",
+            "PUSH_ARGS": f"--insecure --tag {TAG}",
             "PYTHON": sys.executable,
             "HF_TOKEN": TOKEN,
         }
-        yield {"folder": tmp_path, "environment": environment, "hub": hub, "commit": commit}
+        try:
+            yield {"folder": tmp_path, "environment": environment, "hub": hub, "commit": commit}
+        finally:
+            names = [f"localhost/dovetail/{name}:{TAG}" for name in ("operator", "trainer", "rollout")]
+            names.append("localhost/dovetail-dev/operator:dev")
+            subprocess.run(["buildah", "rmi", *names], check=False, capture_output=True)
 
 
 def test_the_page_as_it_is_written(own: KubeCluster, place: dict[str, Any]) -> None:
