@@ -223,7 +223,8 @@ class Search:
             if task in INFERENCE and self.limits.together:
                 # A scorer for each vLLM server, on some of its GPUs.
                 sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
-                share = replace(share, dp=slot.gpus // next(sizes, 1))
+                copies = slot.gpus // next(sizes, 1)
+                share = share if share.dp == copies else replace(share, dp=copies)
             shares.setdefault(task, []).append(share.at(slot.first))
         return replace(
             ranking.structure,
