@@ -18,7 +18,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.jobset import pods_changed, pods_labels
 from helpers.fake_cluster import FakeCluster, running
 
-# What the operator of 22 November 2026 made of the example of that time. The files never change.
+# What the operator of 23 November 2026 made of the example of that time. The files never change.
 EARLIER = Path(make_objects.__file__).parent / "earlier"
 
 
