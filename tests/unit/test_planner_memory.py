@@ -176,6 +176,13 @@ def test_a_rank_by_hand() -> None:
     assert set(alone.device) == {"weights", "gradients", "optimizer", "activations"}
 
 
+def test_on_a_gpu_versions_are_kept_in_host_memory() -> None:
+    job = Training(ModelShape.of(CONFIGS["llama"]), "lm", Parallelism(dp=2), Dtype.BFLOAT16, 64)
+    plain, kept = training_memory(job, 0), training_memory(replace(job, kept=3), 0)
+    assert kept.device == plain.device
+    assert kept.host == {"kept versions": 3 * plain.device["weights"]}
+
+
 def test_zero_3_gathers_its_two_largest_blocks() -> None:
     """LLaMA 7B: embedding and head are one block, a layer another; a stage between the outer ones has layers only."""
     layer, outer = shape_of().layer_parameters(), 2 * 32000 * 4096 + 4096

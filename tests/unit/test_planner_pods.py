@@ -57,6 +57,13 @@ def test_the_quickstarts_pods_by_hand() -> None:
     assert rollout["scorer: process"] == PROCESS_BYTES
 
 
+@pytest.mark.parametrize(("lag", "versions"), [(0, 0), (1, 2), (3, 4)])
+def test_versions_that_are_kept_to_be_sent_take_memory(lag: int, versions: int) -> None:
+    trainer = pod_memory(changed(ppo={"lag": lag}), {}, ALONE, "Serial")[0].parts
+    for model in ("actor_training", "critic_training"):
+        assert trainer.get(f"{model}: kept versions", 0.0) == versions * trainer[f"{model}: weights"]
+
+
 def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> None:
     halves = {"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}
 

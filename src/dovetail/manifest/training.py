@@ -225,6 +225,11 @@ class PPO(Model):
         iteration - 1 - lag, or the first ones, version 0."""
         return max(0, iteration - 1 - self.lag)
 
+    @property
+    def kept_versions(self) -> int:
+        """How many versions of the weights each trainer rank keeps in host memory to send them while it trains."""
+        return self.lag + 1 if self.lag else 0
+
     def staleness(self, iteration: int) -> int:
         """The number of iterations of training that lie between the weights that drew the samples of `iteration`
         (1, 2, ...) and those with which the training of `iteration` begins."""

@@ -65,7 +65,8 @@ class Workload:
     has both in training. `per_prompt`: samples of each prompt.
 
     `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
-    host memory."""
+    host memory. `kept_versions`: so many versions of actor and critic are kept there, to be sent while training goes
+    on."""
 
     actor: ModelShape
     reference: ModelShape
@@ -82,6 +83,7 @@ class Workload:
     ema: bool = False
     value_head: bool = False
     per_prompt: int = 1
+    kept_versions: int = 0
 
     @property
     def steps(self) -> int:

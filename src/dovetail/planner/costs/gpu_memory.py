@@ -292,6 +292,7 @@ class GPUMemoryModel:
             offload=share.offload,
             ema="device" if self.work.ema and task == "actor_training" else None,
             fsdp=share.fsdp,
+            kept=self.work.kept_versions,
             outputs=min(share.micro_batch, sequences) * self.work.response.longest,
         )
 

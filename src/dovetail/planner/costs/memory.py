@@ -97,6 +97,7 @@ class Training:
     `micro_batches`: of a mini-batch. `in_flight`: the most micro-batches whose activations a rank holds at once under
     the schedule. `recompute`: activation checkpointing; only the inputs of the blocks are kept. `offload`: the
     optimizer's moments are in host memory between steps. `ema`: where the averaged weights are, if there are any.
+    `kept`: versions of the weights that a rank keeps in host memory to send them (`ppo.lag`).
     `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters and moments, 2 gradients too (ours), 3 weights
     too."""
 
@@ -114,6 +115,7 @@ class Training:
     gpu: bool = True
     fsdp: Literal[0, 1, 2, 3] = 2
     outputs: int | None = None
+    kept: int = 0
 
     @property
     def sharded(self) -> bool:
@@ -167,12 +169,12 @@ def _layer_adapters(job: Training) -> int:
 def training_memory(job: Training, stage: int) -> Memory:
     """The memory of one rank of pipeline stage `stage`, at the peak of a step.
 
-    Weights: float32 masters, a dp-th on each rank. Under FSDP2 (ZeRO-2) each rank also has a whole copy of the stage
-    in the compute dtype, from the first forward to the last backward pass of a mini-batch; under ZeRO-3 it has two
-    blocks at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th; one
-    rank has them once. Moments: two float32 numbers for each trained weight, a dp-th on each rank. On a GPU the parts
-    are what torch's allocator reserves: it has memory for each stream. Raises LayoutError for more stages than
-    layers."""
+    Weights: float32 masters, a dp-th on each rank. Under FSDP2 (ZeRO-2) each rank also has a whole copy of the stage in
+    the compute dtype, from the first forward to the last backward pass of a mini-batch; under ZeRO-3 it has two blocks
+    at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th; one rank
+    has them once. Moments: two float32 numbers for each trained weight, a dp-th on each rank. Kept versions: as the
+    masters. On a GPU the parts are what torch's allocator reserves: it has memory for each stream. Raises LayoutError
+    for more stages than layers."""
     total, trained = trained_parameters(job, stage)
     b, layers = ITEMSIZE[job.dtype], max(1, len(_layers(job, stage)))
     dp = job.layout.dp if job.fsdp else 1
@@ -203,6 +205,8 @@ def training_memory(job: Training, stage: int) -> Memory:
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
     if job.ema is not None:
         (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
+    if job.kept:
+        (host if job.gpu else device)["kept versions"] = job.kept * 4 * total / dp
     device |= activations
     if job.offload and job.gpu:
         # Some of the moments come back at a time for the step, when whatever the passes needed is free again.

@@ -119,6 +119,7 @@ def training_job(
         offload=_offload(spec, rule),
         ema="device" if averaged else None,
         gpu=gpu,
+        kept=spec.ppo.kept_versions if ppo else 0,
         outputs=rule.micro * spec.generation.max_tokens if ppo else None,
     )
 

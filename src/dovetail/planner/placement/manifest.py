@@ -49,6 +49,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         actor_lora=spec.models.actor.lora,
         critic_lora=critic,
         ema=spec.ppo.ema is not None,
+        kept_versions=spec.ppo.kept_versions,
         value_head=shares_body(spec),
         per_prompt=spec.ppo.samples_per_prompt,
     )

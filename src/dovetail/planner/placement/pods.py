@@ -33,7 +33,7 @@ SERVER_BYTES = 1.9 * GIB
 STEP_TOKENS = 2048
 # Those of a model that are there while the same process trains the other; gradients, since optimizer steps are applied
 # when the weights are read next.
-_STAYS = ("weights", "gradients", "optimizer", "moving average")
+_STAYS = ("weights", "gradients", "optimizer", "moving average", "kept versions")
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]+)|(m|[kMGTPE]|[KMGTPE]i)?)")
 _SCALES = {"m": 1e-3, "k": 1e3} | {
     unit + suffix: base**power
