@@ -8,6 +8,8 @@ from helpers.null_gpu import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TENSORS = 8
+# Of a transfer: the receivers that are well must come in time on a busy machine too.
+SECONDS = 6.0
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,13 @@ def test_each_stage_sends_to_its_own_gpu_and_to_others(null_gpu: Run) -> None:
 )
 def test_a_receiver_that_is_lost_costs_only_itself(null_gpu: Run, fault: str, gpus: list[int]) -> None:
     """Every other process lives, gives up in time, and gets the weights in the next round."""
-    ended = null_gpu(f"{fault}-{gpus[-1]}", "weights.publish", world=4, gpus=gpus, fault=fault, seconds=3.0)
+    ended = null_gpu(f"{fault}-{gpus[-1]}", "weights.publish", world=4, gpus=gpus, fault=fault, seconds=SECONDS)
     assert ended.statuses == [0, 0, 0, 3], f"{ended.statuses} {ended.waits}\n{ended.log}"
     error, seconds, again, _ = ended.results[0]
     if fault.startswith("dies"):
         assert "called off" in error
     else:
-        assert "within 3 s" in error or "deadline of 3 s" in error
+        assert f"within {SECONDS:.0f} s" in error or f"deadline of {SECONDS:.0f} s" in error
         assert "not there: rollout-2" in error
     assert seconds < 30
     assert again == ["NcclLink"]
