@@ -62,6 +62,7 @@ def job(code: Path, lag: int, rollouts: int = 2, **spec: Any) -> RLHFJob:
             "data": data,
             "groups": groups,
             "checkpoint": {"everySteps": 100},
+            "generation": {"maxTokens": 48, "temperature": 0.7},
             **spec,
         }
     )
@@ -120,6 +121,8 @@ def test_samples_of_the_next_iteration_are_made_while_the_trainers_learn(peacefu
         assert generation[iteration + 1][0] < training[iteration][1]
     assert [e["version"] for e in events(run_dir, "weights.published")][-1] == ITERATIONS
     metrics = history(run_dir, "ppo")
+    # At the job's temperature, which the weights of older samples are of.
+    assert metrics[1]["mismatch_abs"] < 1e-4
     assert [metrics[i].get("staleness", 0.0) for i in sorted(metrics)] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert set(summary(run_dir)["phases"]) >= {"generation", "inference", "training", "weights", "waiting"}
 

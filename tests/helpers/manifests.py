@@ -297,10 +297,6 @@ RULES = [
         {"ppo.lag": 1, "ppo.oldLogProbs": "Rollout"},
         "spec.ppo.oldLogProbs is Rollout, but with spec.ppo.lag 1 the rollout's weights are older",
     ),
-    (
-        {"ppo.lag": 1, "generation.temperature": 0.7},
-        "spec.ppo.lag is 1, but rollouts report log-probabilities at temperature 1",
-    ),
     ({"groups.0.roles": ["rollout"]}, "spec.groups has no group with the role trainer"),
     ({"groups.1.roles": ["trainer"]}, "spec.groups has no group with the role rollout, but the ppo stage generates"),
     ({"groups.0.roles": ["trainer", "trainer"]}, "spec.groups[0].roles names a role twice"),

@@ -223,7 +223,9 @@ class Probe(Message):
 
     version: int
     tokens: list[int]
-    logprobs: list[float] = Field(description="Of tokens[1:], each given all tokens before it, at temperature 1.")
+    logprobs: list[float] = Field(
+        description="Of tokens[1:], each given all tokens before it, at the served temperature."
+    )
     dtype: str = Field(description="The dtype in which the trainers computed.")
 
 

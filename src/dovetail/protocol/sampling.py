@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dovetail.manifest.types import Generation
+from dovetail.manifest.types import Generation, RLHFJobSpec
 
 Sampler = Literal["counter", "native"]
 
@@ -26,6 +26,25 @@ TOP_P = "dt_top_p"
 OUTPUT_DELTA = 1
 
 
+# Tells a server's workers by what the model's logits are divided (`served_temperature`).
+SERVED_TEMPERATURE = "DOVETAIL_SERVED_TEMPERATURE"
+
+
+def served_temperature(spec: RLHFJobSpec) -> float:
+    """The temperature that servers divide the model's logits by, before all else.
+
+    Servers report log-probabilities of the logits that the model gives. With a lag these must be of the policy that
+    sampled, at its temperature: they are in the weights of importance sampling. So a server with a lag serves the model
+    at that temperature, and samples from it at 1. Without a lag it serves the model as it is."""
+    return spec.generation.temperature if spec.ppo.lag > 0 else 1.0
+
+
+def asked_of_servers(spec: RLHFJobSpec) -> Generation:
+    """`spec.generation` as requests to servers say it: the temperature is relative to the one that they serve."""
+    generation = spec.generation
+    return generation.model_copy(update={"temperature": generation.temperature / served_temperature(spec)})
+
+
 def sampling_params(
     generation: Generation, seed: int, max_tokens: int, sampler: Sampler, *, generated: int = 0
 ) -> dict[str, Any]:
@@ -33,7 +52,7 @@ def sampling_params(
 
     `max_tokens`: tokens this request may still generate. `generated`: tokens that the sample already has from an
     earlier server (they count towards `generation.min_tokens`). Log-probabilities are vLLM's raw ones: of the
-    model's distribution at temperature 1, before top-k and top-p. Raises ValueError if `max_tokens` < 1."""
+    model's distribution as it is served, before top-k and top-p. Raises ValueError if `max_tokens` < 1."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}: a request must be allowed at least one token")
     params: dict[str, Any] = {

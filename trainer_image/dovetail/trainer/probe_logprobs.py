@@ -12,6 +12,7 @@ from dovetail.models import load_config
 from dovetail.models.predictions import Predicted, Predictions
 from dovetail.models.stage import Outputs
 from dovetail.protocol.messages import Probe
+from dovetail.protocol.sampling import served_temperature
 from dovetail.trainer.engine.parallel import compute_dtype
 from dovetail.trainer.packed_batches import Packed, Sequences
 from dovetail.trainer.steps.step_context import Context
@@ -50,7 +51,10 @@ def take_probe(context: Context, version: int) -> Probe | None:
         said: Predicted = output.logits if isinstance(output, Outputs) else output
         return said.logprobs.view(len(rows), -1)
 
-    found = context.per_sequence(_MODEL, sequences, wanted, 1, len(tokens) - 1, read, Predictions)[0]
+    def asks(tokens: torch.Tensor) -> Predictions:
+        return Predictions(tokens, served_temperature(context.spec))
+
+    found = context.per_sequence(_MODEL, sequences, wanted, 1, len(tokens) - 1, read, asks)[0]
     if not bool(found.isfinite().all()):
         raise FloatingPointError(
             f"the actor's weights of version {version} give log-probabilities that are not finite; lower the learning "

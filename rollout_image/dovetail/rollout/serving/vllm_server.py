@@ -30,6 +30,7 @@ from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
+from dovetail.protocol.sampling import SERVED_TEMPERATURE, served_temperature
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
 from dovetail.rollout.serving.routes import COUNTER_SAMPLER
@@ -89,6 +90,7 @@ class VLLM:
         """vLLM's API server in this process."""
         env, job, group, config, on_cpu = plan.env, plan.job, plan.group, plan.config, plan.on_cpu
         os.environ.update(environment(on_cpu, os.environ))
+        os.environ[SERVED_TEMPERATURE] = repr(served_temperature(job.spec))
         arguments = vllm_arguments(env, job, group, config, on_cpu, plan.dtype, plan.stages, plan.memory)
         arguments += plan.arguments
         experts = returns_experts(job, plan.stages)

@@ -40,6 +40,7 @@ from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process_names import rollout_of
+from dovetail.protocol.sampling import asked_of_servers
 
 # The limit of the time without a single scored sample.
 INFERENCE_SECONDS = 900.0
@@ -87,7 +88,7 @@ class ExperienceMaker:
         self._generator = Generator(
             records.store,
             fleet,
-            spec.generation,
+            asked_of_servers(spec),
             token,
             records.log,
             GenerationSettings(wait=start_seconds),

@@ -17,6 +17,7 @@ from dovetail.models import Outputs
 from dovetail.models.logprobs import Entropy
 from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Step
+from dovetail.protocol.sampling import served_temperature
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
@@ -437,13 +438,14 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
 
 def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value
-    head, if it has one, before each of them, and where it samples at another temperature, the log-probabilities at
-    temperature 1. One forward pass for all; a collective call."""
+    head, if it has one, before each of them, and where it samples at another temperature than servers report, the
+    log-probabilities at temperature 1. One forward pass for all; a collective call."""
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
+    warm = temperature != served_temperature(context.spec)
 
     def asks(tokens: Tensor) -> Predictions:
-        return Predictions(tokens, temperature, plain=temperature != 1.0)
+        return Predictions(tokens, temperature, plain=warm)
 
     def of(output: Predicted | Outputs, packed: Packed, rows: list[int]) -> Tensor:
         said = _said(output)
@@ -456,7 +458,7 @@ def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor 
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
-    valued, warm = context.require("actor").head != "lm", temperature != 1.0
+    valued = context.require("actor").head != "lm"
     columns = width * (1 + valued + warm)
     table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of, asks)
     values = table[:, width : 2 * width] if valued else None

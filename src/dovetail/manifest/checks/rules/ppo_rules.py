@@ -197,12 +197,6 @@ PPO_RULES = (
         "that the policy ratio starts from; use Recompute or Auto.",
     ),
     ppo_rule(
-        lambda spec: spec.ppo.lag == 0 or spec.generation.temperature == 1.0,
-        "self.ppo.lag == 0 || self.generation.temperature == 1.0",
-        "spec.ppo.lag is {ppo.lag}, but rollouts report log-probabilities at temperature 1, and the weights of older "
-        "samples need them at spec.generation.temperature; set the temperature to 1, or the lag to 0.",
-    ),
-    ppo_rule(
         lambda spec: spec.ppo.import_path is None or spec.ppo.names_functions,
         "!has(self.ppo.importPath) || has(self.ppo.advantageFunction) || self.ppo.loss.contains(':')",
         "spec.ppo.importPath has no effect without advantageFunction or a loss as module:callable; remove it, or name "
