@@ -51,6 +51,8 @@ def child(name: str, scale: str, path: Path, log: Path, device: dict[str, float]
     os.dup2(out, 1)
     os.dup2(out, 2)
     status = FAILED
+    # A forked process must make torch's pool of threads anew. Two threads that did so at once would end it.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         memory = torch.cuda.get_device_properties(0).total_memory if name == "device" else 0
         if memory:

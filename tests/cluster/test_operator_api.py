@@ -427,14 +427,15 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
             assert sentence(name).startswith(start)
             assert condition(server, "Scheduled", name)["reason"] == "PodsRefused"
         told_of_jobs = "JobSet jobless cannot make its Jobs: Job.batch is invalid: dnsPolicy"
-        wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs, 60)
+        # Events of an object that was looked at in vain are asked for once a minute.
+        wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs, 180)
         claim = (
             "PersistentVolumeClaim unbound-files (ReadWriteMany, 100Gi, the cluster's default class) has no volume: "
         )
         wait_for(
             "the claim's Event",
             lambda: f"{claim}no persistent volumes available for this claim" in sentence("unbound"),
-            60,
+            180,
         )
         assert "cannot be scheduled: 0/3 nodes; pod didn't trigger scale-up: 1 max size" in sentence("unbound")
     finally:

@@ -62,6 +62,8 @@ def child(place: Place, do: Program, scenario: dict[str, Any]) -> None:
     os.environ |= {"NULLGPU_RANK": str(place.rank), "NULLGPU_MEETINGS": str(place.folder / "meetings")}
     faulthandler.register(signal.SIGUSR1)
     status = 1
+    # A forked process must make torch's pool of threads anew. Two threads that did so at once would end it.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         result = do(place, **scenario)
         (place.folder / f"result-{place.rank}.json").write_text(json.dumps(result))

@@ -131,7 +131,7 @@ class Meeting:
         self.both, self.is_last = both, is_last
         self.seen = 0
 
-    def __call__(self, inputs: torch.Tensor, *_: object) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         self.seen += 1
         # The first stage's first pass and the last one's last pass have nobody to meet.
         if self.seen < PASSES if self.is_last else self.seen > 1:

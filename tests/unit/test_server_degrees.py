@@ -12,6 +12,7 @@ import pytest
 from dovetail.manifest.types import Group, RLHFJob
 from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan, Rollout
+from dovetail.protocol.sampling import SERVED_TEMPERATURE
 from dovetail.rollout.kv.kv_config import KVSetup
 from dovetail.rollout.serving import vllm_server as server
 
@@ -75,9 +76,10 @@ def started(
     for key, text in own.write().items():
         monkeypatch.setenv(key, text)
     monkeypatch.setattr(server, "environment", lambda on_cpu, given: {})  # it would stay after the test
+    monkeypatch.setenv(SERVED_TEMPERATURE, "1.0")  # this too
     monkeypatch.setattr(server, "my_capability", lambda: None)
     seen: list[Any] = []
-    monkeypatch.setattr(server, "serve", lambda arguments, env, on_cpu, kv: seen.append((arguments, kv)) or 0)
+    monkeypatch.setattr(server, "serve", lambda arguments, env, on_cpu, kv, experts: seen.append((arguments, kv)) or 0)
     assert server.main(list(argv)) == 0
     arguments, kv = seen.pop()
     for reserved in kv.reserved if kv is not None else ():
