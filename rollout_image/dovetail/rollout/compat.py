@@ -52,6 +52,11 @@ PRIVATE = (
         "vllm.distributed.parallel_state:get_pp_group", SEEN, "which pipeline stage this worker is; for that same room"
     ),
     Private(
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
+        SEEN,
+        "with ppo.lag the model's logits are divided by the sampling temperature through its attribute `scale`",
+    ),
+    Private(
         "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
         SEEN,
         "which port this worker's KV cache blocks are served on",
@@ -302,3 +307,20 @@ def fork_engine_core() -> None:
 
     check_and_update_config.forks = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def divide_logits(model: Any, temperature: float) -> None:
+    """Have the model's logits divided by `temperature`, after its own scale and soft cap. Only the last pipeline stage
+    has logits. Raises ValueError if a model that must be scaled computes its logits in another way."""
+    if temperature == 1.0:
+        return
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not found and get_pp_group().is_last_rank:
+        raise ValueError(
+            f"{type(model).__name__} has no LogitsProcessor; with spec.ppo.lag set generation.temperature to 1"
+        )
+    for module in found:
+        module.scale /= temperature

@@ -6,14 +6,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from dovetail.models.transfer import TransferError
 from dovetail.protocol.messages import Receive
@@ -49,20 +46,6 @@ class DovetailUpdateInfo(WeightTransferUpdateInfo):
     receive: dict[str, Any] = field(default_factory=dict)
 
 
-def divide_logits(model: torch.nn.Module, temperature: float) -> None:
-    """Have the model's logits divided by `temperature`, after its own scale and soft cap. Only the last pipeline stage
-    has logits. Raises ValueError if a model that must be scaled computes its logits in another way."""
-    if temperature == 1.0:
-        return
-    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
-    if not found and get_pp_group().is_last_rank:
-        raise ValueError(
-            f"{type(model).__name__} has no LogitsProcessor; with spec.ppo.lag set generation.temperature to 1"
-        )
-    for module in found:
-        module.scale /= temperature
-
-
 class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, DovetailUpdateInfo]):
     """Loads the offer's tensors through the model's own weight loader, which fuses, shards and converts to the
     server's dtype. A session that fails leaves the model partly without weights: the server then answers 503
@@ -80,7 +63,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._parameters = {name for name, _ in model.named_parameters()}
         # Now, as a session that breaks off leaves modules without what they share.
         self._tied: list[Tied] = tied_modules(model)
-        divide_logits(model, float(os.environ.get(SERVED_TEMPERATURE, "1.0")))
+        compat.divide_logits(model, float(os.environ.get(SERVED_TEMPERATURE, "1.0")))
 
     def init_transfer_engine(self, init_info: DovetailInitInfo) -> None:
         self._receiver.connect(Receive.model_validate(init_info.receive))
