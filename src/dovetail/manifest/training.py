@@ -96,6 +96,11 @@ class Overlong(Model):
 MOST_LAG = 16
 
 
+def kept_versions(lag: int) -> int:
+    """How many versions of the weights trainers keep to be sent: without a lag they send the present ones."""
+    return lag + 1 if lag else 0
+
+
 class PPO(Model):
     """Reinforcement learning: batch sizes, advantages, losses and optimizers."""
 
@@ -228,7 +233,7 @@ class PPO(Model):
     @property
     def kept_versions(self) -> int:
         """How many versions of the weights each trainer rank keeps in host memory to send them while it trains."""
-        return self.lag + 1 if self.lag else 0
+        return kept_versions(self.lag)
 
     def staleness(self, iteration: int) -> int:
         """The number of iterations of training that lie between the weights that drew the samples of `iteration`

@@ -242,6 +242,10 @@ class CommandResult(Message):
     )
 
 
+# Of rank 0: its main thread, and the one that sends kept weights.
+Lane = Literal["main", "weights"]
+
+
 class NextRequest(Message):
     """POST /v1/trainer/next, by rank 0 only. This is a long poll of at most 20 s. Status 409 says that the
     generation is over; the rank then joins again."""
@@ -253,7 +257,7 @@ class NextRequest(Message):
     )
     step: int = 0
     versions: list[int] = Field(default_factory=list, description="The versions that they keep to be sent.")
-    lane: Literal["main", "weights"] = Field(
+    lane: Lane = Field(
         default="main",
         description="weights: the thread that sends kept versions asks. It gets publishes alone, while the main thread "
         "trains.",

@@ -19,6 +19,7 @@ from dovetail.protocol.messages import (
     HeartbeatReply,
     JoinReply,
     JoinRequest,
+    Lane,
     Load,
     NextReply,
     NextRequest,
@@ -82,8 +83,7 @@ class TrainerGroup:
     _pending: dict[int, _Pending] = field(default_factory=dict)
     _replies: dict[str, JoinReply] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
-    _running: _Running | None = None
-    _sending: _Running | None = None
+    _running: dict[Lane, _Running] = field(default_factory=dict)
     _versions: frozenset[int] = frozenset()
     _position: TrainerPosition | None = None
     _last_result: CommandResult | None = None
@@ -124,30 +124,29 @@ class TrainerGroup:
         """Tell a rank the current generation and the command that runs. So it leaves the collectives of an older
         generation, and gives up a publish that a dead coordinator began."""
         self._seen[beat.rank] = self.clock()
-        running, sending = (there.command.id if there is not None else "" for there in (self._running, self._sending))
+        ids = {lane: there.command.id for lane, there in self._running.items()}
         return HeartbeatReply(
             generation=self.generation,
             reason=self._why,
             cancelled=self._cancelled,
-            running=running,
-            sending=sending,
+            running=ids.get("main", ""),
+            sending=ids.get("weights", ""),
         )
 
     async def next(self, request: NextRequest) -> NextReply:
         """Long poll of rank 0: of its main thread, or of the one that sends kept weights. Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
             raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
-        beside = request.lane == "weights"
-        if not beside:
+        lane = request.lane
+        if lane == "main":
             self._position = TrainerPosition(request.stage, request.step)
             self._versions = frozenset(request.versions)
         elif self._position is None:
             # This coordinator came back while the main threads train.
             self._versions |= frozenset(request.versions)
         if request.result is not None:
-            self._take_result(request.result, beside)
-        running = self._sending if beside else self._running
-        if running is not None:
+            self._take_result(request.result, lane)
+        if (running := self._running.get(lane)) is not None:
             # An idle rank 0 has not got the command, even if it was sent. That reply was lost.
             running.sent = False
         self._notify()
@@ -155,7 +154,7 @@ class TrainerGroup:
         while True:
             if request.generation != self.generation or not self.formed:
                 raise StaleGeneration(f"generation {request.generation} is over")
-            running = self._sending if beside else self._running
+            running = self._running.get(lane)
             if running is not None and not running.sent:
                 running.sent = True
                 if isinstance(running.command, Load):
@@ -178,10 +177,10 @@ class TrainerGroup:
         self._versions = frozenset()
         self._last_result = None
         self.log("trainers.lost", reason=why, generation=self.generation)
-        for running in (self._running, self._sending):
-            if running is not None and not running.result.done():
+        for running in self._running.values():
+            if not running.result.done():
                 running.result.set_exception(TrainerLost(why))
-        self._running = self._sending = None
+        self._running.clear()
         self._notify()
 
     def check_silence(self) -> None:
@@ -226,8 +225,8 @@ class TrainerGroup:
         """Run one command on all ranks. `beside`: a publish of a kept version, while the main threads may run another
         command. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds, and TrainerError if the
         ranks refuse the command."""
-        before = self._sending if beside else self._running
-        if before is not None:
+        lane: Lane = "weights" if beside else "main"
+        if (before := self._running.get(lane)) is not None:
             raise RuntimeError(f"{before.command.id} is still running")
         if self._last_result is not None and self._last_result.id == command.id:
             return self._checked(self._last_result)
@@ -235,10 +234,7 @@ class TrainerGroup:
         if not self.formed:
             raise TrainerLost("the trainers are joining")
         running = _Running(command, False, asyncio.get_running_loop().create_future())
-        if beside:
-            self._sending = running
-        else:
-            self._running = running
+        self._running[lane] = running
         self._notify()
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -251,16 +247,14 @@ class TrainerGroup:
                 self.end_generation(late)
             raise TrainerLost(late) from None
         finally:
-            if self._running is running:
-                self._running = None
-            if self._sending is running:
-                self._sending = None
+            if self._running.get(lane) is running:
+                del self._running[lane]
         return self._checked(result)
 
     def extend(self, command_id: str, timeout: float) -> None:
         """Let the command that runs take `timeout` seconds from now."""
-        for running in (self._running, self._sending):
-            if running is not None and running.command.id == command_id and running.limit is not None:
+        for running in self._running.values():
+            if running.command.id == command_id and running.limit is not None:
                 running.limit.reschedule(asyncio.get_running_loop().time() + timeout)
 
     def cancel(self, command_id: str) -> None:
@@ -277,17 +271,14 @@ class TrainerGroup:
             raise TrainerError(result.error or f"{result.id} failed without a reason")
         return result
 
-    def _take_result(self, result: CommandResult, beside: bool) -> None:
+    def _take_result(self, result: CommandResult, lane: Lane) -> None:
         self.record_result(result)
-        if not beside:
+        if lane == "main":
             self._last_result = result
-        running = self._sending if beside else self._running
+        running = self._running.get(lane)
         if running is not None and running.command.id == result.id and not running.result.done():
             running.result.set_result(result)
-            if beside:
-                self._sending = None
-            else:
-                self._running = None
+            del self._running[lane]
 
     def _form_if_complete(self) -> None:
         if len(self._pending) < self.world_size:

@@ -21,6 +21,7 @@ from dovetail.coordinator.trainers.trainer_group import (
     TrainerLost,
     TrainerPosition,
 )
+from dovetail.manifest.training import kept_versions
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Layout
@@ -335,7 +336,7 @@ class TrainerSession:
                     run=self._run,
                     layouts=plan.layouts,
                     recompute=plan.recompute,
-                    keep_versions=plan.lag + 1 if plan.lag else 0,
+                    keep_versions=kept_versions(plan.lag),
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
                 try:
