@@ -122,10 +122,15 @@ def _gae_block(
 # ---------------------------------------------------------------- group baselines
 
 
+def _numbered(groups: Tensor) -> tuple[Tensor, int]:
+    """Each sample's group's number, from 0 without gaps, (batch,), and how many groups there are."""
+    _, index = torch.unique(groups, return_inverse=True)
+    return index, int(index.max()) + 1 if index.numel() else 0
+
+
 def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Each sample's group's sum of x and size, both (batch,)."""
-    _, index = torch.unique(groups, return_inverse=True)
-    count = int(index.max()) + 1 if index.numel() else 0
+    index, count = _numbered(groups)
     sums = torch.zeros(count, dtype=x.dtype, device=x.device).index_add_(0, index, x)
     sizes = torch.zeros_like(sums).index_add_(0, index, torch.ones_like(x))
     return sums[index], sizes[index]
@@ -267,8 +272,7 @@ def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:
     """(batch,) bool: samples whose group's scores are all the same number."""
-    _, index = torch.unique(groups, return_inverse=True)
-    count = int(index.max()) + 1 if index.numel() else 0
+    index, count = _numbered(groups)
     low, high = (
         torch.zeros(count, dtype=scores.dtype).scatter_reduce(0, index, scores, how, include_self=False)
         for how in ("amin", "amax")

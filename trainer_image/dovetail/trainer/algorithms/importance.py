@@ -52,25 +52,22 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
 def staleness_metrics(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, weights: Tensor | None, cap: float = 2.0
 ) -> dict[str, float]:
-    """How far the policy has moved since it drew the samples, over the tokens of `mask`; all tables (batch, time).
+    """How far the policy has moved since it drew the samples, over the tokens of `mask`; all tables (batch, time). The
+    same gap as in `mismatch_metrics`, where it is an error.
 
     `logprobs` are the proximal policy's, `rollout_logprobs` the behaviour policy's, `weights` those that the loss
     uses; None: it uses none, and `effective_sample_size` is of the weights that it would use. Returns token means:
     `behaviour_kl`, k1 of KL(behaviour || proximal) in nats; `importance_ratio`, of p_proximal / p_behaviour, near 1
     whatever the distance; `importance_capped`, the share above `cap`; and `effective_sample_size`, (sum w)^2 /
     (n sum w^2), a share of the n tokens (Kish 1965). All 0 without tokens."""
-    keep = kept(mask)
-    n = int(keep.sum())
-    if n == 0:
-        return dict.fromkeys(("behaviour_kl", "importance_ratio", "importance_capped", "effective_sample_size"), 0.0)
     if weights is None:
         weights = truncated_weights(logprobs, rollout_logprobs, mask, cap)
-    difference = (wide(logprobs.detach()) - wide(rollout_logprobs.detach()))[keep].double()
-    ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), keep)[keep].double().exp()
-    w = weights[keep].double()
+    sums = mismatch_metrics(logprobs, rollout_logprobs, mask, cap)
+    n = max(1.0, float(sums["mismatch_tokens"]))
+    w = weights.double()  # 0 outside the mask
     return {
-        "behaviour_kl": -float(difference.mean()),
-        "importance_ratio": float(ratio.mean()),
-        "importance_capped": float((ratio > cap).double().mean()),
+        "behaviour_kl": float(sums["mismatch_kl"]) / n,
+        "importance_ratio": float(sums["mismatch_ratio"]) / n,
+        "importance_capped": float(sums["mismatch_capped"]) / n,
         "effective_sample_size": float(w.sum() ** 2 / (n * w.square().sum())) if bool((w > 0).any()) else 0.0,
     }
