@@ -556,6 +556,10 @@ class ObjectStorage(Model):
     )
 
 
+# All that a job may have trained, in the order in which it is made.
+TRAINED_MODELS = ("sft", "reward", "actor", "actor-ema", "critic")
+
+
 class Output(Model):
     """Where the trained models are copied when the job is done: exactly one of path, pvc and s3. Each model gets a
     folder of its own: sft, reward, actor, actor-ema or critic."""
@@ -565,6 +569,13 @@ class Output(Model):
         default=None, description="claim/path: a folder on a PersistentVolumeClaim, which the coordinator's pod mounts."
     )
     s3: ObjectStorage | None = Field(default=None, description="Object storage.")
+
+    @property
+    def place(self) -> str:
+        """Where the models go, for people."""
+        if self.s3 is not None:
+            return "/".join(part for part in (f"s3://{self.s3.bucket}", self.s3.prefix.strip("/")) if part)
+        return str(self.pvc or self.path)
 
 
 class FailurePolicy(Model):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dovetail.kube import names
 from dovetail.manifest.status import ArtifactStatus, RLHFJobStatus
-from dovetail.manifest.types import Stage
+from dovetail.manifest.types import TRAINED_MODELS, Stage
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object, label
 from dovetail.operator.render.context import RenderContext
@@ -32,8 +32,6 @@ _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
 _DOWNLOADING = "downloading "  # as the coordinator's `Hub` says it
 _VERDICTS = 16
 _MODELS = ("actor", "critic", "reward", "reference", "tokenizer")
-# What a job may train; whatever else a coordinator names is ignored.
-MODELS = ("sft", "reward", "actor", "actor-ema", "critic")
 _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
 
 
@@ -61,7 +59,7 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
     if document.get("models"):
         found["models"] = _judged_models(document["models"])
     if isinstance(trained := document.get("artifacts"), list):
-        found["artifacts"] = [name for name in MODELS if name in trained]
+        found["artifacts"] = [name for name in TRAINED_MODELS if name in trained]  # whatever else is named is ignored
     if (doing := document.get("message")) and isinstance(doing, str) and doing.startswith(_DOWNLOADING):
         found["message"] = doing[:_PROBLEM_CHARACTERS]
     if document.get("health"):
@@ -134,11 +132,7 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
 def artifacts(context: RenderContext, document: Mapping[str, Any]) -> list[ArtifactStatus]:
     """Where the models are that the coordinator has named. Of documents that are `judged`."""
     folder, output = names.folder(context.job, context.uid), context.job.spec.output
-    place = ""
-    if output is not None and output.s3 is not None:
-        place = "/".join(part for part in (f"s3://{output.s3.bucket}", output.s3.prefix.strip("/")) if part)
-    elif output is not None:
-        place = str(output.pvc or output.path).rstrip("/")
+    place = output.place.rstrip("/") if output is not None else ""
     return [
         ArtifactStatus(
             name=name,

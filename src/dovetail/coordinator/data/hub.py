@@ -97,7 +97,7 @@ class Hub:
         for name, model in self._models.items():
             if not model.files:
                 continue  # of the shared cache, and complete
-            weights = weight_files(list(model.files), _json(model.folder / INDEX))
+            weights = weight_files(list(model.files), read_json(model.folder / INDEX))
             missing = [each for each in weights if not _complete(model.folder / each, model.files.get(each))]
             if missing and name != "tokenizer":
                 self._check_room(model, missing)
@@ -131,7 +131,7 @@ class Hub:
             snapshot = folder / "snapshots" / found
             if not (snapshot / "config.json").is_file():
                 continue
-            weights = weight_files([path.name for path in snapshot.iterdir()], _json(snapshot / INDEX))
+            weights = weight_files([path.name for path in snapshot.iterdir()], read_json(snapshot / INDEX))
             if weights and all((snapshot / name).is_file() for name in weights):
                 return _Model(field, repository, revision, found, snapshot, {})
         return None
@@ -146,7 +146,7 @@ class Hub:
         return _Model(field, repository, revision, known["commit"], folder, files)
 
     def _known(self) -> dict[str, dict[str, Any]]:
-        found = _json(self._record) if self._record is not None else None
+        found = read_json(self._record) if self._record is not None else None
         return found if isinstance(found, dict) else {}
 
     def _remember(self, model: _Model) -> None:
@@ -288,7 +288,8 @@ def _complete(path: Path, size: int | None) -> bool:
     return path.is_file() and size in (None, path.stat().st_size)
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """A JSON file's value; None for what is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

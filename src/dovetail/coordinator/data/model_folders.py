@@ -3,12 +3,11 @@ scratch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub import Hub
+from dovetail.coordinator.data.hub import Hub, read_json
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 from dovetail.manifest.types import ModelSource, ScratchModel
@@ -44,18 +43,10 @@ def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remo
         raise DataError(
             f"{field}.source: {source.path or source.hugging_face} has {found}; Dovetail loads safetensors, so {fix}"
         )
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")  # what is no JSON is told where the model is loaded
     if isinstance(config, dict) and "model_type" in config and (why := problem(config, MODEL_FAMILIES)) is not None:
         raise DataError(f"{field}.source: {source.path or source.hugging_face}: {why}")
     return folder
-
-
-def _read(path: Path) -> Any:
-    """A JSON file's value; None for what is no JSON, which is told where the model is loaded."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 # Fields of all families that must be whole numbers above 0.

@@ -42,7 +42,7 @@ from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.serving.routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
-from dovetail.coordinator.store.delivery import check, deliver, place
+from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.store import Store, StoreError
@@ -398,7 +398,7 @@ class Engines:
         models = self.settings.run_dir / "models"
         self._trained = await asyncio.to_thread(deliver, self.spec.output, models)
         if self.spec.output is not None:
-            self.log("models.copied", models=self._trained, to=place(self.spec.output))
+            self.log("models.copied", models=self._trained, to=self.spec.output.place)
         document = self.records.results.write("succeeded")
         self.records.progress.update(state="succeeded", phase=None, message="")
         self.log("job.succeeded")

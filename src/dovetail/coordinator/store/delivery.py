@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.manifest.types import ObjectStorage, Output
+from dovetail.manifest.types import TRAINED_MODELS, ObjectStorage, Output
 
-# All that a job may have trained, in the order in which it is made.
-MODELS = ("sft", "reward", "actor", "actor-ema", "critic")
 # A folder without it is no model, so it is written last.
 LAST = "config.json"
 CHUNK = 16 << 20
@@ -29,7 +27,7 @@ class OutputError(RuntimeError):
 
 def trained(models: Path) -> list[str]:
     """Names of the models in the folder `models` that are whole."""
-    return [name for name in MODELS if (models / name / LAST).is_file()]
+    return [name for name in TRAINED_MODELS if (models / name / LAST).is_file()]
 
 
 def check(output: Output | None) -> None:
@@ -104,21 +102,14 @@ def _connect(storage: ObjectStorage) -> Any:
     )
 
 
-def place(output: Output) -> str:
-    """Where models go, for people."""
-    if output.s3 is not None:
-        return f"s3://{_key(output.s3, '')}"
-    return str(output.path or output.pvc)
-
-
 @contextlib.contextmanager
 def _explained(output: Output) -> Iterator[None]:
     try:
         yield
     except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-        raise OutputError(f"spec.output: the models cannot be copied to {place(output)}: {error}") from error
+        raise OutputError(f"spec.output: the models cannot be copied to {output.place}: {error}") from error
     except OSError as error:
         if output.s3 is None:
             raise
-        told = f"spec.output: the models cannot be copied to {place(output)}: {error}"
+        told = f"spec.output: the models cannot be copied to {output.place}: {error}"
         raise (OutputError if any(word in str(error) for word in _HOPELESS) else OSError)(told) from error
