@@ -155,7 +155,7 @@ def test_drift_is_corrected():
 
 def test_a_running_job_keeps_its_plan():
     cluster = running()
-    cluster.objects["ConfigMap", "demo-plan"]["metadata"]["annotations"] = {names.SPEC_HASH: "of an older operator"}
+    cluster.objects["ConfigMap", "demo-plan"]["data"]["job.json"] = '{"of": "another operator"}'
     assert cluster.reconcile().apply == []
 
 
@@ -283,7 +283,7 @@ def test_the_coordinators_pod_alone_writes_the_copies():
     mounts = {name: [m["name"] for m in pod["containers"][0]["volumeMounts"]] for name, pod in pods.items()}
     assert [name for name, found in mounts.items() if "output" in found] == [COORDINATOR]
     job = json.loads(cluster.objects["ConfigMap", "demo-plan"]["data"]["job.json"])
-    assert job["spec"]["output"] == {"path": "/var/dovetail-output/chat", "s3": None}
+    assert job["spec"]["output"] == {"path": "/var/dovetail-output/chat"}
     keys = running(output={"s3": {"bucket": "models", "credentialsSecret": "keys"}})
     jobs = keys.objects["JobSet", "demo"]["spec"]["replicatedJobs"]
     secrets = {

@@ -232,7 +232,7 @@ def test_without_the_right_to_list_nodes_the_plan_stays_and_says_so():
     cluster.settle()
     assert planned(cluster)["message"].endswith("the operator may not list nodes")
     assert cluster.document["status"]["plan"]["rollouts"] == 1
-    assert names.ROOM not in cluster.objects["ConfigMap", "demo-plan"]["metadata"]["annotations"]
+    assert "annotations" not in cluster.objects["ConfigMap", "demo-plan"]["metadata"], "of the room"
     on_cpus = FakeCluster()
     on_cpus.nodes_refused = True
     on_cpus.settle()

@@ -2,20 +2,26 @@
 
 import asyncio
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 from golden import make_objects
+from pydantic import Field
 
 from dovetail.kube import names
+from dovetail.manifest.base import Model
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
+from dovetail.manifest.types import PPO, Group, RLHFJob, RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.jobset import pods_changed, pods_labels
+from dovetail.protocol.plan import Plan
 from helpers.fake_cluster import FakeCluster, running
 
 # What the operator of 23 November 2026 made of the example of that time. The files never change.
@@ -89,6 +95,76 @@ def test_the_hash_of_an_earlier_version_is_computed_as_it_was():
     job = read_job(cluster.document)
     assert not isinstance(job, PlanRefused)
     assert pods_labels(job.spec)[names.PODS_LABEL] == labels[names.PODS_LABEL], "else all running jobs restart"
+
+
+def test_a_plan_that_an_earlier_operator_made_is_not_made_again():
+    """Of a job that waits: its job.json has the defaults of that time, and none of later fields."""
+    cluster = earlier()
+    del cluster.objects["JobSet", "demo"]
+    made = cluster.objects["ConfigMap", "demo-plan"]
+    planned = Planner(1.0, make=never)  # its process would fail
+    found = asyncio.run(planned.planned(cluster.document, Children(cluster.objects)))
+    assert not isinstance(found, PlanRefused)
+    assert json.loads(made["data"]["plan.json"])["rollouts"] == found[1].model_dump(mode="json")["rollouts"]
+    cluster.edit(seed=5)
+    assert isinstance(asyncio.run(planned.planned(cluster.document, Children(cluster.objects))), PlanRefused)
+    asyncio.run(planned.close())
+
+
+def never(spec: RLHFJobSpec) -> Plan:
+    raise AssertionError("the planner was asked again")
+
+
+class LaterPart(Model):
+    size: int = 3
+
+
+class LaterPPO(PPO):
+    added: bool = False
+    limit: int | None = None
+    part: LaterPart = Field(default_factory=LaterPart)
+    parts: list[LaterPart] = Field(default_factory=list)
+
+
+class LaterGroup(Group):
+    added: str = "Auto"
+
+
+class LaterSpec(RLHFJobSpec):
+    ppo: LaterPPO = Field(default_factory=LaterPPO)
+    groups: list[LaterGroup]  # type: ignore[assignment]
+    later: LaterPart = Field(default_factory=LaterPart)
+
+
+class LaterJob(RLHFJob):
+    spec: LaterSpec
+
+
+def test_a_field_of_a_later_release_changes_no_job_that_does_not_use_it():
+    job, settings = make_objects.jobs()["colocated"]
+    document = job.model_dump(mode="json", by_alias=True, exclude={"status"})
+    later = LaterJob.model_validate(document)
+    assert later.spec.ppo.part.size == 3
+    assert spec_hash(later) == spec_hash(job)
+    assert make_objects.rendered(later, settings) == make_objects.rendered(job, settings)
+    used = LaterJob.model_validate(document | {"spec": document["spec"] | {"later": {"size": 4}}})
+    assert spec_hash(used) != spec_hash(job)
+
+
+def test_job_json_has_no_defaults_and_says_the_same():
+    """Of all examples: processes of another release, with other fields, can read it."""
+    for path in sorted(make_objects.EXAMPLES.rglob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            if document.get("kind") != "RLHFJob":
+                continue
+            job = parse(document)
+            job = job.model_copy(update={"spec": resolve(job.spec)})
+            written = in_pods(job)
+            again = RLHFJob.model_validate_json(json.dumps(written))
+            assert in_pods(again) == written, path
+            assert spec_hash(again) == spec_hash(job), path
+            assert again.spec.ppo == job.spec.ppo, path
+            assert "lag" in document["spec"].get("ppo", {}) or "lag" not in written["spec"].get("ppo", {}), path
 
 
 def test_the_coordinator_has_a_hash_of_its_own():

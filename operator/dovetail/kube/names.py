@@ -20,7 +20,6 @@ JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 PREEMPTIBLE_PODS_LABEL = "dovetail.dev/preemptible-pods"
-SPEC_HASH = "dovetail.dev/spec-hash"
 FOLDER = "dovetail.dev/folder"  # of a claim: where on it the last job that used it has its files
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"

@@ -22,7 +22,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PlanRefused
-from dovetail.operator.render.config_map import spec_hash
+from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.planner.hardware import GPU, estimate, is_known
 from dovetail.planner.placement.images import ANY, image_errors
@@ -78,6 +78,15 @@ class _Read:
     hash: str
     text: str = ""
     plan: Plan | None = None
+    written: str = ""
+    written_hash: str | None = None
+
+    def planned_so(self, config_map: Object) -> bool:
+        """Whether the plan in a ConfigMap was made for this job as it is now."""
+        text = str((config_map.get("data") or {}).get("job.json"))
+        if text != self.written:
+            self.written, self.written_hash = text, planned_hash(text)
+        return self.written_hash == self.hash
 
     def stored(self, config_map: Object, known: dict[str, tuple[str, Plan]]) -> Plan | None:
         """The plan in a ConfigMap; None if it cannot be read. `known`: plans by their text, so that equal jobs share a
@@ -155,9 +164,9 @@ class Planner:
             return read
         job, wanted = read.job, read.hash
         made = children.get(CONFIG_MAP.kind, names.plan_config_map(job.metadata.name))
-        if made is not None:
-            same = (made["metadata"].get("annotations") or {}).get(names.SPEC_HASH) == wanted
-            if (same or started) and (plan := read.stored(made, self._stored)) is not None:
+        if made is not None and (started or read.planned_so(made)):
+            plan = read.stored(made, self._stored)
+            if plan is not None:
                 return job, plan
         if errors := self._problems(job.spec):
             return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
