@@ -133,8 +133,9 @@ def test_a_suspended_job_adopts_nothing(server: KubeCluster) -> None:
         assert untouched(theirs[kind], get(server, TAKEN[kind])), kind
 
 
-def test_a_claim_outlives_its_job_and_is_taken_up_when_the_manifest_says_so(server: KubeCluster) -> None:
-    """Nothing else outlives the job. Without a folder in the manifest it is not clear what is wanted."""
+def test_a_claim_outlives_its_job_and_the_next_one_uses_it(server: KubeCluster) -> None:
+    """Nothing else outlives the job. The same manifest, applied again, starts anew beside the files of before. A folder
+    in the manifest goes on with an earlier run."""
     create(server, quickstart(JOB, SPACE))
     wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
     where = (f"{JOB}-files", "-n", SPACE)
@@ -145,9 +146,15 @@ def test_a_claim_outlives_its_job_and_is_taken_up_when_the_manifest_says_so(serv
     wait_for("nothing else", lambda: mine(server) == [f"persistentvolumeclaim/{JOB}-files"])
     assert untouched(before, server.get("pvc", *where))
     create(server, quickstart(JOB, SPACE))
-    said = wait_for("the question", lambda: conflict(server))
-    assert f"Set spec.storage.folder to {folder} to go on with that run" in said
-    assert untouched(before, server.get("pvc", *where))
+    jobset = wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    other = server.get("rlhfjob", JOB, "-n", SPACE)["metadata"]["uid"]
+    assert f'"/var/dovetail/{JOB}-{other[:8]}"' in json.dumps(jobset)
+    claim = server.get("pvc", *where)["metadata"]
+    assert (claim["uid"], "ownerReferences" in claim) == (before["metadata"]["uid"], False)
+    assert claim["annotations"]["dovetail.dev/earlier-folders"] == folder
+    told = wait_for("the Event", lambda: events(server, "StartedAnew", other))
+    assert f"in the folder {JOB}-{other[:8]} of the claim" in told[0]
+    assert f"stay: {folder}." in told[0]
     delete_job(server)
     create(server, quickstart(JOB, SPACE, storage={"folder": folder, "retain": "Delete"}))
     jobset = wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
@@ -186,6 +193,13 @@ def test_the_manifest_decides_whether_the_claim_goes_with_the_job(server: KubeCl
     wait_for("the claim", lambda: server.get("pvc", *where))
     delete_job(server)
     wait_for("nothing", lambda: mine(server) == [])
+
+
+def events(server: KubeCluster, reason: str, uid: str) -> list[str]:
+    """Messages of the Events about the job with this uid."""
+    fields = f"reason={reason},involvedObject.uid={uid}"
+    found = server.kubectl("get", "events", "-n", SPACE, "--field-selector", fields, "-o", "json")
+    return [event["message"] for event in json.loads(found)["items"]]
 
 
 def delete_job(server: KubeCluster) -> None:

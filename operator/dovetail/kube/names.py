@@ -21,6 +21,7 @@ PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 PREEMPTIBLE_PODS_LABEL = "dovetail.dev/preemptible-pods"
 FOLDER = "dovetail.dev/folder"  # of a claim: where on it the last job that used it has its files
+EARLIER_FOLDERS = "dovetail.dev/earlier-folders"  # of a claim: those of earlier jobs, the last one first
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 KUEUE = "kueue.x-k8s.io/"

@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import CHILDREN, GANGS, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, Resource
+from dovetail.kube.resources import CHILDREN, GANGS, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, VOLUME_CLAIM, Resource
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator.cluster import own_objects
@@ -43,7 +43,7 @@ from dovetail.operator.reconcile.reconcile import (
     old_status,
     reconcile,
 )
-from dovetail.operator.reconcile.refusals import held_up
+from dovetail.operator.reconcile.refusals import held_up, started_anew
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.status_rate import StatusRate
@@ -267,10 +267,13 @@ class Controller:
                 started = children.get(JOBSET.kind, context.name) is not None
                 await self._tokens.ensure(context, started=started)
             things = [thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn]
-            await self._apply(things, context, children)
+            for event in await self._apply(things, context, children):
+                log("job.event", job=f"{context.namespace}/{context.name}", reason=event.reason, message=event.message)
+                await self._record(document, event)
 
-    async def _apply(self, things: list[Object], context: RenderContext, children: Children) -> None:
-        """All at once. Raises NameTaken or the first KubeError when all have been answered."""
+    async def _apply(self, things: list[Object], context: RenderContext, children: Children) -> list[JobEvent]:
+        """All at once. Returns what is to be told of them. Raises NameTaken or the first KubeError when all have been
+        answered."""
 
         async def put(thing: Object) -> Object:
             there = children.get(thing["kind"], thing["metadata"]["name"])
@@ -287,11 +290,16 @@ class Controller:
                 why = "it is not as the manifest says" if changed else "the job needs it"
                 job = f"{context.namespace}/{context.name}"
                 log("object.changed" if changed else "object.created", job=job, object=name, reason=why)
+        made = [reply for reply in replies if not isinstance(reply, BaseException)]
+        claims = [thing for thing in made if thing["kind"] == VOLUME_CLAIM.kind]
+        asked = context.job.spec.storage.folder is not None  # then its user knows
+        news = [event for claim in claims if not asked and (event := started_anew(claim)) is not None]
         if taken := [reply for reply in replies if isinstance(reply, NameTaken)]:
             raise NameTaken.all_of(taken)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
+        return news
 
     async def _keep_history(self, key: Key, context: RenderContext, children: Children) -> None:
         """Of a job that ends, before its status says so; one that cannot be kept holds up nothing."""

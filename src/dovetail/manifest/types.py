@@ -530,8 +530,8 @@ class Storage(Model):
     folder: Folder | None = Field(
         default=None,
         description="Folder of the claim that the job writes to. If an earlier job left a run there, this job goes on "
-        "with it; another folder starts anew. null: a new folder, named after the job and its uid. A kept claim "
-        "<job>-files is taken up again only if this is set.",
+        "with it; another folder starts anew. null: a new folder, named after the job and its uid, also on "
+        "a claim <job>-files that was kept of an earlier job.",
     )
 
 

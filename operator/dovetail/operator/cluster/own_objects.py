@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from dovetail.kube.connection import KubeError
-from dovetail.kube.names import FOLDER
+from dovetail.kube.names import EARLIER_FOLDERS, FOLDER
 from dovetail.kube.owners import controlled_by, kept_for, labelled_for, left_by
 from dovetail.kube.resources import JOBSET, VOLUME_CLAIM
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
-from dovetail.operator.reconcile.refusals import kept, left_over, taken
+from dovetail.operator.reconcile.refusals import left_over, taken
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.volume_claim import claim_metadata
 
+MOST_FOLDERS = 20  # of earlier jobs that are named
+_FOLDER = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._]{0,127}")  # as in spec.storage.folder
 NO_JOBSET = f"the cluster has no {JOBSET.kind} ({JOBSET.api_version}); install the JobSet controller"
 
 
@@ -38,7 +41,7 @@ class NameTaken(Exception):
 
 async def create(client: Client, thing: Object, context: RenderContext) -> Object:
     """Create an object of a job. If this job controls an object of that name, return that one. A claim that was kept of
-    an earlier job is taken up if the manifest says which folder to use. Raises NameTaken if another has the name, and
+    an earlier job is taken up. Raises NameTaken if another has the name, and
     KubeError."""
     try:
         return await client.create(thing)
@@ -61,19 +64,25 @@ async def create(client: Client, thing: Object, context: RenderContext) -> Objec
 
 
 async def _taken_up(client: Client, claim: Object, context: RenderContext) -> Object:
-    """Label a kept claim for this job. It gets no owner, so it is never deleted with the job. Its kind's `spec` is left
-    as it is."""
+    """Label a kept claim for this job. It gets no owner, so it is never deleted with the job. Its `spec` is left as it
+    is. If the manifest names no folder, the job has one that no earlier job had."""
     metadata = claim["metadata"]
     if labelled_for(claim, context.uid):
         return claim
     if metadata.get("deletionTimestamp"):
         raise NameTaken(left_over(VOLUME_CLAIM.kind, metadata["name"]), leaving=True)
-    if context.job.spec.storage.folder is None:
-        folder = str((metadata.get("annotations") or {}).get(FOLDER, ""))
-        raise NameTaken(kept(metadata["name"], folder), leaving=False)
     mine = {key: value for key, value in claim_metadata(context).items() if key != "ownerReferences"}
+    folder = mine["annotations"][FOLDER]
+    if earlier := [each for each in _folders(metadata.get("annotations") or {}) if each != folder]:
+        mine["annotations"][EARLIER_FOLDERS] = ", ".join(earlier[:MOST_FOLDERS])
     log("claim.taken_up", job=f"{context.namespace}/{context.name}", claim=metadata["name"])
     return await client.apply({**VOLUME_CLAIM.type_meta, "metadata": mine}, str(metadata["uid"]))
+
+
+def _folders(annotations: Mapping[str, str]) -> list[str]:
+    """Folders of earlier jobs on a claim, the last one first."""
+    told = [annotations.get(FOLDER, ""), *annotations.get(EARLIER_FOLDERS, "").split(", ")]
+    return [each for each in dict.fromkeys(told) if _FOLDER.fullmatch(each)]
 
 
 def not_ours(found: Object, kind: str, context: RenderContext) -> NameTaken:

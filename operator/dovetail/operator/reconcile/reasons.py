@@ -32,6 +32,7 @@ FINISHED = "JobFinished"
 AS_EXPECTED = "AsExpected"
 APPLY_FAILED = "ObjectRejected"
 NAME_CONFLICT = "NameConflict"
+STARTED_ANEW = "StartedAnew"
 
 # What becomes of pods
 IMAGE_PULL = "ImagePullFailed"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
+from dovetail.kube import names
 from dovetail.kube.resources import VOLUME_CLAIM
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.reconcile import reasons
@@ -23,13 +25,20 @@ def taken(things: Sequence[tuple[str, str]]) -> str:
     return f"{told}, or give the job another name.{use}"
 
 
-def kept(name: str, folder: str) -> str:
-    """A claim was kept of an earlier job with the same name, and the manifest does not say what to do with it.
-    `folder`: of the earlier job; empty if it is not known."""
-    there = f"to {folder} " if folder else "to its folder "
-    return (
-        f"PersistentVolumeClaim {name} was kept of an earlier job with this name. Set spec.storage.folder {there}to go "
-        f"on with that run, or to another name to start anew on the same claim. Or delete the claim and its files."
+def started_anew(claim: Mapping[str, Any]) -> JobEvent | None:
+    """What to tell of a claim that was kept of an earlier job, and that a job has taken up which names no folder. None
+    if there was no earlier job."""
+    metadata = claim["metadata"]
+    told = metadata.get("annotations") or {}
+    earlier = told.get(names.EARLIER_FOLDERS)
+    if not earlier:
+        return None
+    return JobEvent(
+        "Normal",
+        reasons.STARTED_ANEW,
+        f"PersistentVolumeClaim {metadata['name']} was kept of an earlier job with this name. This job starts anew, in "
+        f"the folder {told.get(names.FOLDER)} of the claim. Folders of earlier jobs stay: {earlier}. To go on with one "
+        f"of these runs, delete this job and name the folder in spec.storage.folder.",
     )
 
 
