@@ -222,7 +222,7 @@ def test_a_restarted_coordinator_goes_on_and_aborts_what_the_old_one_left(tmp_pa
             await task
         job.finished.clear()
         job.open()
-        left = {f"generate-tokens-{s}" for ids in job.generator._leftovers.values() for s in ids}
+        left = {f"generate-tokens-{s}" for ids in job.generator._shared.leftovers.values() for s in ids}
         kept = sum(len(s.tokens) for s in job.store.samples.samples(1))
         assert kept > 0
         assert left

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.generation import generation
+from dovetail.coordinator.generation import drawing
 from helpers.generation_job import Job, play
 
 
 @pytest.mark.parametrize("burst", [1, 8, 16, 17])
 def test_samples_beyond_a_burst_follow_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, burst: int) -> None:
-    monkeypatch.setattr(generation, "BURST", burst)
+    monkeypatch.setattr(drawing, "BURST", burst)
     placed: list[int] = []
-    place = generation.place
+    place = drawing.place
 
     def counted(count: int, *rest: object) -> list[str]:
         chosen = place(count, *rest)  # type: ignore[arg-type]
         placed.append(len(chosen))
         return chosen
 
-    monkeypatch.setattr(generation, "place", counted)
+    monkeypatch.setattr(drawing, "place", counted)
 
     async def scenario(job: Job) -> None:
         server = await job.server("r0")

@@ -204,7 +204,7 @@ class GenerationError(Exception):
 
 
 class InFlight:
-    """`activity`: by instance, since `clear`. `clock`: monotonic seconds. `max_fruitless`: see `GenerationSettings`."""
+    """`activity`: by instance. `clock`: monotonic seconds. `speeds`: of all instances, whatever iteration they draw."""
 
     def __init__(
         self,
@@ -212,14 +212,14 @@ class InFlight:
         fleet: Fleet,
         log: Callable[..., None],
         clock: Callable[[], float],
-        max_fruitless: int,
+        settings: GenerationSettings,
+        speeds: Speeds,
     ) -> None:
         self._store, self._fleet, self._log, self._clock = store, fleet, log, clock
-        self._max_fruitless = max_fruitless
+        self._max_fruitless, self._speeds = settings.max_fruitless, speeds
         self._works: dict[Work, None] = {}
         self._counts: Counter[str] = Counter()
         self._ended: list[Work] = []
-        self._speeds = Speeds()
         self.activity: dict[str, Activity] = {}
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.fusion.sleep import Sleepers
-from dovetail.coordinator.generation.generation import KIND as ROLLOUT
+from dovetail.coordinator.generation.drawing import KIND as ROLLOUT
 from dovetail.coordinator.generation.generation import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.loop.model_sources import ModelSources

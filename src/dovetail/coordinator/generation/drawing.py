@@ -1,0 +1,337 @@
+"""Draws the samples of one iteration on the servers of the fleet: one call of `Generator.generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.coordinator.fleet.fleet import Fleet, Instance
+from dovetail.coordinator.generation.dispatch import Speeds, excess, place
+from dovetail.coordinator.generation.in_flight import (
+    Generated,
+    GenerationError,
+    GenerationSettings,
+    InFlight,
+    Work,
+    mean_step,
+    reason_to_give_up,
+    reason_to_leave,
+)
+from dovetail.coordinator.generation.kv_migration import KVMigration
+from dovetail.coordinator.generation.migration_costs import Mechanism
+from dovetail.coordinator.generation.migrations import Leave, Migration, StopStrings
+from dovetail.coordinator.generation.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
+from dovetail.coordinator.store.samples import Assignment, Key, Sample
+from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.manifest.types import Generation
+
+KIND = "rollout"
+GATHER_SECONDS = 0.005
+# The most requests that are started at once. Thousands would block the event loop until connections time out.
+BURST = 256
+TOKEN_BYTES = 4
+
+
+# Given the unfinished samples, each with its instance (None: it waits for one), and the instances that may take work:
+# those that what is left shall gather on, once it is time; None or nothing until then.
+Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
+
+
+@dataclass
+class Shared:
+    """What the drawings of all iterations have in common. `clock`: monotonic seconds. `replay`: servers shall say which
+    experts each token got. `leftovers`: by process, the requests that an earlier coordinator left there. `step`:
+    seconds of a decode step in an earlier drawing."""
+
+    store: Store
+    fleet: Fleet
+    generation: Generation
+    log: Callable[..., None]
+    settings: GenerationSettings
+    clock: Callable[[], float]
+    kv: KVMigration
+    requests: Requests
+    stop_strings: StopStrings
+    replay: bool = False
+    speeds: Speeds = field(default_factory=Speeds)
+    leftovers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    step: float | None = None
+
+
+class Drawing:
+    """See `Generator.generate`. It is used once."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        iteration: int,
+        samples: Sequence[Sample],
+        on_finished: Callable[[Sample], None] | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+        tail: Tail | None = None,
+    ) -> None:
+        self._shared = shared
+        self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
+        self._generation, self._settings, self._requests = shared.generation, shared.settings, shared.requests
+        self._kv = shared.kv
+        self._iteration = iteration
+        self._on_finished, self._progress, self._tail = on_finished, progress, tail
+        self._pending = [Work.of(s) for s in samples]
+        self._total = len(self._pending)
+        self._flying = InFlight(self._store, self._fleet, self._log, self._clock, self._settings, shared.speeds)
+        self._wake = asyncio.Event()
+        self._migrations: list[Migration] = []
+        self._watched = 0.0
+        self._known: set[tuple[str, str]] = set()
+        self._destinations: frozenset[str] = frozenset()
+
+    async def run(self) -> Generated:
+        """Returns when every sample is generated and stored. Raises GenerationError or StoreError."""
+        result, started = Generated(), self._clock()
+        result.tail.append((time.time(), self._total))
+        self._fleet.listeners.append(self._wake.set)
+        try:
+            await self._loop(result)
+        finally:
+            self._fleet.listeners.remove(self._wake.set)
+            await self._stop()
+        result.seconds = self._clock() - started
+        self._shared.step = mean_step(self._flying.activity.values()) or self._shared.step
+        result.migrations, result.instances = self._migrations, dict(self._flying.activity)
+        result.spans = [a.span(name, self._iteration) for name, a in sorted(self._flying.activity.items())]
+        return result
+
+    def idle(self, name: str) -> bool:
+        """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
+        return not self._pending and self._flying.idle(name)
+
+    async def drain(self, name: str) -> None:
+        """Move the samples of an instance to others with their tokens. Returns when it has none left."""
+        works = self._flying.on(name)
+        self._end(works, "drain")
+        tasks = [w.task for w in works if w.task is not None]
+        if tasks:
+            # `_watch` cancels requests that ignore the abort.
+            await asyncio.wait(tasks, timeout=2 * self._settings.abort)
+
+    # ------------------------------------------------------------ the loop
+
+    async def _loop(self, result: Generated) -> None:
+        idle_since: float | None = None
+        flushed = self._clock()
+        while self._pending or self._flying:
+            eligible = self._eligible()
+            self._greet(eligible)
+            self._assign(eligible)
+            self._watch()
+            now = self._clock()
+            if self._flying or eligible:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = now
+            elif now - idle_since > self._settings.wait:
+                raise GenerationError(
+                    f"no rollout could take the {len(self._pending)} remaining samples of iteration {self._iteration} "
+                    f"within {self._settings.wait:.0f} s: {self._fleet.describe(KIND)}"
+                )
+            # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.flush):
+                    await self._wake.wait()
+            # Responses often end together, at the same step of a server.
+            await asyncio.sleep(GATHER_SECONDS)
+            self._wake.clear()
+            done = self._flying.flush(self._clock() - flushed)
+            flushed = self._clock()
+            unfinished = self._flying.sort_out()
+            if unfinished:
+                self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
+                result.retries += len(unfinished)
+            self._gather()
+            for key in done:
+                result.samples += 1
+                if self._on_finished is not None:
+                    self._on_finished(self._store.samples.get(key))
+            if done:
+                result.tail.append((time.time(), len(self._pending) + len(self._flying)))
+            result.tokens = sum(a.tokens for a in self._flying.activity.values())
+            if self._progress is not None:
+                self._progress(result.samples, self._total, result.tokens)
+
+    def _eligible(self) -> list[Instance]:
+        """The instances that may get work. After the tail was gathered these are its destinations, unless all of them
+        are gone."""
+        everyone = self._fleet.eligible(KIND)
+        return [i for i in everyone if i.name in self._destinations] or everyone
+
+    def _gather(self) -> None:
+        """Ask `tail` where to gather. When it names destinations, move the samples of all other instances there."""
+        if self._tail is None or self._destinations or not (self._pending or self._flying):
+            return
+        unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
+        chosen = self._tail(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._fleet.eligible(KIND)])
+        if chosen:
+            self._destinations = frozenset(chosen)
+            moving = [w for w in self._flying if w.instance not in self._destinations]
+            sources = sorted({w.instance for w in moving})
+            self._log("tail.gathered", left=len(unfinished), destinations=sorted(self._destinations), sources=sources)
+            self._end(moving, "tail")
+
+    def _greet(self, eligible: Sequence[Instance]) -> None:
+        """On the first sight of an instance, abort requests that an earlier coordinator left there, and give it a share
+        of the work."""
+        new = [i for i in eligible if (i.name, i.incarnation) not in self._known]
+        first = not self._known
+        for instance in new:
+            self._known.add((instance.name, instance.incarnation))
+            leftovers = self._shared.leftovers.pop((instance.name, instance.incarnation), None)
+            if leftovers:
+                self._requests.abort(instance, leftovers)
+        if new and not first and not self._pending:
+            loads = self._flying.loads(eligible)
+            idle = [i.name for i in new if loads[i.name] == 0]
+            for name, count in excess(loads, idle, self._generation.max_concurrent).items():
+                works = [w for w in self._flying.on(name) if w.ending is None]
+                # The samples with the fewest tokens, which have most to come.
+                self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
+
+    def _assign(self, eligible: Sequence[Instance]) -> None:
+        if not eligible:
+            return
+        names = [i.name for i in eligible]
+        capacity = self._generation.max_concurrent
+        count = min(len(self._pending), BURST)
+        chosen = place(count, self._flying.loads(eligible), self._flying.speeds(names), capacity)
+        works, self._pending = self._pending[: len(chosen)], self._pending[len(chosen) :]
+        if not works:
+            return
+        if len(works) == BURST:
+            self._wake.set()
+        by_name = {i.name: i for i in eligible}
+        assignments = []
+        for work, name in zip(works, chosen, strict=True):
+            instance = by_name[name]
+            keep = self._shared.stop_strings.kept(work.prompt, work.tokens)
+            del work.tokens[keep:], work.logprobs[keep:]
+            work.stored = work.before = len(work.tokens)
+            work.instance, work.incarnation = name, instance.incarnation
+            work.ending = work.reason = work.failure = work.refusal = None
+            assignments.append(Assignment(work.key, name, instance.incarnation, instance.weight_version, work.stored))
+        attempts = self._store.samples.assign(assignments)
+        now, wall = self._clock(), time.time()
+        interval = self._settings.interval(len(works) + len(self._pending) + len(self._flying), self._shared.step)
+        for work, attempt in zip(works, attempts, strict=True):
+            work.attempt, work.interval = attempt, interval
+            self._flying.begin(work, now, wall)
+            work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
+
+    async def _run(self, work: Work, instance: Instance) -> None:
+        def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None, experts: bytes | None) -> None:
+            now = self._clock()
+            if work.first and tokens:
+                sent = self._kv.nbytes
+                self._started(work, instance, now, arrived(), self._kv.nbytes - sent)
+            else:
+                work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.last_token
+            work.tokens += tokens
+            work.logprobs += logprobs
+            work.last_token, work.reason, work.experts = now, reason, experts
+
+        departure, work.departure = work.departure, None
+        try:
+            room = int(instance.abilities.get("max_model_len") or 2**31) - len(work.prompt) - len(work.tokens)
+            left = min(self._generation.max_tokens - len(work.tokens), room)
+            if left < 1:
+                # The end was reached, but the coordinator died before it was stored; or the context is full.
+                work.reason = "length"
+                return
+            session, request = self._requests.session, self._body(work, instance, left)
+            arrived = await self._kv.prepare(session, request, instance, departure, bool(work.tokens))
+            await stream(session, instance.url, request, on_tokens)
+            if work.reason == "abort" and len(work.tokens) > work.before:
+                work.departure = self._kv.left(instance, work.request_id)
+        except ServerFailure as error:
+            work.failure = str(error)
+        except RequestRefused as error:
+            work.refusal = str(error)
+        finally:
+            self._flying.ended(work)
+            self._wake.set()
+
+    def _body(self, work: Work, instance: Instance, left: int) -> dict[str, Any]:
+        return body(work, self._generation, instance, left, work.interval, self._shared.replay)
+
+    def _started(
+        self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int
+    ) -> None:
+        """Record the time to a request's first token: of a prefill or a migration. `nbytes`: bytes of KV cache that
+        were moved."""
+        work.first = False
+        tokens = len(work.prompt) + len(work.tokens)
+        mechanism = Mechanism.TOKENS if moved is None else moved[0]
+        if mechanism is Mechanism.TOKENS:
+            nbytes = TOKEN_BYTES * tokens
+            self._flying.activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
+        if work.leave is not None:
+            leave, work.leave = work.leave, None
+            names = leave.instance, instance.name, mechanism.value, leave.reason
+            migration = Migration(work.key, *names, tokens, nbytes, now - leave.time, time.time())
+            self._migrations.append(migration)
+            self._log("sample.moved", **migration.fields())
+
+    def _watch(self) -> None:
+        """End requests that stall, whose process is gone, or that ignored an abort. Move samples away from servers that
+        will end soon or seem to be dead."""
+        now, s = self._clock(), self._settings
+        if now - self._watched < s.flush:
+            return
+        self._watched = now
+        fleet = {i.name: i for i in self._fleet.instances(KIND)}
+        eligible = {i.name for i in self._eligible()}
+        last_tokens: dict[str, float] = {}
+        for work in self._flying:
+            last_tokens[work.instance] = max(last_tokens.get(work.instance, 0.0), work.last_token)
+        for name in last_tokens:
+            quiet, others = now - last_tokens[name], bool(eligible - {name})
+            if (reason := reason_to_leave(fleet.get(name), quiet, others, s)) is not None:
+                self._end(self._flying.on(name), reason)
+        for work in self._flying:
+            if work.task is None or work.task.done():
+                continue
+            failure = reason_to_give_up(work, fleet.get(work.instance), now, last_tokens[work.instance], s)
+            if failure is not None:
+                work.failure = failure or work.failure
+                work.task.cancel()
+
+    # ------------------------------------------------------------ inner parts
+
+    def _end(self, works: Sequence[Work], reason: str) -> None:
+        """Ask servers to abort requests. Their samples then continue on other servers."""
+        works = [w for w in works if w.ending is None and w.reason is None]
+        self._store.samples.migrate([(w.key, w.attempt) for w in works])
+        now = self._clock()
+        by_instance: dict[str, list[str]] = {}
+        for work in works:
+            work.ending, work.leave = now, Leave(work.instance, reason, now)
+            by_instance.setdefault(work.instance, []).append(work.request_id)
+        for name, ids in by_instance.items():
+            instance = self._fleet.get(name)
+            if instance is not None:
+                self._requests.abort(instance, ids)
+
+    async def _stop(self) -> None:
+        """End all running requests. Their tokens are stored, and their samples are pending again."""
+        flying = list(self._flying)
+        await cancel([w.task for w in flying if w.task is not None])
+        try:
+            if flying:
+                self._flying.flush(0.0)
+                self._store.samples.release([(w.key, w.attempt) for w in self._flying])
+        except StoreError as error:
+            self._log("generation.unsaved", error=str(error))
+        self._flying.clear()
+        self._pending.clear()
