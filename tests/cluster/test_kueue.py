@@ -92,8 +92,6 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     document = tiny_manifest(namespace, a10={"minReplicas": 1, "maxReplicas": 2}, iterations=ITERATIONS)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     document["spec"]["checkpoint"] = {"everySteps": 2}
-    # The claim of the job that is deleted shall not wait for the next one.
-    document["spec"]["storage"] = {"retain": "Delete"}
     job = ClusterJob(cluster, namespace)
 
     config_map, document = paced(document)

@@ -395,7 +395,7 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
     metadata = {"name": "small", "namespace": space}
     submit(server, {"apiVersion": "v1", "kind": "LimitRange", "metadata": metadata, "spec": limits})
     server.kubectl("label", "namespace", space, "pod-security.kubernetes.io/enforce=baseline")
-    jobs = [*REFUSED, "jobless", "unbound"]
+    jobs = [*REFUSED, "jobless", "taken", "unbound"]
     try:
         for name in jobs:
             submit(server, manifest(name))
@@ -407,6 +407,8 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         said_by(
             "jobset-controller", server, "jobset", "jobless", "JobCreationFailed", "Job.batch is invalid: dnsPolicy"
         )
+        there = 'job "taken-train-0" creation failed with error: jobs.batch "taken-train-0" already exists'
+        said_by("jobset-controller", server, "jobset", "taken", "JobCreationFailed", there)
         uid = server.get("rlhfjob", "unbound", *where)["metadata"]["uid"]
         make_job(server, uid, "coordinator", "unbound")
         words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=unbound-coordinator-0")
@@ -429,6 +431,8 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         told_of_jobs = "JobSet jobless cannot make its Jobs: Job.batch is invalid: dnsPolicy"
         # Events of an object that was looked at in vain are asked for once a minute.
         wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs, 180)
+        assert sentence("taken").startswith("Job taken-train-0 exists and does not belong to this job")
+        assert condition(server, "Scheduled", "taken")["reason"] == "NameConflict"
         claim = (
             "PersistentVolumeClaim unbound-files (ReadWriteMany, 100Gi, the cluster's default class) has no volume: "
         )

@@ -212,6 +212,23 @@ def mine(server: KubeCluster) -> list[str]:
     return server.kubectl(*words).split()
 
 
+def test_jobs_whose_names_and_groups_join_to_the_same_word(server: KubeCluster) -> None:
+    """Both would have a Job llama-old-c-0. The second waits, and starts when the first is gone."""
+    groups = [{"name": "train", "roles": ["trainer"]}, {"name": "old-c", "roles": ["rollout"]}]
+    create(server, quickstart(JOB, SPACE, groups=groups))
+    wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
+    second = f"{JOB}-old"
+    create(server, quickstart(second, SPACE, groups=[groups[0], groups[1] | {"name": "c"}]))
+    found = wait_for(
+        "the conflict",
+        lambda: (c := condition(server, "Scheduled", second, SPACE)).get("reason") == "NameConflict" and c["message"],
+    )
+    assert f"Jobs of group c would have the names of the Jobs of RLHFJob {JOB}, group old-c ({second}-c-0)" in found
+    assert server.get("jobset", second, "-n", SPACE) is None
+    delete_job(server)
+    wait_for("the second JobSet", lambda: server.get("jobset", second, "-n", SPACE))
+
+
 def test_labels_alone_make_nothing_the_jobs_own(server: KubeCluster) -> None:
     """A pod that failed and a Job that is surplus, by their labels: the job neither fails nor deletes them."""
     create(server, quickstart(JOB, SPACE))

@@ -128,6 +128,24 @@ def condition(client, kind):
     return next(c for c in client.job["status"]["conditions"] if c["type"] == kind)
 
 
+def test_of_two_jobs_with_the_same_names_for_their_jobs_the_older_one_starts():
+    """Also if the operator looks at the younger one first."""
+    controller, client = a_controller()
+    groups = [group | {"name": f"x-{group['name']}"} for group in client.job["spec"]["groups"]]
+    older = manifest(groups=groups)
+    older["metadata"] |= {"uid": "older", "creationTimestamp": "2026-01-01T00:00:00Z", "resourceVersion": "1"}
+    client.job["metadata"] |= {"name": "demo-x", "creationTimestamp": "2026-01-01T00:00:01Z"}
+    controller.store.put(copy.deepcopy(client.job))
+    controller.store.put(copy.deepcopy(older))
+    asyncio.run(controller.process(("default", "demo-x")))
+    assert ("create", "JobSet") not in client.calls
+    assert condition(client, "Scheduled")["reason"] == "NameConflict"
+    assert "of RLHFJob demo, group x-train" in condition(client, "Scheduled")["message"]
+    client.job = copy.deepcopy(older)
+    asyncio.run(controller.process(KEY))
+    assert ("create", "JobSet") in client.calls
+
+
 def a_job(controller):
     """A Job of the JobSet; returns the owner reference of its pods."""
     owner = controlled("JobSet", "JobSet-uid")

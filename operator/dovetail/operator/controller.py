@@ -34,6 +34,7 @@ from dovetail.operator.reconcile.children import Children, Object, parse_time, s
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
+from dovetail.operator.reconcile.job_names import shared
 from dovetail.operator.reconcile.reconcile import (
     AGAIN_SECONDS,
     PlanRefused,
@@ -262,6 +263,8 @@ class Controller:
         if isinstance(planned, PlanRefused):
             return
         context = RenderContext(planned[0], str(document["metadata"]["uid"]), planned[1], self._settings)
+        if any(thing["kind"] == JOBSET.kind for thing in result.apply) and (problem := self._names_shared(document)):
+            raise NameTaken(problem, leaving=False)
         for turn in (0, 1, 2):
             if turn == 2 and result.token:
                 started = children.get(JOBSET.kind, context.name) is not None
@@ -270,6 +273,19 @@ class Controller:
             for event in await self._apply(things, context, children):
                 log("job.event", job=f"{context.namespace}/{context.name}", reason=event.reason, message=event.message)
                 await self._record(document, event)
+
+    def _names_shared(self, document: Object) -> str | None:
+        namespace = document["metadata"]["namespace"]
+
+        def find(name: str) -> Object | None:
+            job = self.store.job((namespace, name))
+            over = job is not None and is_over(old_status(job)) and not started(name)
+            return None if over else job
+
+        def started(name: str) -> bool:
+            return self.store.children((namespace, name)).get(JOBSET.kind, name) is not None
+
+        return shared(document, find, started)
 
     async def _apply(self, things: list[Object], context: RenderContext, children: Children) -> list[JobEvent]:
         """All at once. Returns what is to be told of them. Raises NameTaken or the first KubeError when all have been

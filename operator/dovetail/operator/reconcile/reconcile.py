@@ -262,7 +262,7 @@ class _Reconciler:
             told = "; ".join(filter(None, (told, rootcause.claims_told(self._children, self._seen.mounts))))
         if scheduled >= expected:
             self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
-        elif cause and cause.reason in (reasons.UNSCHEDULABLE, reasons.PODS_REFUSED):
+        elif cause and cause.reason in (reasons.UNSCHEDULABLE, reasons.PODS_REFUSED, reasons.NAME_CONFLICT):
             self._conditions.set("Scheduled", False, cause.reason, told)
         else:
             self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")

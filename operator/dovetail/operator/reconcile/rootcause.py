@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from dovetail.operator.reconcile.children import (
     parse_time,
     sizes,
 )
+from dovetail.operator.reconcile.refusals import taken
 from dovetail.protocol.process_names import COORDINATOR
 
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
 LONGEST_MESSAGE = 1500
+_TAKEN = re.compile(r'jobs\.batch "([^"]+)" already exists')
 NO_MOUNTS: Mapping[str, str] = {}
 _CREATING = ("ContainerCreating", "PodInitializing")
 # Some causes are told in Events only: they are looked for when something has been stuck for so long.
@@ -166,8 +169,10 @@ def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
     cannot make its Jobs. `told`: what their controllers said, by uid."""
     for jobset in jobless(children):
         if said := told.get(_uid(jobset)):
-            text = f"JobSet {jobset['metadata']['name']} cannot make its Jobs: {said}"
             since = str(jobset["metadata"].get("creationTimestamp", ""))
+            if names_there := _TAKEN.findall(said):
+                return Cause(reasons.NAME_CONFLICT, taken([(JOB.kind, name) for name in names_there]), since, True)
+            text = f"JobSet {jobset['metadata']['name']} cannot make its Jobs: {said}"
             return Cause(reasons.PODS_REFUSED, text[:LONGEST_MESSAGE], since, True)
     for job in lacking(children):
         if said := told.get(str(job["metadata"].get("uid"))):
