@@ -61,3 +61,8 @@ def test_without_a_prediction_nothing_is_compared() -> None:
     assert ppo._check is None
     assert progress.plan_problem(records.progress.document({})) is None
     assert "predicted_iteration_seconds" not in progress.fields({**records.progress.document({}), "stage": "ppo"})
+
+
+def test_a_plan_for_another_lag_is_not_compared() -> None:
+    ppo, _ = stage(PREDICTED.model_copy(update={"lag": 1}))
+    assert ppo._check is None

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Group
 from rich.table import Table
 
-from dovetail.protocol.prediction import Alternative, PodMemory, PredictedMemory, PredictedTask, Prediction
+from dovetail.protocol.prediction import (
+    Alternative,
+    PodMemory,
+    PredictedLag,
+    PredictedMemory,
+    PredictedTask,
+    Prediction,
+)
 
 GIB = 2**30
 _WORDS = {
@@ -22,6 +29,8 @@ def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration")
     parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
     if found.memory:
         parts += ["", _memory(found)]
+    if found.lags:
+        parts += ["", _lags(found), _lag_choice(found)]
     if found.alternatives:
         parts += ["", _alternatives(found)]
     return Group(*parts)
@@ -82,7 +91,10 @@ def _facts(found: Prediction) -> Iterator[str]:
         yield f"Migration of generation's tail: {threshold}"
     speed = f"{_rate(found.samples_per_second)} samples/s"
     price = "" if found.samples_per_dollar is None else f", {_rate(found.samples_per_dollar)} samples per unit of price"
-    yield f"Iteration: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
+    lag = f" with lag {found.lag}" if found.lag else ""
+    yield f"Iteration{lag}: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
+    if found.lag:
+        yield f"One after the other, its phases would take {found.synchronous_seconds:.3g} s"
     yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"
 
 
@@ -120,6 +132,27 @@ def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
     return table
 
 
+def _lags(found: Prediction) -> Table:
+    table = _table("With a lag (spec.ppo.lag)", (), ("lag", "seconds", "trainers idle", "rollouts idle"), "")
+    for row in found.lags:
+        table.add_row(*lag_row(row))
+    return table
+
+
+def lag_row(row: PredictedLag) -> tuple[str, str, str, str, str]:
+    """The lag, seconds of an iteration, idle shares of trainers and rollouts, and why the job cannot have it."""
+
+    def told(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    idle = told(row.trainer_idle, ".0%"), told(row.rollout_idle, ".0%")
+    return str(row.lag), told(row.iteration_seconds, ".3g"), *idle, row.problem or ""
+
+
+def _lag_choice(found: Prediction) -> str:
+    return f"The planner would take lag {found.best_lag}: {found.best_lag_reason}."
+
+
 def _alternatives(found: Prediction) -> Table:
     table = _table("Decided against", ("placement",), ("seconds",), "why")
     for other in found.alternatives:
@@ -137,6 +170,7 @@ def _gap(found: Prediction, other: Alternative) -> str:
     """How much slower it is. A faster one gains less than the error of the time model."""
     if other.seconds is None:
         return ""
-    if other.seconds < found.iteration_seconds:
+    # All alternatives are without a lag.
+    if other.seconds < found.synchronous_seconds:
         return "gains too little to rely on"
-    return f"{other.seconds / found.iteration_seconds - 1:+.1%}"
+    return f"{other.seconds / found.synchronous_seconds - 1:+.1%}"

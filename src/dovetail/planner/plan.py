@@ -12,6 +12,7 @@ from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, tr
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import INFERENCE
 from dovetail.planner.hardware import GPU
+from dovetail.planner.lag import with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.placement.configs import ConfigError
@@ -21,6 +22,7 @@ from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.protocol.prediction import Prediction
 from dovetail.protocol.process_names import rollout_name, trainer_name
 from dovetail.protocol.profile import Profile
 
@@ -89,9 +91,16 @@ def _planned(
             *_useless_pins(spec, layouts),
             *too_small(memory),
         ],
-        prediction=placed.prediction,
+        prediction=_predicted(spec, placed),
         memory=memory,
     )
+
+
+def _predicted(spec: RLHFJobSpec, placed: Placed) -> Prediction | None:
+    """What is predicted with the job's lag, beside other lags."""
+    if placed.prediction is None:
+        return None
+    return with_lags(placed.prediction, spec, spec.ppo.lag, placed.lanes)
 
 
 def _placed(

@@ -9,6 +9,7 @@ from pydantic import Field
 from dovetail.manifest.base import Model
 
 Seconds = Annotated[float, Field(ge=0.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class PredictedTask(Model):
@@ -62,6 +63,22 @@ class Alternative(Model):
     problem: str | None = Field(default=None, description="Why it does not fit, with the number that failed.")
 
 
+class PredictedLag(Model):
+    """A mean iteration with a value of spec.ppo.lag."""
+
+    lag: int = Field(ge=0)
+    iteration_seconds: Seconds | None = Field(default=None, description="Null: the job cannot have this lag.")
+    trainer_idle: Share | None = Field(
+        default=None, description="Share of the time in which the trainers do not train."
+    )
+    rollout_idle: Share | None = Field(
+        default=None,
+        description="Share of the time in which a rollout neither takes weights nor generates nor scores, mean over "
+        "the rollouts.",
+    )
+    problem: str | None = Field(default=None, description="Why the job cannot have this lag.")
+
+
 class Prediction(Model):
     """One PPO iteration of a plan."""
 
@@ -70,7 +87,19 @@ class Prediction(Model):
     schedule: str = Field(description="How actor and critic training share their GPUs.")
     migration: float | None = Field(description="Share of the samples left at which generation's tail gathers.")
     iteration_seconds: Seconds
-    phases: dict[str, Seconds] = Field(description="One after the other; what is hidden behind another counts nothing.")
+    synchronous_seconds: Seconds = Field(
+        default=0.0,
+        description="What the iteration would take if its phases followed each other, as they do without a lag; 0 in "
+        "plans of earlier releases.",
+    )
+    phases: dict[str, Seconds] = Field(
+        description="What is hidden behind another phase counts nothing. Without a lag they follow each other. With "
+        "a lag those of rollouts and of trainers overlap, and `waiting` is how long the trainers have no samples."
+    )
+    lag: int = Field(default=0, ge=0, description="The lag (spec.ppo.lag) that all this is predicted for.")
+    lags: list[PredictedLag] = Field(default_factory=list, description="What the job would take with other lags.")
+    best_lag: int = Field(default=0, ge=0, description="The lag that the planner would take.")
+    best_lag_reason: str = Field(default="", description="Why, as one sentence without a full stop.")
     samples_per_second: float
     samples_per_dollar: float | None = Field(default=None, description="Null where a price is missing.")
     hardware: Literal["measured", "data sheets"]

@@ -76,8 +76,7 @@ class PPOStage:
         self._verdicts: list[Verdict] = []
         self._open = OpenIterations(self._draw, spec.ppo.lag, spec.ppo.iterations) if spec.ppo.lag else None
         self._check: PlanCheck | None = None
-        # The plan predicts phases that follow each other.
-        if (predicted := plan.prediction) is not None and self._open is None:
+        if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
         if applies(spec, plan):
             from dovetail.coordinator.loop.scheduling import Scheduling
@@ -267,12 +266,18 @@ class PPOStage:
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)
         gauges.iteration_seconds.observe(wall)
-        if self._check is not None:
+        if self._check is not None and self._is_usual(iteration):
             self._compare(self._check, wall, phases)
         gauges.rate.set(metrics["samples_per_second"])
         timeline.write(iteration)
         timeline.begin()
         return metrics
+
+    def _is_usual(self, iteration: int) -> bool:
+        """Whether both lanes work all the time: with a lag the trainers wait for the first samples, and in the last
+        iterations nothing is left to draw."""
+        ppo = self._spec.ppo
+        return ppo.lag < iteration <= ppo.iterations - ppo.lag
 
     def _compare(self, check: PlanCheck, wall: float, phases: Mapping[str, float]) -> None:
         """Say so when iterations take other times than the plan says, and what is expected of the next."""

@@ -57,6 +57,8 @@ def variant(job: RLHFJob, shape: Shape, iterations: int = ITERATIONS) -> RLHFJob
         "microBatchSize": shape.micro_batch,
         "epochs": shape.epochs,
         "criticWarmupIterations": 0,
+        # The phases of an iteration follow each other.
+        "lag": 0,
     }
     spec["generation"]["maxTokens"] = shape.max_tokens
     if Stage.REWARD.value in spec["stages"]:

@@ -104,7 +104,8 @@ class _Scorer:
 
 class Stage:
     """One generation and inference stage. `generated`: when the last response ended; `end`: when all samples were
-    scored. Seconds."""
+    scored. `working`: how long a rollout generated or scored, mean over the rollouts. `core_seconds`: how long the
+    machine's cores were busy, all together. Seconds."""
 
     def __init__(self, work: Work, machine: Machine, fusion: float | None) -> None:
         self._work, self._machine, self._fusion = work, machine, fusion
@@ -117,6 +118,7 @@ class Stage:
         self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores)}
         self._now = machine.generation.begin
         self.generated = self._now
+        self.working = self.core_seconds = 0.0
         for server in self._servers:
             self._fill(server)
         self._run()
@@ -134,7 +136,11 @@ class Stage:
             alone = [self._next(s) for s in servers] + [s.left for s in scorers]
             step = max(0.0, min(alone))
             busy = len(servers) * generation.cores + len(scorers) * scoring.cores
-            self._now += step * slowdown(busy, self._machine.cores)
+            taken = step * slowdown(busy, self._machine.cores)
+            self._now += taken
+            pairs = zip(self._servers, self._scorers, strict=True)
+            self.working += taken * sum(bool(s.ends) or c.left < NEVER for s, c in pairs) / self._work.rollouts
+            self.core_seconds += taken * min(busy, self._machine.cores)
             for server in servers:
                 self._advance(server, step)
             for scorer in scorers:
@@ -212,7 +218,11 @@ def best_stage(work: Work, machine: Machine) -> Stage:
 
 def seconds(work: Work, machine: Machine) -> dict[str, float]:
     """Seconds of the phases, one after the other, by the coordinator's names."""
-    stage = best_stage(work, machine)
+    return phases(best_stage(work, machine), work, machine)
+
+
+def phases(stage: Stage, work: Work, machine: Machine) -> dict[str, float]:
+    """`seconds` of an iteration with this stage."""
     return {
         "generation": stage.generated,
         "inference": stage.end - stage.generated,
@@ -230,6 +240,13 @@ def training_seconds(work: Work, machine: Machine) -> float:
     if work.dp > 1:
         passes *= 1 + costs.straggling
     return costs.begin + work.steps * (costs.step + exchange) + passes
+
+
+def forward_seconds(work: Work, machine: Machine) -> float:
+    """Seconds of a forward pass of the actor over all samples, which recomputes the old log-probabilities."""
+    cost = machine.training.models["actor"]
+    alone = (work.executed * cost.fixed + work.tokens * cost.each) / work.passes / 3 / work.pp
+    return alone * slowdown(work.ranks * machine.training.cores, machine.cores)
 
 
 def _passes(work: Work, machine: Machine) -> float:

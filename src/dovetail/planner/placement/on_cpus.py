@@ -11,11 +11,12 @@ import numpy as np
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.costs.cpu import Work, chunk_seconds, seconds
+from dovetail.planner.costs.cpu import Work, best_stage, chunk_seconds, forward_seconds, phases, seconds
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.manifest import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.workload import Lengths
 from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
 from dovetail.protocol.profile import Machine, Profile
@@ -24,6 +25,9 @@ from dovetail.protocol.profile import Machine, Profile
 DRAWS = 8
 # At which shares of the samples a tail may gather where `plan.interStageFusion` is Auto.
 THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
+
+# What a prediction calls the coordinator's phases.
+PHASE_NAMES = {"weights": "transfer"}
 
 
 def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile) -> str | None:
@@ -64,7 +68,11 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: 
     if not worth(best.seconds, plain.seconds, best.work.steps):
         best = plain
     layouts = {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed}
-    return Placed(layouts, _prediction(spec, machine, best, [f for f in found if f is not best]))
+    return Placed(
+        layouts,
+        _prediction(spec, machine, best, [f for f in found if f is not best]),
+        lanes=lambda: _lanes(spec, machine, models, best),
+    )
 
 
 PlacementName = Literal["Flattening", "Interleaving", "Separation"]
@@ -102,11 +110,36 @@ def predict_iteration(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
 ) -> Predicted:
     """An iteration with the trained `models` laid out so: the mean over lengths that are drawn."""
-    pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
-    rng = np.random.default_rng(spec.seed)
-    works = [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
+    works = _works(spec, machine, models, layout, placement)
     found = [seconds(work, machine) for work in works]
     return Predicted(placement, layout, works[0], {name: sum(f[name] for f in found) / DRAWS for name in found[0]})
+
+
+def _works(
+    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
+) -> list[Work]:
+    """Iterations with lengths that are drawn."""
+    pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
+    rng = np.random.default_rng(spec.seed)
+    return [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
+
+
+def _lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: Predicted) -> Lanes:
+    """The same iterations as two lanes, which share the machine's cores. With a lag the trainers recompute the old
+    log-probabilities."""
+    synchronous, lagged = [], []
+    for work in _works(spec, machine, models, best.layout, best.placement):
+        stage = best_stage(work, machine)
+        found = phases(stage, work, machine)
+        made = {PHASE_NAMES.get(name, name): found[name] for name in ("weights", "generation", "inference")}
+        learnt = {name: found[name] for name in ("training", "other")}
+        cores = stage.core_seconds / stage.end, min(work.ranks * machine.training.cores, float(machine.cores))
+        parts = Parts(made, learnt, max(0.0, stage.end - stage.working), cores)
+        synchronous.append(parts)
+        if spec.ppo.old_log_probs == "Rollout":
+            learnt = {**learnt, "training": learnt["training"] + forward_seconds(work, machine)}
+        lagged.append(replace(parts, training=learnt))
+    return Lanes(synchronous, lagged, machine.cores)
 
 
 def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -158,14 +191,15 @@ def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> 
 
 
 def _prediction(spec: RLHFJobSpec, machine: Machine, best: Predicted, others: Sequence[Predicted]) -> Prediction:
-    phases = {{"weights": "transfer"}.get(name, name): value for name, value in best.phases.items()}
+    named = {PHASE_NAMES.get(name, name): value for name, value in best.phases.items()}
     return Prediction(
         placement=best.placement,
         note=f"{best.note}, all processes on {machine.cores} cores",
         schedule=best.work.schedule,
         migration=None,
         iteration_seconds=best.seconds,
-        phases=phases,
+        synchronous_seconds=best.seconds,
+        phases=named,
         samples_per_second=spec.ppo.global_batch_size / best.seconds,
         hardware="measured",
         tasks=list(_tasks(spec, machine, best)),

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dovetail.manifest.checks.batching import BatchRule, batch_rules
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
@@ -27,11 +29,15 @@ from dovetail.planner.placement.manifest import (
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
 from dovetail.planner.placement.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.shape import ModelShape
+from dovetail.planner.simulate.lanes import Lanes, Parts
+from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Layout
 
 # Estimates of whole iterations: a manifest's groups leave little open.
 EFFORT = 600
+# Iterations whose lengths are drawn.
+DRAWS = 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,43 @@ def place(
         recompute=before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute},
         apart=_apart(shares) if found.candidate.schedule == "Dedicated" else {},
         chosen=found,
+        lanes=lambda: _lanes(found, spec.seed),
     )
+
+
+def _lanes(found: Chosen, seed: int) -> Lanes:
+    """Iterations with lengths that are drawn. Generation and scoring are played event by event, and scaled so that
+    their means are those of the prediction. Training takes as long as it has tokens. With a lag the trainers recompute
+    the old log-probabilities."""
+    candidate, costs = replace(found.candidate, folded=True), found.costs
+    work, rng = costs.work, np.random.default_rng(seed)
+    mean, inference = costs.estimate(candidate).phases, costs.estimate(found.candidate).phases["inference"]
+    _, rooms = costs.memory.of(candidate)
+    draws = [(work.prompt.draw(work.batch, rng), work.response.draw(work.batch, rng)) for _ in range(DRAWS)]
+    tokens = [float(prompts.sum() + lengths.sum()) for prompts, lengths in draws]
+    played = [play_rollout(candidate, costs, rooms, prompts, lengths) for prompts, lengths in draws]
+    generated, scored = [each.generated for each in played], [each.scored - each.generated for each in played]
+    own = max(costs.inference("actor_training", share) for share in candidate.actor_training)
+    synchronous, lagged = [], []
+    for at, each in enumerate(played):
+        made = {
+            "transfer": mean["transfer"],
+            "swap": mean["swap"],
+            "generation": mean["generation"] * _relative(generated, at),
+            "inference": mean["inference"] * _relative(scored, at),
+        }
+        training = mean["training"] * _relative(tokens, at)
+        rest = (made["generation"] + made["inference"]) * (1 - each.busy(candidate.generation))
+        alone = {**made, "inference": inference * _relative(scored, at)}
+        synchronous.append(Parts(alone, {"training": training}, rest + alone["inference"] - made["inference"]))
+        lagged.append(Parts(made, {"training": training + own}, rest))
+    return Lanes(synchronous, lagged)
+
+
+def _relative(values: Sequence[float], at: int) -> float:
+    """A value, as a multiple of the mean."""
+    mean = sum(values) / len(values)
+    return values[at] / mean if mean else 1.0
 
 
 def _apart(shares: Mapping[str, Sequence[Share]]) -> dict[str, Layout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dovetail.manifest.types import Parallelism, Stage
@@ -10,6 +10,7 @@ from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Ta
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.search import Found, Result
+from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
 
@@ -37,13 +38,15 @@ class Chosen:
 class Placed:
     """`layouts`: of each trained model, on all ranks. `apart`: of actor and critic in PPO, if each has its own trainer
     ranks. `recompute`: stages and models with activation checkpointing. `prediction`: of a PPO iteration, where one
-    could be made; `chosen`: what it was made from, on GPUs. `warnings`: one sentence each."""
+    could be made; `chosen`: what it was made from, on GPUs. `lanes()`: iterations with other lengths, for a job whose
+    trainers and rollouts share no GPUs. `warnings`: one sentence each."""
 
     layouts: Mapping[str, Parallelism]
     prediction: Prediction | None = None
     recompute: frozenset[tuple[Stage, str]] = frozenset()
     apart: Mapping[str, Layout] = field(default_factory=dict)
     chosen: Chosen | None = None
+    lanes: Callable[[], Lanes] | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -73,6 +76,7 @@ def prediction(result: Result, costs: GPUCosts) -> Prediction:
         schedule=candidate.schedule,
         migration=candidate.migration,
         iteration_seconds=estimate.seconds,
+        synchronous_seconds=estimate.seconds,
         phases=dict(estimate.phases),
         samples_per_second=speed,
         samples_per_dollar=None if not price else speed * 3600 / price,

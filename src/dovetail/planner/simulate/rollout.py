@@ -29,6 +29,12 @@ class Rolled:
     migrated: int
     bars: list[Bar]
 
+    def busy(self, shares: Sequence[Share]) -> float:
+        """Share of the stage that GPUs of these shares generate or score, mean over the GPUs."""
+        gpus = {(share.pool, gpu) for share in shares for gpu in share.range}
+        worked = sum(bar.end - bar.start for bar in self.bars if (bar.pool, bar.gpu) in gpus)
+        return min(1.0, worked / len(gpus) / self.scored) if self.scored else 1.0
+
 
 def play_rollout(
     candidate: Candidate, costs: GPUCosts, rooms: Mapping[Share, int], prompts: Ints, lengths: Ints

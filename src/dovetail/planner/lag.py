@@ -1,0 +1,75 @@
+"""What a lag (`ppo.lag`) brings a job: predicted iterations with several lags, and the one that the planner takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dovetail.manifest.types import RLHFJobSpec, Role
+from dovetail.planner.simulate.lanes import Lanes
+from dovetail.protocol.prediction import PredictedLag, Prediction
+
+# The lags that are always shown.
+SHOWN = (0, 1, 2)
+# A smaller lag is taken if its iterations take at most this share longer than the shortest.
+NEAR = 0.03
+
+
+def excluded(spec: RLHFJobSpec) -> str | None:
+    """Why the job cannot have a lag; None: it can. The manifest's rules refuse a lag for the same reasons."""
+    if any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups):
+        return "a group has both roles, trainer and rollout, whose processes take turns on a GPU"
+    return None
+
+
+def with_lags(found: Prediction, spec: RLHFJobSpec, lag: int, lanes: Callable[[], Lanes] | None) -> Prediction:
+    """The prediction of a synchronous iteration, with what several lags would make of it. Its seconds and phases become
+    those of `lag`; without a lag they stay as they are. `lanes()`: iterations of the job, drawn at random; None: the
+    placement cannot be played."""
+    why_not = excluded(spec)
+    if lanes is None:
+        return found
+    if why_not is not None:
+        rows = [PredictedLag(lag=0, iteration_seconds=found.iteration_seconds)]
+        rows += [PredictedLag(lag=each, problem=why_not) for each in SHOWN[1:]]
+        return found.model_copy(update={"lags": rows, "best_lag_reason": f"the job cannot have a lag: {why_not}"})
+    drawn = lanes()
+    steady = {each: drawn.steady(each) for each in sorted({*SHOWN, lag})}
+    rows = [
+        PredictedLag(
+            lag=each.lag,
+            iteration_seconds=each.seconds if each.lag else found.synchronous_seconds,
+            trainer_idle=each.trainer_idle,
+            rollout_idle=each.rollout_idle,
+        )
+        for each in steady.values()
+    ]
+    best, reason = choose(rows)
+    update = {"lags": rows, "best_lag": best, "best_lag_reason": reason}
+    if lag == 0:
+        return found.model_copy(update=update)
+    mine = steady[lag]
+    phases = {name: mine.phases[name] for name in (*found.phases, "waiting") if name in mine.phases}
+    faster = found.iteration_seconds / mine.seconds
+    price = found.samples_per_dollar
+    return found.model_copy(
+        update={
+            **update,
+            "lag": lag,
+            "iteration_seconds": mine.seconds,
+            "phases": phases,
+            "samples_per_second": faster * found.samples_per_second,
+            "samples_per_dollar": None if price is None else faster * price,
+        }
+    )
+
+
+def choose(rows: Sequence[PredictedLag]) -> tuple[int, str]:
+    """The smallest lag whose iterations take about as long as the shortest, and why. `rows`: lag 0 first."""
+    known = [(row.lag, row.iteration_seconds) for row in rows if row.iteration_seconds is not None]
+    shortest = min(seconds for _, seconds in known)
+    lag, seconds = next((lag, seconds) for lag, seconds in known if seconds <= (1 + NEAR) * shortest)
+    if lag == 0:
+        return 0, f"no lag makes an iteration more than {NEAR:.0%} shorter"
+    saved = 1 - seconds / known[0][1]
+    more = "" if lag == known[-1][0] else f"; a larger lag saves at most {NEAR:.0%} more"
+    return lag, f"an iteration takes {saved:.0%} less time than without a lag{more}"

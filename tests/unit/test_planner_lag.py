@@ -1,0 +1,131 @@
+"""What a plan says of iterations with a lag, and the lag that it would take."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dovetail.cli.prediction_tables import prediction_tables
+from dovetail.manifest.documents import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.planner.lag import choose
+from dovetail.planner.plan import make_plan
+from dovetail.planner.simulate.lanes import Parts, steady
+from dovetail.protocol.prediction import PredictedLag, Prediction
+from helpers.example_jobs import EXAMPLES, hub_configs
+
+SECONDS = st.floats(0.1, 3.0)
+
+
+def sums(iterations: Sequence[Parts]) -> tuple[float, float]:
+    """Mean seconds of what rollouts do, and of what trainers do."""
+    return fmean(sum(i.samples.values()) for i in iterations), fmean(sum(i.training.values()) for i in iterations)
+
+
+@st.composite
+def drawn(draw: Any, shared: bool = False) -> list[Parts]:
+    cores = (draw(st.floats(0.1, 2.0)), draw(st.floats(0.1, 2.0))) if shared else (0.0, 0.0)
+    return [
+        Parts(
+            {"transfer": draw(st.floats(0.0, 0.5)), "generation": draw(SECONDS), "inference": draw(st.floats(0, 1))},
+            {"training": draw(SECONDS), "other": draw(st.floats(0.0, 0.2))},
+            idle=0.05,
+            cores=cores,
+        )
+        for _ in range(draw(st.sampled_from([1, 2, 4])))
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(drawn())
+def test_a_larger_lag_never_takes_longer_and_no_lag_is_faster_than_either_half(iterations: list[Parts]) -> None:
+    made, learnt = sums(iterations)
+    found = [steady(iterations, lag) for lag in range(4)]
+    assert found[0].seconds == pytest.approx(fmean(i.seconds for i in iterations))
+    for smaller, larger in pairwise(found):
+        assert larger.seconds <= smaller.seconds * (1 + 1e-9)
+    for each in found:
+        assert each.seconds >= max(made, learnt) * (1 - 1e-9)
+        assert 0 <= each.trainer_idle <= 1
+        assert 0 <= each.rollout_idle <= 1
+        # The trainers' lane is always somewhere.
+        lane = (each.phases.get(name, 0.0) for name in ("training", "other", "waiting"))
+        assert sum(lane) == pytest.approx(each.seconds)
+
+
+@settings(deadline=None, max_examples=20)
+@given(drawn(shared=True), st.sampled_from([1, 2, 4]), st.integers(1, 3))
+def test_lanes_that_share_cores_gain_no_more_than_is_free(iterations: list[Parts], cores: int, lag: int) -> None:
+    iterations = [
+        Parts(i.samples, i.training, i.idle, (min(i.cores[0], cores), min(i.cores[1], cores))) for i in iterations
+    ]
+    found = steady(iterations, lag, cores)
+    work = fmean(i.cores[0] * sum(i.samples.values()) + i.cores[1] * sum(i.training.values()) for i in iterations)
+    assert found.seconds >= work / cores * (1 - 1e-9)
+    assert found.seconds <= fmean(i.seconds for i in iterations) * (1 + 1e-9)
+
+
+def test_equal_halves_overlap_wholly() -> None:
+    one = Parts({"generation": 2.0}, {"training": 2.0}, idle=0.5)
+    assert steady([one], 0).seconds == pytest.approx(4.0)
+    found = steady([one], 1)
+    assert (found.seconds, found.trainer_idle) == (pytest.approx(2.0), pytest.approx(0.0))
+    assert found.rollout_idle == pytest.approx(0.25), "the half second of each stage in which a rollout has no sample"
+    # On one core there is nothing to win.
+    assert steady([Parts({"generation": 2.0}, {"training": 2.0}, cores=(1.0, 1.0))], 1, 1).seconds == pytest.approx(4)
+
+
+def test_times_that_change_need_a_larger_lag() -> None:
+    """Long samples come with short training and the other way round: one iteration ahead does not even that out."""
+    uneven = [Parts({"generation": s}, {"training": t}) for s, t in [(3.0, 1.0), (1.0, 1.0), (1.0, 3.0), (1.0, 1.0)]]
+    seconds = [steady(uneven, lag).seconds for lag in range(3)]
+    assert seconds[0] > seconds[1] > seconds[2] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lag", "words"),
+    [
+        ([10.0, 6.0, 5.9], 1, "40% less time than without a lag; a larger lag saves at most 3% more"),
+        ([10.0, 6.0, 5.0], 2, "50% less time than without a lag"),
+        ([10.0, 9.9, 9.8], 0, "no lag makes an iteration more than 3% shorter"),
+    ],
+)
+def test_the_smallest_lag_that_is_about_the_best_is_taken(seconds: list[float], lag: int, words: str) -> None:
+    chosen, why = choose([PredictedLag(lag=i, iteration_seconds=s) for i, s in enumerate(seconds)])
+    assert chosen == lag
+    assert words in why
+
+
+def predicted(lag: int) -> Prediction:
+    """Of a job on GPUs."""
+    document = yaml.safe_load((EXAMPLES / "hh-rlhf.yaml").read_text())
+    document["spec"]["ppo"]["lag"] = lag
+    found = make_plan(resolve(parse(document).spec), None, hub_configs("hh-rlhf")).prediction
+    assert found is not None
+    return found
+
+
+def test_a_plan_predicts_the_jobs_lag_beside_others() -> None:
+    without, one = predicted(0), predicted(1)
+    assert without.iteration_seconds == sum(without.phases.values()) == without.synchronous_seconds
+    assert [row.lag for row in without.lags] == [0, 1, 2]
+    assert without.lags[0].iteration_seconds == without.iteration_seconds
+    assert one.lag == 1
+    assert one.iteration_seconds == one.lags[1].iteration_seconds < one.synchronous_seconds
+    assert "waiting" in one.phases
+    assert one.samples_per_second > without.samples_per_second
+    assert [row.lag for row in predicted(4).lags] == [0, 1, 2, 4]
+    console = Console(width=150, file=io.StringIO())
+    console.print(prediction_tables(one))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "trainers idle" in shown
+    assert f"The planner would take lag {one.best_lag}: " in shown
