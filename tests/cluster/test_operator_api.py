@@ -212,6 +212,62 @@ def a_running_pod(server: KubeCluster, uid: str, group: str = "train") -> Iterat
     server.kubectl("delete", "pod", found, *where, "--force", "--grace-period=0", "--ignore-not-found")
 
 
+def surplus_pods(server: KubeCluster) -> list[dict[str, Any]]:
+    found = server.get("pods", "-n", NAMESPACES[0], "-l", f"{names.SURPLUS_LABEL}=true")
+    return list((found or {"items": []})["items"])
+
+
+@pytest.fixture
+def everywhere(server: KubeCluster, tmp_path: Path) -> Iterator[Path]:
+    """With the chart's rights in all namespaces."""
+    install(server, [])
+    yield kubeconfig(server, tmp_path)
+    server.kubectl("delete", "clusterrole,clusterrolebinding", "-l", "app.kubernetes.io/instance=dovetail")
+
+
+def test_a_rollout_whose_node_gets_a_notice_is_drained_and_comes_back(
+    server: KubeCluster, everywhere: Path, tmp_path: Path
+) -> None:
+    """Its pod is deleted as the API server deletes, with its grace period. Nobody counts that as a failure."""
+    where = ("-n", NAMESPACES[0])
+    with operator(everywhere, tmp_path, "notices", [], DOVETAIL_NOTICE_TAINTS="example.com/leaving") as process:
+        wait_for("leadership", process.leads)
+        submit(server, manifest())
+        uid = server.get("rlhfjob", "demo", *where)["metadata"]["uid"]
+        wait_for("the JobSet", lambda: owned(server, "jobset", uid))
+        with a_running_pod(server, uid, "coordinator"):
+            (pod,) = wait_for("a surplus rollout", lambda: surplus_pods(server))
+            name = pod["metadata"]["name"]
+            node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "spot-1"}}
+            server.apply(node)
+            try:
+                binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}}
+                binding |= {"target": {"apiVersion": "v1", "kind": "Node", "name": "spot-1"}}
+                path = f"/api/v1/namespaces/{NAMESPACES[0]}/pods/{name}/binding"
+                server.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
+                wait_for("the binding", lambda: server.get("pod", name, *where)["spec"].get("nodeName"))
+                server.kubectl("taint", "node", "spot-1", "example.com/leaving=soon:NoSchedule")
+                going = wait_for(
+                    "the notice", lambda: server.get("pod", name, *where)["metadata"].get("deletionTimestamp") and 1
+                )
+                assert going
+                (pod,) = surplus_pods(server)
+                assert pod["metadata"]["deletionGracePeriodSeconds"] == pod["spec"]["terminationGracePeriodSeconds"]
+                # As the kubelet of a pod that was drained says.
+                words = (name, *where, "--subresource=status", "--type=merge")
+                server.kubectl("patch", "pod", *words, "-p", json.dumps({"status": {"phase": "Succeeded"}}))
+                server.kubectl("delete", "pod", name, *where, "--force", "--grace-period=0", "--ignore-not-found")
+                again = wait_for(
+                    "the next one", lambda: [p for p in surplus_pods(server) if p["metadata"]["name"] != name]
+                )
+                assert again[0]["metadata"]["ownerReferences"][0]["uid"] != pod["metadata"]["ownerReferences"][0]["uid"]
+            finally:
+                server.kubectl("delete", "node", "spot-1")
+        assert process.events("reconcile.failed") == []
+        assert [event["node"] for event in process.events("node.notice")] == ["spot-1"]
+        assert condition(server, "Degraded").get("status") != "True"
+
+
 def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: OperatorProcess) -> None:
     submit(server, manifest())
     uid = server.get("rlhfjob", "demo", "-n", NAMESPACES[0])["metadata"]["uid"]
@@ -239,11 +295,6 @@ def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: 
     events = server.get("events", "-n", NAMESPACES[0], "--field-selector=involvedObject.kind=RLHFJob")["items"]
     assert "Planned" in [event["reason"] for event in events]
     assert leader.events("reconcile.failed") == []
-
-
-def surplus_pods(server: KubeCluster) -> list[dict[str, Any]]:
-    found = server.get("pods", "-n", NAMESPACES[0], "-l", f"{names.SURPLUS_LABEL}=true")
-    return list((found or {"items": []})["items"])
 
 
 def test_a_surplus_rollout_that_worked_comes_back_before_its_job_would_make_it(

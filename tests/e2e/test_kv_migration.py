@@ -273,9 +273,16 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
             pretend_slow_prefills(generator, instance)
         draining: list[asyncio.Task[None]] = []
 
+        async def leave() -> None:
+            """As a pod whose node will end. Once it has left, it is of no use to any sample."""
+            fleet.retire("rollout-0")
+            while not generator.left("rollout-0"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            log("left")
+
         def progress(done: int, total: int, tokens: int) -> None:
             if drain and tokens > 100 and not draining:
-                draining.append(asyncio.create_task(generator.drain("rollout-0")))
+                draining.append(asyncio.create_task(leave()))
 
         async with generator:
             await generator.generate(1, progress=progress)
@@ -304,6 +311,7 @@ def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World,
     drained, events, generator = generated(world, tmp_path / "drained", drain=True)
     moved = [e for e in events if e["event"] == "sample.moved"]
     assert {(e["source"], e["instance"]) for e in moved} == {("rollout-0", "rollout-1")}
+    assert events.index(moved[-1]) < events.index({"event": "left"}), "it may end when all have arrived"
     # On a busy machine a sample may not have made a token yet: then there are no keys and values to move.
     begun = [e for e in moved if e["tokens"] > 17 + e["sample"][1]]
     assert {e["mechanism"] for e in begun} == {"kv"}

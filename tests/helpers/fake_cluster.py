@@ -70,6 +70,7 @@ class FakeCluster:
         self.mounts: dict[str, str] = {}
         self.pools: Pools | None = None
         self.nodes_refused = False
+        self.ending: dict[str, datetime] = {}
         self.gone = False
         self.made: list[str] = []
         self.queueing = False
@@ -85,7 +86,8 @@ class FakeCluster:
         outlook = Outlook()
         if not isinstance(planned, PlanRefused):
             outlook = self._outlook(*planned)
-        return Seen(self.document, planned, children, self.reported, self.settings, self.mounts, outlook=outlook)
+        more: dict[str, Any] = {"outlook": outlook, "ending": self.ending}
+        return Seen(self.document, planned, children, self.reported, self.settings, self.mounts, **more)
 
     def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:
         """As the controller's, without waiting for the planner."""

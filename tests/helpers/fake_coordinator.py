@@ -118,6 +118,9 @@ class FakeCoordinator:
     def retire(self, name: str) -> None:
         """Nothing to do: no test of trainers retires rollouts."""
 
+    def left(self, name: str) -> bool:
+        return True
+
     def register(self, message: Register) -> None:
         pass
 

@@ -178,14 +178,34 @@ def test_draining_moves_samples_and_keeps_their_tokens(tmp_path: Path, deaf: boo
             a.faults["deaf"] = None
         task = asyncio.create_task(job.generate())
         await until(lambda: a.tokens_sent > 20)
-        await job.generator.drain("r0")
+        job.fleet.retire("r0")
+        assert not job.generator.left("r0")
+        await until(lambda: job.generator.left("r0"))
+        moved = [f for e, f in job.events if e == "sample.moved"]
+        assert {f["source"] for f in moved} == (set() if deaf else {"r0"}), "a deaf server finishes them"
         await until(lambda: not a.running)
         requests = len(a.requests)
         await task
         job.check()
         job.reported_once()
         assert len(a.requests) == requests
+        assert [f for e, f in job.events if e == "sample.moved"] == moved, "nothing was wanted of it any more"
         assert not [f for e, f in job.events if e == "sample.retried"], "a planned move is no failure"
+
+    play(tmp_path, scenario)
+
+
+def test_the_last_server_may_leave_too_and_its_samples_wait(tmp_path: Path) -> None:
+    async def scenario(job: Job) -> None:
+        a = await job.server("r0", step=0.005)
+        task = asyncio.create_task(job.generate())
+        await until(lambda: a.tokens_sent > 20)
+        job.fleet.retire("r0")
+        await until(lambda: job.generator.left("r0"))
+        assert not task.done()
+        await job.server("r1", step=0.001)
+        await task
+        job.check()
 
     play(tmp_path, scenario)
 

@@ -75,6 +75,9 @@ class Host:
     def retire(self, name: str) -> None:
         self.fleet.retire(name)
 
+    def left(self, name: str) -> bool:
+        return True
+
     def offer(self, _: Offer) -> None:
         pass
 

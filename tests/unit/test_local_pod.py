@@ -166,6 +166,40 @@ def test_a_server_that_ends_by_itself_has_failed(modules):
     assert (code, message) == (1, "serves ended (exit code 0): bye")
 
 
+COUNTS = """
+import pathlib, sys, time
+starts = pathlib.Path(__file__).with_suffix(".starts")
+with starts.open("a") as file:
+    file.write("x")
+time.sleep(0.2)
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "steady", "starts"),
+    [(1, 0.0, 3), (0, 0.0, 3), (1, 60.0, 1), (2, 0.0, 1)],
+    ids=["crashed", "ended", "ended soon", "cannot work"],
+)
+def test_a_server_that_worked_is_started_again_in_its_pod(modules, tmp_path, capfd, code, steady, starts):
+    write, environ = modules
+    found, message = run(
+        [write("serves", COUNTS.format(code=code)), write("waits", WAIT)], environ, restarts=2, steady=steady
+    )
+    assert (tmp_path / "serves.starts").read_text() == "x" * starts
+    assert (found, message) == (code or 1, f"serves ended (exit code {code})")
+    told = capfd.readouterr().out
+    assert told.count('"process.restarted"') == starts - 1
+    assert told.count("up") == 1, "its neighbour goes on"
+
+
+def test_a_trainer_is_never_started_again_in_its_pod(modules, tmp_path):
+    write, environ = modules
+    trains = write("trains", COUNTS.format(code=1), finishes=True)
+    assert run([trains], environ, restarts=2, steady=0.0)[0] == 1
+    assert (tmp_path / "trains.starts").read_text() == "x"
+
+
 def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
     write, environ = modules
     deaf = WAIT.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
@@ -255,7 +289,8 @@ def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     server.shutdown()
     server.server_close()
     drain(made, there)  # nobody there: no error
-    assert seen == [("/v1/instances/both-0", "Bearer secret"), ("/v1/instances/both-0-scorer", "Bearer secret")]
+    waits = [f"/v1/instances/{name}?wait={wait}" for wait in (0, 15) for name in ("both-0", "both-0-scorer")]
+    assert seen == [(path, "Bearer secret") for path in waits], "both get no more work before one of them is waited for"
 
 
 @pytest.mark.parametrize("module", ["dovetail.pod.main", "dovetail.coordinator.main"])

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -433,3 +434,65 @@ def test_a_surplus_rollout_whose_pod_somebody_deleted_starts_again_at_once():
     assert ("Job", "demo-gen-s1") not in cluster.look().delete, "perhaps its Job has not made it yet"
     job["status"]["failed"] = 1
     assert ("Job", "demo-gen-s1") in cluster.look().delete
+
+
+# ---------------------------------------------------------------- rollouts whose node ends
+
+
+def on_node(cluster, group, node):
+    """The pod of a group that is not a surplus rollout's, on this node."""
+    pods = [p for p in cluster.pods() if p["metadata"]["labels"].get(names.GROUP_LABEL) == group]
+    pod = next(p for p in pods if names.SURPLUS_LABEL not in p["metadata"]["labels"])
+    pod["spec"] = {"nodeName": node}
+    return pod
+
+
+def test_rollouts_leave_a_node_that_will_end_and_trainers_stay():
+    cluster = running()
+    guaranteed, surplus = on_node(cluster, "gen", "spot-1"), surplus_pod(cluster)
+    surplus["spec"] = {"nodeName": "spot-2"}
+    on_node(cluster, "train", "spot-1")
+    cluster.pass_time(60)
+    cluster.ending = {"spot-1": cluster.now}
+    assert cluster.look().delete == [("Pod", guaranteed["metadata"]["name"])]
+    cluster.ending["spot-2"] = cluster.now
+    leaving = {("Pod", p["metadata"]["name"]) for p in (guaranteed, surplus)}
+    assert set(cluster.reconcile().delete) == leaving
+    assert cluster.look().delete == [], "they are on their way"
+
+
+def test_a_pod_that_came_after_the_notice_stays():
+    """It tolerates the taint: were it deleted too, pods would come and go until the node ends."""
+    cluster = running()
+    on_node(cluster, "gen", "spot-1")
+    cluster.ending = {"spot-1": cluster.now - timedelta(seconds=1)}
+    assert cluster.look().delete == []
+
+
+@pytest.mark.parametrize(("failed", "anew"), [(0, False), (1, True)])
+def test_a_rollout_of_the_jobset_whose_pod_was_deleted_starts_again_at_once(failed, anew):
+    """Its Job would wait for 10 s, and after some more such ends for up to 10 minutes."""
+    cluster = running()
+    cluster.remove("Pod", on_node(cluster, "gen", "spot-1")["metadata"]["name"])
+    cluster.objects["Job", "demo-gen-0"]["status"]["failed"] = failed
+    assert (("Job", "demo-gen-0") in cluster.look().delete) is anew
+
+
+@pytest.mark.parametrize(("disrupted", "anew"), [(True, True), (False, False)])
+def test_a_rollout_of_the_jobset_that_was_disrupted_starts_again_and_one_that_failed_counts(disrupted, anew):
+    cluster = running()
+    cluster.end(on_node(cluster, "gen", "spot-1"), 143, disrupted=disrupted, ran=600)
+    assert (("Job", "demo-gen-0") in cluster.reconcile().delete) is anew
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+
+
+def test_a_job_with_several_rollouts_or_a_trainer_is_left_to_kubernetes():
+    groups = [
+        {"name": "train", "roles": ["trainer"], "replicas": 1},
+        {"name": "gen", "roles": ["rollout"], "replicas": 2},
+    ]
+    cluster = running(groups=groups)
+    for group in ("gen", "train"):
+        cluster.end(on_node(cluster, group, "spot-1"), 143, disrupted=True, ran=600)
+    assert cluster.reconcile().delete == []

@@ -40,7 +40,7 @@ class Resource:
 
 RLHFJOB = Resource(KIND, GROUP, VERSION, PLURAL)
 EVENT = Resource("Event", "", "v1", "events", watched=False)
-# Not watched: kubelets write to them all the time.
+# They belong to no job. Some are listed, and all are watched for notices (`cluster/notices.py`).
 NODE = Resource("Node", "", "v1", "nodes", watched=False)
 # Not watched: the operator has no right to list Secrets.
 SECRET = Resource("Secret", "", "v1", "secrets", watched=False)

@@ -22,6 +22,7 @@ from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.gpu_nodes import Nodes
 from dovetail.operator.cluster.mounts import Mounts
+from dovetail.operator.cluster.notices import Notices
 from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
 from dovetail.operator.cluster.own_objects import NameTaken
 from dovetail.operator.cluster.tokens import Tokens
@@ -46,6 +47,7 @@ from dovetail.operator.reconcile.reconcile import (
 )
 from dovetail.operator.reconcile.refusals import held_up, started_anew
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
+from dovetail.operator.render import spot
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.status_rate import StatusRate
 from dovetail.operator.workqueue import WorkQueue
@@ -75,6 +77,7 @@ class Controller:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.nodes = Nodes(client, settings.nodes_seconds, self.look_at_all)
+        self._notices = Notices(client, spot.NOTICES | set(settings.notice_taints), self.look_at_all, now)
         self._client = client
         self._planner = planner
         self._coordinators = coordinators
@@ -122,6 +125,8 @@ class Controller:
             group.create_task(self._resync_forever())
             if self._settings.nodes_seconds > 0:
                 group.create_task(self.nodes.run())
+                if not self._settings.namespaces:  # such an operator has no right to see nodes
+                    group.create_task(self._notices.run())
 
     async def _list_jobs(self) -> None:
         """Before their children, which nobody would look at otherwise."""
@@ -201,7 +206,11 @@ class Controller:
             reported = self._coordinators.report(key, children, token)
             mounts = await self._mounts.problems(key, children)
         result = reconcile(
-            Seen(document, planned, children, reported, self._settings, mounts, self._drift, outlook), self._now()
+            Seen(
+                *(document, planned, children, reported, self._settings, mounts, self._drift, outlook),
+                ending=self._notices.ending,
+            ),
+            self._now(),
         )
         for kind, name in result.release:
             self.store.put({"kind": kind, **await self._client.release(kind, children.objects[kind, name])})

@@ -28,7 +28,8 @@ class OperatorSettings:
     `gpu_products`: GPUs that the administrator describes.
     `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may. `egress`: NetworkPolicyEgressRules of
     what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
-    jobs' pods; 0: the platform chooses. `gang`: the scheduler that starts a job's pods together
+    jobs' pods; 0: the platform chooses. `notice_taints`: more taints of nodes that
+    will end soon, besides those of `render/spot.py`. `gang`: the scheduler that starts a job's pods together
     (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues."""
 
     namespace: str = "dovetail-system"
@@ -56,6 +57,7 @@ class OperatorSettings:
     metrics_from: list[dict[str, Any]] = field(default_factory=list)
     egress: list[dict[str, Any]] | None = None
     pod_user: int = 65532
+    notice_taints: tuple[str, ...] = ()
     gang: str = ""
 
     @staticmethod

@@ -224,6 +224,9 @@ class _Host:
 
     def register(self, message: Register) -> None: ...
     def retire(self, name: str) -> None: ...
+    def left(self, name: str) -> bool:
+        return True
+
     def offer(self, message: Offer) -> None: ...
     def status(self) -> dict[str, Any]:
         return {}

@@ -1,11 +1,13 @@
 """The processes of one pod: `python -m dovetail.pod.main`, what the operator starts in every pod of a group.
 
 A pod of a trainer group runs one rank for each GPU. A pod of a rollout group runs a vLLM server and its scorer; they
-share the GPUs of one container, because Kubernetes gives a GPU to a single container. When a process dies, the others
-are ended and the container exits with its code. Then the pod's Job replaces the pod, and the job's status quotes the
-last line. A process that hangs (`liveness`) is killed.
+share the GPUs of one container, because Kubernetes gives a GPU to a single container. A server or scorer that dies
+after it has worked for a while is started again, beside the other one. When any other process dies, all are ended and
+the container exits with its code. Then the pod's Job replaces the pod, and the job's status quotes the last line. A
+process that hangs (`liveness`) is killed.
 
-`--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work."""
+`--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work, and returns
+when their samples have moved."""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ import json
 import os
 import signal
 import sys
+import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +36,14 @@ from dovetail.protocol.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.liveness import Limits, Liveness, Pulses
 from dovetail.supervision.proctree import descendants, snapshot
-from dovetail.supervision.supervisor import cpu_threads, how_it_ended
+from dovetail.supervision.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
 
 GRACE_SECONDS = 30.0
-DRAIN_SECONDS = 5.0
+# The hook's time is a part of the pod's grace period, which is 25 s on spot nodes.
+DRAIN_SECONDS, RETIRE_SECONDS = 15, 5.0
+# A server or scorer that worked this long was not broken from the start.
+STEADY_SECONDS = 60.0
+STOPPED = 128 + signal.SIGTERM
 TERMINATION_LOG = Path("/dev/termination-log")
 LONGEST_LINE = 2000
 
@@ -103,7 +111,8 @@ def _with(variables: dict[str, str], devices: Sequence[str], threads: int) -> di
 
 class Pod:
     """Runs the processes side by side until all have finished, one has failed, or `stop` is called. `limits`: when a
-    process counts as hanging."""
+    process counts as hanging. `restarts`: how many processes that do not finish are started again within an hour, if
+    they have lived for `steady` seconds."""
 
     def __init__(
         self,
@@ -111,8 +120,12 @@ class Pod:
         environ: Mapping[str, str],
         grace: float = GRACE_SECONDS,
         limits: Limits | None = None,
+        restarts: int = 0,
+        steady: float = STEADY_SECONDS,
     ) -> None:
         self._processes = processes
+        self._restarts, self._steady = restarts, steady
+        self._restarted: deque[float] = deque()
         self._environ = dict(environ)
         self._grace = grace
         self._stop = asyncio.Event()
@@ -132,7 +145,7 @@ class Pod:
         of the first process that failed."""
         stopping = asyncio.create_task(self._stop.wait())
         watching = asyncio.create_task(self._end_hung())
-        tasks = {asyncio.create_task(self._one(process)): process for process in self._processes}
+        tasks = {asyncio.create_task(self._kept(process)): process for process in self._processes}
         waiting: set[asyncio.Task[int]] = set(tasks)
         finishing = {task for task, process in tasks.items() if process.finishes}
         code = 0
@@ -140,7 +153,7 @@ class Pod:
             while not finishing or not finishing.isdisjoint(waiting):
                 done, _ = await asyncio.wait([*waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if stopping in done:
-                    code = 128 + signal.SIGTERM
+                    code = STOPPED
                     break
                 for task in done & waiting:
                     waiting.remove(task)
@@ -149,6 +162,7 @@ class Pod:
                     break
         finally:
             stopping.cancel()
+            self._stop.set()  # nothing is started again
             await self._end()
             await asyncio.gather(*tasks, return_exceptions=True)
             watching.cancel()
@@ -174,6 +188,30 @@ class Pod:
         how = self._killed_as.get(process.name) or how_it_ended(code)
         self.message = f"{process.name} ended ({how})" + (f": {last}" if last else "")
         return 128 - code if code < 0 else code or 1
+
+    async def _kept(self, process: PodProcess) -> int:
+        """Run a process until it ends for good. Returns its exit code."""
+        while True:
+            began = time.monotonic()
+            code = await self._one(process)
+            if self._stop.is_set() or not self._again(process, code, time.monotonic() - began):
+                return code
+            how = self._killed_as.pop(process.name, None) or how_it_ended(code)
+            last = message_of(self._last.get(process.name, ""))
+            text = f"{process.name} ended ({how}), and is started again" + (f": {last}" if last else "")
+            print(json.dumps({"event": "process.restarted", "process": process.name, "message": text}), flush=True)
+
+    def _again(self, process: PodProcess, code: int, seconds: float) -> bool:
+        """Whether a process that has ended after so many seconds is started again in this pod."""
+        now = time.monotonic()
+        while self._restarted and self._restarted[0] <= now - WINDOW_SECONDS:
+            self._restarted.popleft()
+        if process.finishes or code == BAD_CONFIGURATION or seconds < self._steady:
+            return False
+        if len(self._restarted) >= self._restarts:
+            return False
+        self._restarted.append(now)
+        return True
 
     async def _one(self, process: PodProcess) -> int:
         started = await asyncio.create_subprocess_exec(
@@ -237,7 +275,17 @@ def message_of(line: str) -> str:
     return line
 
 
-def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv, Limits]:
+@dataclass(frozen=True)
+class PodSettings:
+    """What a pod runs. `restarts`: see `Pod`."""
+
+    processes: list[PodProcess]
+    base: ProcessEnv
+    limits: Limits
+    restarts: int
+
+
+def read_pod(environ: Mapping[str, str]) -> PodSettings:
     """The processes of this pod, and when they count as hanging. Raises OSError, and ValueError also for files that are
     no job or plan."""
     base = ProcessEnv.read({env.NAME: "pod", **environ})
@@ -249,27 +297,33 @@ def read_pod(environ: Mapping[str, str]) -> tuple[list[PodProcess], ProcessEnv, 
     index = int(environ.get(env.INDEX, "0"))
     devices = [] if group.on_cpu else cuda_devices(environ)
     count = 2 if Role.ROLLOUT in group.roles else max(1, group.gpu.per_pod)
-    limits = Limits.of(job.spec.failure_policy.peer_timeout_seconds)
-    return pod_processes(job, plan, group, index, base, devices, cpu_threads(count)), base, limits
+    policy = job.spec.failure_policy
+    processes = pod_processes(job, plan, group, index, base, devices, cpu_threads(count))
+    # Beside trainers a server's memory is not free at any time.
+    restarts = 0 if Role.TRAINER in group.roles else policy.max_restarts
+    return PodSettings(processes, base, Limits.of(policy.peer_timeout_seconds), restarts)
 
 
 def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
-    """Tell the coordinator to drain this pod's instances. A coordinator that is away finds out by itself."""
+    """Tell the coordinator to drain this pod's instances, and wait until no sample needs them, with its KV cache moved
+    where that is cheaper. A coordinator that is away finds out by itself."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for process in processes:
-        if process.finishes:
-            continue
-        request = urllib.request.Request(
-            f"{base.coordinator}/v1/instances/{process.name}",
-            method="DELETE",
-            headers={"Authorization": f"Bearer {base.token}"},
-        )
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            opener.open(request, timeout=DRAIN_SECONDS).close()
+    instances = [process.name for process in processes if not process.finishes]
+    for wait in (0, DRAIN_SECONDS):
+        for name in instances:
+            request = urllib.request.Request(
+                f"{base.coordinator}/v1/instances/{name}?wait={wait}",
+                method="DELETE",
+                headers={"Authorization": f"Bearer {base.token}"},
+            )
+            try:
+                opener.open(request, timeout=wait + RETIRE_SECONDS).close()
+            except (OSError, urllib.error.URLError):
+                return
 
 
-async def _run(processes: Sequence[PodProcess], environ: Mapping[str, str], limits: Limits) -> tuple[int, str]:
-    pod = Pod(processes, environ, limits=limits)
+async def _run(settings: PodSettings, environ: Mapping[str, str]) -> tuple[int, str]:
+    pod = Pod(settings.processes, environ, limits=settings.limits, restarts=settings.restarts)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, pod.stop)
@@ -281,14 +335,16 @@ def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
     parser.add_argument("--drain", action="store_true", help="retire this pod's instances, and exit")
     options = parser.parse_args(argv)
     try:
-        processes, base, limits = read_pod(os.environ)
+        settings = read_pod(os.environ)
     except (OSError, ValueError) as error:
         print(f"dovetail pod: {error}", file=sys.stderr)
         return BAD_CONFIGURATION
     if options.drain:
-        drain(processes, base)
+        drain(settings.processes, settings.base)
         return 0
-    code, message = asyncio.run(_run(processes, os.environ, limits))
+    code, message = asyncio.run(_run(settings, os.environ))
+    if code == STOPPED and os.environ.get(env.SURPLUS) == "1":
+        return 0  # it was drained; its Job is done, and the operator makes another one
     if message and log.exists():
         with contextlib.suppress(OSError):
             log.write_text(message[-4000:], encoding="utf-8")

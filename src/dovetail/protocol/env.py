@@ -18,9 +18,11 @@ METRICS_PORT = "DOVETAIL_METRICS_PORT"
 GROUP = "DOVETAIL_GROUP"
 RANK = "DOVETAIL_RANK"
 WORLD_SIZE = "DOVETAIL_WORLD_SIZE"
-# In pods alone: the folder of the mounted job.json and plan.json, and the pod's number in its group.
+# In pods alone: the folder of the mounted job.json and plan.json, the pod's number in its group, and 1 for a rollout
+# that may come and go (its end after a drain is a success).
 CONFIG_DIR = "DOVETAIL_CONFIG_DIR"
 INDEX = "DOVETAIL_INDEX"
+SURPLUS = "DOVETAIL_SURPLUS"
 
 # Where pods mount a cache of hub models (spec.hub.cacheClaim).
 HUB_CACHE = "/var/dovetail-hub"

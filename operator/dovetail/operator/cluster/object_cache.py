@@ -133,7 +133,8 @@ def trim(thing: Object) -> Object:
     status = _only(thing.get("status") or {}, _STATUS[kind])
     if "containerStatuses" in status:
         status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]
-    spec = _sizes_only(thing.get("spec") or {}) if kind == JOBSET.kind else {}
+    spec = thing.get("spec") or {}
+    spec = _sizes_only(spec) if kind == JOBSET.kind else _only(spec, ("nodeName",) if kind == POD.kind else ())
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 

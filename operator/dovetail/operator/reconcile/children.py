@@ -90,6 +90,11 @@ def is_over(pod: Object) -> bool:
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed") or deleting(pod)
 
 
+def is_gone(pod: Object) -> bool:
+    """Whether the pod has ended and nothing of it runs any more."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed") and not deleting(pod)
+
+
 def live(pods: Iterable[Object]) -> list[Object]:
     return [pod for pod in pods if not is_over(pod)]
 

@@ -14,7 +14,7 @@ from dovetail.kube import names
 from dovetail.kube.owners import controlled_by
 from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, VOLUME_CLAIM
 from dovetail.manifest.status import GroupStatus, RLHFJobStatus
-from dovetail.manifest.types import RLHFJob
+from dovetail.manifest.types import RLHFJob, Role
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import progress, reasons, rootcause
 from dovetail.operator.reconcile.children import (
@@ -24,6 +24,7 @@ from dovetail.operator.reconcile.children import (
     changed_at,
     deleting,
     images,
+    is_gone,
     is_ready,
     is_true,
     label,
@@ -61,7 +62,7 @@ class Seen:
     """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `children`:
     what the job controls. `reported`: the coordinator's own status, if it answered. `mounts`: what is said of volumes
     that pods wait for, by uid. `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have
-    room for."""
+    room for. `ending`: nodes that will end soon, with the time at which that was noticed."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -71,6 +72,7 @@ class Seen:
     mounts: Mapping[str, str] = field(default_factory=dict)
     drift: Drift = field(default_factory=Drift)
     outlook: Outlook = field(default_factory=Outlook)
+    ending: Mapping[str, datetime] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class _Reconciler:
         self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
         self._say_running()
         more, less = self._surplus()
-        return self._result(apply=apply + more, delete=less, token=True)
+        return self._result(apply=apply + more, delete=[*less, *self._leaving(), *self._anew()], token=True)
 
     # ------------------------------------------------------------ states
 
@@ -399,7 +401,7 @@ class _Reconciler:
     def _starts_anew(self, job: Object) -> bool:
         """Whether a surplus rollout's Job is made anew, so that the rollout works again at once. The Job itself would
         wait 10 s and more before it makes the next pod, and makes none after a pod that ended well, as a drained one
-        does. A rollout that fails soon after its start keeps the Job's pauses."""
+        does. A rollout that fails by itself soon after its start keeps the Job's pauses."""
         pods = [p for p in self._children.of(POD.kind) if label(p, names.JOB_NAME_LABEL) == job["metadata"]["name"]]
         if any(deleting(p) or p.get("status", {}).get("phase") not in ("Failed", "Succeeded") for p in pods):
             return False
@@ -407,7 +409,42 @@ class _Reconciler:
             return True
         if not pods:
             return int(job.get("status", {}).get("failed") or 0) > 0  # somebody deleted the pod
-        return rootcause.lasted(pods) >= STEADY
+        return rootcause.lasted(pods) >= STEADY or all(rootcause.failed_at(p) is None for p in pods)
+
+    def _anew(self) -> list[Ref]:
+        """Jobs of the JobSet that are made anew: each has one rollout, whose pod was deleted or disrupted. The JobSet
+        makes such a Job again at once. The Job itself would wait 10 s after the first such pod, and up to 10 minutes
+        after some more. A pod that failed by itself is left to the Job, and counts."""
+        sizes, found = self._context.sizes, []
+        for job in self._children.jobs(surplus=False):
+            name = job["metadata"]["name"]
+            group = next((g for g in self._rollouts() if name == f"{self._context.name}-{g}-0"), None)
+            pods = [p for p in self._children.of(POD.kind) if label(p, names.JOB_NAME_LABEL) == name]
+            ended = not deleting(job) and all(is_gone(p) and rootcause.failed_at(p) is None for p in pods)
+            failed = int(job.get("status", {}).get("failed") or 0) > 0
+            if group is not None and sizes.get(group) == 1 and ended and (pods or failed):
+                found.append((JOB.kind, name))
+        return found
+
+    def _leaving(self) -> list[Ref]:
+        """Pods of rollouts on nodes that will end soon. Deleted, they are drained. A pod that was made after the notice
+        tolerates it, and stays."""
+        ending, found = self._seen.ending, []
+        for pod in live(self._children.of(POD.kind)):
+            since = ending.get(str(pod.get("spec", {}).get("nodeName")))
+            made = parse_time(pod["metadata"].get("creationTimestamp"))
+            if (
+                since is not None
+                and made is not None
+                and made <= since
+                and label(pod, names.GROUP_LABEL) in self._rollouts()
+            ):
+                found.append((POD.kind, str(pod["metadata"]["name"])))
+        return found
+
+    def _rollouts(self) -> set[str]:
+        """Names of the groups that only generate."""
+        return {group.name for group in self._context.job.spec.groups if Role.TRAINER not in group.roles}
 
     def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
         jobs = [j for j in self._children.jobs(surplus=True) if not deleting(j)]

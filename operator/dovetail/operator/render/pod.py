@@ -54,11 +54,14 @@ def coordinator_pod(context: RenderContext) -> Object:
 
 
 def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
-    """The pod template of a group. `index`: the pod's number in its group; by default its completion index."""
+    """The pod template of a group. `index`: the number of a surplus rollout in its group; None: the pod is one of the
+    JobSet's, and its completion index is its number."""
     container = _container(context, image(context, group), POD_MODULE)
     where: Object = {"fieldPath": f"metadata.annotations['{names.INDEX_ANNOTATION}']"}
     number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else _value(env.INDEX, index)
     container["env"] += [number, _value(env.GROUP, group.name)]
+    if index is not None:
+        container["env"].append(_value(env.SURPLUS, 1))
     container["ports"] = []
     if Role.ROLLOUT in group.roles:
         container["ports"] += [
@@ -69,7 +72,9 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
         container |= {
             "startupProbe": _probe("/health", env.SERVER_PORT, period=5, failures=360),
             "readinessProbe": _probe("/health", env.SERVER_PORT, period=5, failures=3),
-            "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=8),
+            # The pod's main process ends a server that hangs, and starts it again, which may take as long as the first
+            # start.
+            "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=120),
             # The coordinator stops giving it work, and what it generates now is taken over by others.
             "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", POD_MODULE, "--drain"]}}},
         }

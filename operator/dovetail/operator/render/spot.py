@@ -6,6 +6,20 @@ from dovetail.operator.render.context import Object
 
 # GKE and Azure give a notice of 30 s, AWS of 120 s. What ends later is killed.
 GRACE_SECONDS = 25
+# Taints of a node that will end soon, from those who put them there. Administrators may name more (`noticeTaints`).
+NOTICES = frozenset(
+    {
+        "cloud.google.com/impending-node-termination",  # GKE
+        "aws-node-termination-handler/spot-itn",
+        "aws-node-termination-handler/asg-lifecycle-termination",
+        "aws-node-termination-handler/scheduled-maintenance",
+        "karpenter.sh/disrupted",
+        "karpenter.sh/disruption",  # before version 1
+        "remediator.aks.microsoft.com/unschedulable",
+        "remediator.kubernetes.azure.com/unschedulable",
+        "ToBeDeletedByClusterAutoscaler",
+    }
+)
 # Labels of spot nodes, with their value. GKE's older preemptible nodes are among them.
 LABELS = {
     "cloud.google.com/gke-spot": "true",

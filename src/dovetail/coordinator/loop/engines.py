@@ -286,6 +286,10 @@ class Engines:
         """Note that the instance's pod will end soon."""
         self.fleet.retire(name)
 
+    def left(self, name: str) -> bool:
+        """Whether no sample needs the instance any more."""
+        return self._prepared is None or self._maker.left(name)
+
     def offer(self, message: Offer) -> None:
         self._publisher.offer(message)
 

@@ -100,6 +100,10 @@ class ExperienceMaker:
         self._sleepers.close()
         await self._generator.close()
 
+    def left(self, name: str) -> bool:
+        """Whether a rollout that was retired may end: no sample needs it any more. True of scorers."""
+        return self._generator.left(name)
+
     async def rest(self) -> None:
         """Call it before training. Rollouts of groups that also train free their GPUs for the trainers, until they take
         the new weights."""

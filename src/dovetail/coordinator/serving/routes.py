@@ -3,6 +3,7 @@ its own."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
@@ -20,6 +21,8 @@ from dovetail.protocol.wire import CONTENT_TYPE
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)
 _OFFSET = re.compile(r"[0-9]{1,15}")
+_SECONDS = re.compile(r"[0-9]{1,3}")
+LEFT_SECONDS = 0.05
 
 
 class Host(Protocol):
@@ -29,6 +32,7 @@ class Host(Protocol):
 
     def register(self, message: Register) -> None: ...
     def retire(self, name: str) -> None: ...
+    def left(self, name: str) -> bool: ...
     def offer(self, message: Offer) -> None: ...
     async def batch(self, key: str) -> bytes: ...
     def status(self) -> dict[str, Any]: ...
@@ -99,8 +103,15 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
         return web.json_response({})
 
     async def retire(request: web.Request) -> web.Response:
-        host.retire(request.match_info["name"])
-        return web.json_response({})
+        name, wait = request.match_info["name"], request.query.get("wait", "0")
+        if not _SECONDS.fullmatch(wait):
+            raise web.HTTPBadRequest(text=f"wait must be a whole number of seconds, at most 999; it is {wait[:64]!r}")
+        host.retire(name)
+        for _ in range(round(int(wait) / LEFT_SECONDS)):
+            if host.left(name):
+                break
+            await asyncio.sleep(LEFT_SECONDS)
+        return web.json_response({"left": host.left(name)})
 
     async def status(_: web.Request) -> web.Response:
         return web.json_response(host.status())

@@ -1,0 +1,64 @@
+"""Nodes that will end soon, as their taints say. All nodes are watched, because a notice may be as short as 30 s."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from datetime import datetime
+from types import MappingProxyType
+
+from dovetail.kube.resources import NODE, Resource
+from dovetail.operator.cluster.child_watch import follow
+from dovetail.operator.cluster.client import Client, Object
+from dovetail.operator.log import log
+
+
+class Notices:
+    """`taints`: the keys that are a notice. `changed` is called when a node gets its notice. `now`: the time of day."""
+
+    def __init__(
+        self,
+        client: Client,
+        taints: Collection[str],
+        changed: Callable[[], Awaitable[None]],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._client = client
+        self._taints = frozenset(taints)
+        self._changed = changed
+        self._now = now
+        self._ending: dict[str, datetime] = {}
+        # By node, the time at which its notice was seen.
+        self.ending = MappingProxyType(self._ending)
+
+    async def run(self) -> None:
+        """Watch nodes until cancelled."""
+        await follow(self._client, NODE, None, "", self, _ignore)
+
+    async def relist(self, resource: Resource, namespace: str | None) -> str | None:
+        """Take the list of all nodes. Returns its version. Raises KubeError."""
+        version, seen = "", set[str]()
+        async for page in self._client.pages(resource, namespace):
+            version = page.version
+            for node in page.items:
+                seen.add(node["metadata"]["name"])
+                await self.observe(node, deleted=False)
+        for gone in self._ending.keys() - seen:
+            del self._ending[gone]
+        return version
+
+    async def observe(self, thing: Object, deleted: bool) -> None:
+        """Take one node."""
+        name = thing["metadata"]["name"]
+        keys = {taint.get("key") for taint in (thing.get("spec") or {}).get("taints") or ()}
+        found = sorted(keys & self._taints)
+        if deleted or not found:
+            if self._ending.pop(name, None) is not None:
+                log("node.gone" if deleted else "node.stays", node=name)
+        elif name not in self._ending:
+            self._ending[name] = self._now()
+            log("node.notice", level="warning", node=name, taints=found)
+            await self._changed()
+
+
+async def _ignore(there: bool) -> None:
+    """Nodes are always there."""

@@ -1,0 +1,79 @@
+"""How the operator learns that a node will end."""
+
+import asyncio
+from datetime import UTC, datetime
+
+import pytest
+
+from dovetail.kube.resources import NODE
+from dovetail.operator.cluster.client import Client
+from dovetail.operator.cluster.notices import Notices
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.render import spot
+
+NOW = datetime(2026, 11, 23, 8, 0, 0, tzinfo=UTC)
+ITN = "aws-node-termination-handler/spot-itn"
+
+
+def node(name, *taints):
+    return {"metadata": {"name": name}, "spec": {"taints": [{"key": key, "effect": "NoSchedule"} for key in taints]}}
+
+
+class Nodes(Client):
+    def __init__(self, *items):
+        super().__init__(None)
+        self.items = items
+
+    async def _call(self, method, path, query=None, body=None, content=""):
+        return {"items": list(self.items), "metadata": {"resourceVersion": "7"}}
+
+
+@pytest.fixture
+def notices():
+    told = []
+
+    async def changed():
+        told.append(set(found.ending))
+
+    found = Notices(Nodes(), {*spot.NOTICES, "example.com/leaving"}, changed, lambda: NOW)
+    return found, told
+
+
+def see(notices, *things, deleted=False):
+    for thing in things:
+        asyncio.run(notices.observe(thing, deleted))
+
+
+@pytest.mark.parametrize("key", [*sorted(spot.NOTICES), "example.com/leaving"])
+def test_each_taint_is_a_notice_and_is_told_once(notices, key):
+    found, told = notices
+    see(found, node("a", "nvidia.com/gpu"), node("b", "nvidia.com/gpu", key), node("b", key))
+    assert (dict(found.ending), told) == ({"b": NOW}, [{"b"}])
+
+
+@pytest.mark.parametrize("key", ["node.kubernetes.io/unschedulable", "cloud.google.com/gke-spot", "nvidia.com/gpu"])
+def test_a_cordoned_or_spot_node_is_none(notices, key):
+    see(notices[0], node("a", key))
+    assert notices == (notices[0], [])
+
+
+def test_a_notice_that_is_taken_back_and_a_node_that_is_gone_are_forgotten(notices):
+    found, told = notices
+    see(found, node("a", ITN), node("b", ITN), node("a"))
+    see(found, node("b", ITN), deleted=True)
+    assert not found.ending
+    see(found, node("a", ITN))
+    assert told == [{"a"}, {"a", "b"}, {"a"}]
+
+
+def test_a_list_tells_what_a_broken_watch_missed(notices):
+    found, told = notices
+    see(found, node("gone", ITN))
+    found._client.items = (node("new", ITN), node("fine"))
+    assert asyncio.run(found.relist(NODE, None)) == "7"
+    assert set(found.ending) == {"new"}
+    assert told[-1] >= {"new"}
+
+
+def test_an_administrator_names_more_taints():
+    assert OperatorSettings.read({"DOVETAIL_NOTICE_TAINTS": "a/b, c"}).notice_taints == ("a/b", "c")
