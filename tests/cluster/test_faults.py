@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -60,8 +61,9 @@ def delete_pod(group: str, job: ClusterJob) -> set[str]:
 
 
 def kill_process(group: str, module: str, job: ClusterJob) -> set[str]:
+    """A server or scorer is started again in its pod; of any other process the pod is new."""
     job.kill(group, module)
-    return {group}
+    return set() if module.startswith("dovetail.rollout") else {group}
 
 
 def restart_kubelet(job: ClusterJob) -> set[str]:
@@ -81,6 +83,18 @@ def drain_node(job: ClusterJob) -> set[str]:
     finally:
         job.cluster.kubectl("uncordon", group)
     return {group}
+
+
+def take_node(job: ClusterJob) -> set[str]:
+    """As a cloud that takes a spot node back, and gives it again: the rollout leaves it."""
+    notice, before = "aws-node-termination-handler/spot-itn", job.uids()["v100"]
+    job.cluster.kubectl("taint", "node", "v100", f"{notice}=soon:NoSchedule")
+    try:
+        wait_for("the rollout to leave", lambda: job.uids().get("v100") != before, RECOVERY_SECONDS, POLL_SECONDS)
+        go_on(job, 1)
+    finally:
+        job.cluster.kubectl("taint", "node", "v100", f"{notice}-")
+    return {"v100"}
 
 
 def restart_api_server(job: ClusterJob) -> set[str]:
@@ -132,6 +146,18 @@ def wait_for_answers(cluster: KubeCluster) -> None:
     wait_for("the API server", lambda: cluster.try_kubectl("get", "--raw", "/readyz").returncode == 0, 120)
 
 
+def born(job: ClusterJob) -> dict[str, int]:
+    """How often each rollout and scorer has registered as a new process."""
+    return Counter(str(event["instance"]) for event in events(job.run_dir(), "instance.registered"))
+
+
+def at_work(job: ClusterJob, reborn: dict[str, int]) -> bool:
+    """Whether each rollout and scorer may take work, and those of `reborn` are newer than they were."""
+    health = {str(event["instance"]): event["health"] for event in events(job.run_dir(), "instance.health")}
+    now = born(job)
+    return set(health.values()) == {"healthy"} and all(now[name] > count for name, count in reborn.items())
+
+
 def has_new(job: ClusterJob, groups: set[str], before: dict[str, str]) -> bool:
     """Whether these groups have other pods than before: kubelets take a moment to notice a death."""
     now = job.uids()
@@ -151,6 +177,7 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "rollout's pod deleted": partial(delete_pod, "a10"),
     "kubelet restarted": restart_kubelet,
     "node drained": drain_node,
+    "node taken and given back": take_node,
     "API server restarted": restart_api_server,
     "trainer killed": partial(kill_process, "a100", "dovetail.trainer.main"),
     "etcd stopped": stop_etcd,
@@ -159,18 +186,26 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "network cut": cut_network,
     "scorer killed": partial(kill_process, "a10", "dovetail.rollout.scoring.scorer"),
 }
+# The processes that are new after a fault, where it is said which.
+RETURNS = {
+    "vLLM killed": ("v100-0",),
+    "scorer killed": ("a10-0-scorer",),
+    "rollout's pod deleted": ("a10-0", "a10-0-scorer"),
+    "node taken and given back": ("v100-0", "v100-0-scorer"),
+}
 
 
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
-    cluster: KubeCluster, namespace: str, chart: None, record_property: Callable[[str, object], None]
+    cluster: KubeCluster, namespace: str, chart: None, lag: int, record_property: Callable[[str, object], None]
 ) -> None:
-    cluster.apply(*paced(manifest(namespace), PACE_SECONDS), namespace=namespace)
+    cluster.apply(*paced(manifest(namespace, lag), PACE_SECONDS), namespace=namespace)
     job = ClusterJob(cluster, namespace)
     wait_for(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
     )
     for name, fault in FAULTS.items():
-        began, before, last = time.monotonic(), job.uids(), job.iteration()
+        began, before, last, births = time.monotonic(), job.uids(), job.iteration(), born(job)
         expected = fault(job)
         done = time.monotonic()
         if expected:
@@ -178,12 +213,19 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
             wait_for(f"new pods: {name}", partial(has_new, job, expected, before), RECOVERY_SECONDS, POLL_SECONDS)
         wait_for(f"all pods: {name}", job.whole, RECOVERY_SECONDS, POLL_SECONDS)
         whole = time.monotonic()
+        returned = {i: n for i, n in births.items() if i in RETURNS.get(name, ())}
+        wait_for(f"all at work: {name}", partial(at_work, job, returned), RECOVERY_SECONDS, POLL_SECONDS)
+        working = time.monotonic()
         job.pace(PACE_SECONDS)
         go_on(job, 1)
         after, end = job.uids(), time.monotonic()
         replaced = {group for group in before if after[group] != before[group]}
-        parts = f"{done - began:.0f} s of fault, {whole - done:.0f} s for pods, {end - whole:.0f} s to go on"
-        told = f"{end - began:.0f} s ({parts}), iterations {last} to {job.iteration()}, new pods: {sorted(replaced)}"
+        parts = (
+            f"{done - began:.0f} s of fault, {whole - done:.0f} s for pods, {working - whole:.0f} s until all work, "
+        )
+        parts += f"{end - working:.0f} s to go on"
+        done_now = f"iterations {last} to {job.iteration()}"
+        told = f"{end - began:.0f} s ({parts}), {done_now}, new pods: {sorted(replaced)}"
         record_property(name, told)
         print(f"{name}: {told}", flush=True)
         assert replaced == expected, name
@@ -205,9 +247,10 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     assert finished == list(range(1, ITERATIONS + 1)), "each iteration once, in order"
 
 
-def manifest(namespace: str) -> dict[str, Any]:
+def manifest(namespace: str, lag: int) -> dict[str, Any]:
     document = tiny_manifest(namespace, ITERATIONS, PROMPTS)
     spec = document["spec"]
+    spec["ppo"]["lag"] = lag
     spec["checkpoint"] = {"everySteps": 1000}  # so that the store keeps every sample
     spec["failurePolicy"]["peerTimeoutSeconds"] = PEER_TIMEOUT_SECONDS
     return document
