@@ -109,6 +109,13 @@ class Drawing:
         """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
         return not self._pending and self._flying.idle(name)
 
+    def left(self, name: str) -> bool:
+        """See `Generator.left`."""
+        waiting = self._pending if any(i.name != name for i in self._eligible()) else []
+        return self._flying.idle(name) and not any(
+            work.leave is not None and work.leave.instance == name for work in (*waiting, *self._flying)
+        )
+
     async def drain(self, name: str) -> None:
         """Move the samples of an instance to others with their tokens. Returns when it has none left."""
         works = self._flying.on(name)

@@ -102,11 +102,7 @@ class Generator:
     def left(self, name: str) -> bool:
         """Whether nothing that an instance holds is wanted any more: it has no samples, and those that left it have
         their next token elsewhere, or have nowhere to go."""
-        elsewhere = any(i.name != name for i in self._fleet.eligible(KIND))
-        waiting = self._pending if elsewhere else []
-        return self._flying.idle(name) and not any(
-            work.leave is not None and work.leave.instance == name for work in (*waiting, *self._flying)
-        )
+        return all(drawing.left(name) for drawing in self._drawings.values())
 
     async def drain(self, name: str) -> None:
         """Give an instance no more work, and move its samples to other instances with their tokens. Returns when it has
