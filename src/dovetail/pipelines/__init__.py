@@ -17,6 +17,7 @@ from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.draw import svg, text_rows
 from dovetail.pipelines.export import document
 from dovetail.pipelines.families import (
+    CHUNKED,
     DEDICATED,
     FAMILIES,
     Family,
@@ -26,8 +27,9 @@ from dovetail.pipelines.families import (
     family_names,
     family_of,
     fixed_orders,
+    zero_bubble_limit,
 )
-from dovetail.pipelines.instance import Coupling, Instance, lower_bound, zero_bubble_limit
+from dovetail.pipelines.instance import Coupling, Instance, Placement, Shape, lower_bound
 from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, evaluate
 from dovetail.pipelines.search.compare import Choice, cached_find, choose, front, pareto
@@ -36,6 +38,7 @@ from dovetail.pipelines.search.rounds import Effort
 from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b, simulate_1f1b
 
 __all__ = [
+    "CHUNKED",
     "COMPILED",
     "DEDICATED",
     "FAMILIES",
@@ -49,10 +52,12 @@ __all__ = [
     "Ints",
     "Model",
     "Pass",
+    "Placement",
     "Problem",
     "ProblemError",
     "Schedule",
     "ScheduleError",
+    "Shape",
     "Step",
     "cached_find",
     "check_steps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,13 +42,29 @@ def check_steps(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
     Every pass of every micro-batch must be there once, and each stage on one rank. Both ends of a channel must have the
     same order of micro-batches. No pass may depend on itself. A mini-batch's forwards come after the model's optimizer
     step. The memory limit holds. A rank goes on computing while its sends wait, as the executor does."""
-    places = _places(problem, lists)
+    stages = _stages(problem, lists)
+    places = _places(problem, lists, stages)
     _channels(lists)
-    _memory(problem, lists)
-    _cycles(problem, lists, places)
+    _memory(problem, lists, stages)
+    _cycles(problem, lists, places, stages)
 
 
-def _places(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[Key, tuple[int, int]]:
+def _stages(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[str, int]:
+    """Stages of each model's pipelines: as many as it has ranks in a pipeline, or a multiple where ranks hold chunks."""
+    highest = {m.name: m.stages - 1 for m in problem.models}
+    for step in itertools.chain.from_iterable(lists):
+        highest[step.model] = max(highest.get(step.model, 0), step.stage)
+    for m in problem.models:
+        if (count := highest[m.name] + 1) % m.stages:
+            raise ScheduleError(
+                f"{m.name} has {count} stages on {m.stages} ranks; each rank must hold equally many of them"
+            )
+    return {name: last + 1 for name, last in highest.items()}
+
+
+def _places(
+    problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str, int]
+) -> dict[Key, tuple[int, int]]:
     if len(lists) != problem.ranks:
         raise ScheduleError(f"the schedule has {len(lists)} ranks, the problem {problem.ranks}")
     models = {m.name: m for m in problem.models}
@@ -58,7 +75,7 @@ def _places(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[Key, tupl
             m = models.get(step.model)
             if (
                 m is None
-                or not (0 <= step.pipeline < m.pipelines and 0 <= step.stage < m.stages)
+                or not (0 <= step.pipeline < m.pipelines and 0 <= step.stage < stages[m.name])
                 or not 0 <= step.micro_batch < m.micro_batches * problem.mini_batches
                 or step.kind not in ("F", "B", "I", "W")
             ):
@@ -73,7 +90,7 @@ def _places(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[Key, tupl
                 )
     for name, m in models.items():
         for pipeline in range(m.pipelines):
-            for stage in range(m.stages):
+            for stage in range(stages[name]):
                 for q in range(m.micro_batches * problem.mini_batches):
                     kinds = {k for k in "FBIW" if (name, pipeline, stage, q, k) in found}
                     if kinds not in ({"F", "B"}, {"F", "I", "W"}):
@@ -103,16 +120,16 @@ def _channels(lists: Sequence[Sequence[Step]]) -> None:
             )
 
 
-def _memory(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
+def _memory(problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str, int]) -> None:
     limit = problem.memory_limit
     if limit is None:
         return
-    sizes = {m.name: (problem.array(i, "activation")[m.first :], m.stages) for i, m in enumerate(problem.models)}
+    models = enumerate(problem.models)
+    sizes = {m.name: problem.along(i, "activation", stages[m.name] // m.stages) for i, m in models}
     for rank, mine in enumerate(lists):
         held = 0.0
         for step in mine:
-            array, stages = sizes[step.model]
-            size = float(array[step.pipeline * stages + step.stage, step.micro_batch])
+            size = float(sizes[step.model][step.pipeline, step.stage, step.micro_batch])
             if step.kind == "F":
                 held += size
             elif step.kind in ("B", "W"):
@@ -123,7 +140,9 @@ def _memory(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
                 )
 
 
-def _cycles(problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key, tuple[int, int]]) -> None:
+def _cycles(
+    problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key, tuple[int, int]], stages: dict[str, int]
+) -> None:
     """No pass may depend on itself: Kahn's algorithm on the graph of passes."""
     models = {m.name: m for m in problem.models}
     last_of: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -142,7 +161,7 @@ def _cycles(problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key,
             follow[place].append((step_of[name], block))
     for rank, mine in enumerate(lists):
         for at, step in enumerate(mine):
-            earlier = [places[need] for need in _needs(step, models[step.model].stages, places)]
+            earlier = [places[need] for need in _needs(step, stages[step.model], places)]
             if at:
                 earlier.append((rank, at - 1))
             if step.kind == "F" and (block := step.micro_batch // models[step.model].micro_batches):

@@ -12,20 +12,22 @@ from dovetail.pipelines.schedule import Schedule
 def document(schedule: Schedule) -> dict[str, Any]:
     """What `dovetail schedule -o` writes.
 
-    Times and sizes of a model are one number where they are uniform, else a list by pipeline, stage and micro-batch. A
-    model's `micro_batches` are those of one pipeline and mini-batch; the numbers of actions count through all
+    `stages` of a model are all stages of a pipeline, and `ranks` names the rank of each of them, by pipeline: with two
+    chunks a rank each rank is named twice. Times and sizes of a model are those of a stage: one number where they are
+    uniform, else a list by pipeline, stage and micro-batch. A model's `micro_batches` are those of one pipeline and mini-batch; the numbers of actions count through all
     mini-batches."""
-    problem = schedule.instance.problem
+    problem, placement = schedule.instance.problem, schedule.instance.placement
     models = []
     for index, m in enumerate(problem.models):
-        entry: dict[str, Any] = {"name": m.name, "pipelines": m.pipelines, "stages": m.stages}
+        entry: dict[str, Any] = {"name": m.name, "pipelines": m.pipelines, "stages": m.stages * placement.chunks}
+        entry["ranks"] = [placement.path(problem, index, k) for k in range(m.pipelines)]
         if m.first:
             entry["first_rank"] = m.first
         entry["micro_batches"] = m.micro_batches
         for field in ("forward", "backward", "activation"):
-            values = problem.array(index, field)[m.ranks.start : m.ranks.stop]
+            values = problem.along(index, field, placement.chunks)
             uniform = bool((values == values.flat[0]).all())
-            entry[field] = _number(values.flat[0]) if uniform else values.reshape(m.pipelines, m.stages, -1).tolist()
+            entry[field] = _number(values.flat[0]) if uniform else values.tolist()
         models.append(entry)
     actions: list[list[dict[str, Any]]] = [[] for _ in range(problem.ranks)]
     for p in schedule.passes():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.pipelines.instance import Coupling, Instance, make_instance
+from dovetail.pipelines.chunked import interleaved, one_by_one, v_half, v_min, zb_v
+from dovetail.pipelines.instance import Coupling, Instance, Placement, Shape, make_instance, work
 from dovetail.pipelines.problem import Model, Problem, ProblemError
 from dovetail.pipelines.schedule import Schedule, evaluate
 from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
@@ -14,8 +16,9 @@ from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
 
 @dataclass(frozen=True)
 class Family:
-    """`reverse`: the critic's pipelines run against the actor's. `split`: a backward is split into input gradient and
-    weight gradient. `fixed`: a rule builds the schedule; other families are searched."""
+    """`reverse`: the critic's pipelines run against the actor's. `chunks`: stages of a model on each of its ranks, laid
+    out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds the
+    schedule; other families are searched."""
 
     name: str
     description: str
@@ -23,6 +26,12 @@ class Family:
     reverse: bool = False
     split: bool = False
     fixed: bool = False
+    chunks: int = 1
+    shape: Shape = Shape.ZIGZAG
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.reverse, self.chunks, self.shape)
 
 
 FAMILIES = {
@@ -41,21 +50,50 @@ FAMILIES = {
         Family("fused-split-rolled", "bidirectional, split, rolled", Coupling.ROLLED, reverse=True, split=True),
     )
 }
+CHUNKED = {
+    family.name: family
+    for family in (
+        Family(
+            "interleaved",
+            "interleaved 1F1B (Megatron-LM), no barrier",
+            Coupling.MINI_BATCH,
+            fixed=True,
+            chunks=2,
+            shape=Shape.LOOP,
+        ),
+        Family("zb-v", "ZB-V of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
+        Family("v-half", "V-Half of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
+        Family("v-min", "V-Min of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
+        Family("fused-v", "a V of each model, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=2),
+        Family("fused-v-rolled", "the same, rolled", Coupling.ROLLED, reverse=True, split=True, chunks=2),
+        Family("fused-w", "four chunks, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=4),
+    )
+}
+"""Families that lay several stages of a model on each rank (Qi et al., arXiv 2401.10241 and 2405.15362; the fused ones
+are ours)."""
 DEDICATED = Family("dedicated", "each model on ranks of its own (PUZZLE)", Coupling.ROLLED, fixed=True)
 """Beside `FAMILIES`, in which both models share all ranks."""
 
 
 def family_of(name: str) -> Family:
-    return DEDICATED if name == DEDICATED.name else FAMILIES[name]
+    return DEDICATED if name == DEDICATED.name else {**FAMILIES, **CHUNKED}[name]
 
 
-def family_names(problem: Problem) -> list[str]:
-    """The families that make sense for the problem: rolled ones need a border to roll over."""
-    return [n for n in FAMILIES if problem.mini_batches > 1 or not n.endswith("-rolled")]
+def family_names(problem: Problem, chunked: bool = False) -> list[str]:
+    """The families that make sense for the problem: rolled ones need a border to roll over. `chunked`: also those that
+    lay several stages on a rank, which Dovetail's trainers do not run yet."""
+    names = [*FAMILIES, *(CHUNKED if chunked else ())]
+    return [n for n in names if problem.mini_batches > 1 or not n.endswith("-rolled")]
 
 
 def family_instance(problem: Problem, family: Family) -> Instance:
-    return make_instance(problem, reverse=family.reverse, split=family.split, coupling=family.coupling)
+    return make_instance(problem, family.placement, split=family.split, coupling=family.coupling)
+
+
+def zero_bubble_limit(problem: Problem) -> float:
+    """The work of the busiest rank, in the best of the families' placements. No schedule of any family is faster."""
+    placements = {family.placement for family in (*FAMILIES.values(), *CHUNKED.values())}
+    return min(float(work(problem, placement).max()) for placement in placements)
 
 
 def fixed_schedule(problem: Problem, family: Family) -> Schedule:
@@ -74,17 +112,21 @@ def fixed_schedule(problem: Problem, family: Family) -> Schedule:
     return found
 
 
+_Rule = Callable[[Instance, int, int], list[int]]
+
+
 def fixed_orders(instance: Instance, family: Family) -> Ints:
     """The orders (N, length) of a family that is built by rule and shares all ranks."""
     mini_batches = instance.problem.mini_batches
     rows: list[list[int]] = []
     for rank in range(instance.ranks):
-        if family.name in ("serial", "overlapped"):
-            rows.append((_one_f_one_b(instance, rank, 0) + _one_f_one_b(instance, rank, 1)) * mini_batches)
-        elif family.name == "stitched":
+        if family.name == "stitched":
             rows.append(_stitched(instance, rank, 1) * mini_batches)
         elif family.name == "stitched-rolled":
             rows.append(_stitched(instance, rank, mini_batches))
+        elif family.name in _RULES:
+            rule = _RULES[family.name]
+            rows.append((rule(instance, rank, 0) + rule(instance, rank, 1)) * mini_batches)
         else:
             raise ProblemError(f"schedules of the family {family.name} are searched for, not built by rule")
     return np.array(rows, dtype=np.int64)
@@ -92,8 +134,9 @@ def fixed_orders(instance: Instance, family: Family) -> Ints:
 
 def _one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
     """1F1B of one mini-batch of one model on one rank."""
-    stages, stage, count = int(instance.stages[m]), int(instance.position[m, rank]), int(instance.group[m])
-    return [KINDS * m + kind for kind in one_f_one_b(stages, stage, count, range(B, instance.kinds))]
+    (ranks, place), chunk = instance.place(rank, m), instance.chunks(m).start
+    count = instance.problem.models[m].micro_batches
+    return [KINDS * chunk + kind for kind in one_f_one_b(ranks, place, count, range(B, instance.kinds))]
 
 
 def _stitched(instance: Instance, rank: int, mini_batches: int) -> list[int]:
@@ -118,6 +161,17 @@ def _stitched(instance: Instance, rank: int, mini_batches: int) -> list[int]:
         order.append(KINDS * m + B)
         backwards[m] += 1
     return order
+
+
+_RULES: dict[str, _Rule] = {
+    "serial": _one_f_one_b,
+    "overlapped": _one_f_one_b,
+    "interleaved": interleaved,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "one by one": one_by_one,
+}
 
 
 def dedicated(problem: Problem) -> Schedule:

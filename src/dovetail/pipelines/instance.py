@@ -19,16 +19,43 @@ class Coupling(Enum):
     ROLLED = "rolled"  # only the own model counts: work of one model crosses the other's mini-batch borders
 
 
+class Shape(Enum):
+    """Where the stages of a pipeline of p ranks are, if each rank holds several chunks. Stage s belongs to chunk s // p."""
+
+    ZIGZAG = "zigzag"  # there and back again: 0 to p - 1, then p - 1 to 0. With two chunks this is a V
+    LOOP = "loop"  # 0 to p - 1, again from 0: interleaved 1F1B (Narayanan et al. 2021, section 2.2)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the stages of both models are. `reverse`: the critic's pipelines run against the actor's, inside each block
+    of ranks. `chunks`: stages of a model on each of its ranks."""
+
+    reverse: bool = False
+    chunks: int = 1
+    shape: Shape = Shape.ZIGZAG
+
+    def path(self, problem: Problem, model: int, pipeline: int) -> list[int]:
+        """The rank of every stage of a pipeline."""
+        m = problem.models[model]
+        block = list(m.ranks[pipeline * m.stages : (pipeline + 1) * m.stages])
+        if self.reverse and model == 1:
+            block = block[::-1]
+        back = block[::-1] if self.shape is Shape.ZIGZAG else block
+        return [rank for chunk in range(self.chunks) for rank in (back if chunk % 2 else block)]
+
+
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What `simulate` takes, and what a search needs beside. Chunk 0 is the actor, chunk 1 the critic.
+    """What `simulate` takes, and what a search needs beside. With v chunks a rank, chunks 0 to v - 1 are the actor's and
+    v to 2v - 1 the critic's.
 
     `position` (C, N): stage on a rank, -1 where a rank holds none. `stages` (C,): of a pipeline. `tail` (C, 3, N, Q):
     least time from a pass's end to the last end that depends on it. `mirrored`: the kinds are in the order of the
     mirror image in time. For the other arrays see `simulate`."""
 
     problem: Problem
-    reverse: bool
+    placement: Placement
     split: bool
     coupling: Coupling
     duration: Floats
@@ -64,57 +91,71 @@ class Instance:
         """Passes of one rank."""
         return int(self.kinds * self.total.sum())
 
+    def chunks(self, model: int) -> range:
+        """The chunks of a model."""
+        return range(model * self.placement.chunks, (model + 1) * self.placement.chunks)
+
+    def place(self, rank: int, model: int) -> tuple[int, int]:
+        """Ranks of a model's pipeline, and the place of this rank among them in the order of the first chunk."""
+        return self.problem.models[model].stages, int(self.position[self.chunks(model).start, rank])
+
+    def nodes(self, model: int) -> list[tuple[int, int]]:
+        """Chunk and rank of each stage of a model's pipelines, in the order of stages."""
+        held = [(c, rank) for c in self.chunks(model) for rank in range(self.ranks) if self.position[c, rank] >= 0]
+        return sorted(held, key=lambda node: int(self.position[node]))
+
     def holds(self, orders: Ints) -> bool:
         """Whether orders have exactly the passes of the instance on every rank."""
         if orders.shape != (self.ranks, self.length) or orders.min() < 0:
             return False
-        counts = np.zeros(2 * KINDS, np.int64)
-        for m in (0, 1):
-            counts[KINDS * m : KINDS * m + self.kinds] = self.total[m]
-        return all(np.array_equal(np.bincount(order, minlength=2 * KINDS), counts) for order in orders)
+        counts = np.zeros(KINDS * len(self.total), np.int64)
+        for c, total in enumerate(self.total):
+            counts[KINDS * c : KINDS * c + self.kinds] = total
+        return all(np.array_equal(np.bincount(order, minlength=len(counts)), counts) for order in orders)
 
 
-def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Coupling) -> Instance:
-    """Arrays of a problem. `reverse`: the critic's pipelines run against the actor's, inside each block of ranks."""
-    n, count = problem.ranks, problem.mini_batches
-    total = np.array([m.micro_batches * count for m in problem.models], dtype=np.int64)
-    duration = np.zeros((2, KINDS, n, int(total.max())))
-    activation = np.zeros((2, n, int(total.max())))
-    position = np.full((2, n), -1, dtype=np.int64)
-    before, after = (np.full((2, n, 2), -1, dtype=np.int64) for _ in range(2))
-    latency, edges = np.zeros((2, 2, n)), problem.latencies
+def make_instance(problem: Problem, placement: Placement, *, split: bool, coupling: Coupling) -> Instance:
+    """Arrays of a problem whose stages are where `placement` says."""
+    n, count, v = problem.ranks, problem.mini_batches, placement.chunks
+    owner = np.repeat([0, 1], v)
+    total = np.array([problem.models[m].micro_batches * count for m in owner], dtype=np.int64)
+    duration = np.zeros((2 * v, KINDS, n, int(total.max())))
+    activation = np.zeros((2 * v, n, int(total.max())))
+    position = np.full((2 * v, n), -1, dtype=np.int64)
+    before, after = (np.full((2 * v, n, 2), -1, dtype=np.int64) for _ in range(2))
+    latency, edges = np.zeros((2 * v, 2, n)), problem.latencies
     for index, m in enumerate(problem.models):
-        backwards = reverse and index == 1
-        times = [problem.array(index, "forward"), problem.array(index, "input_gradient" if split else "backward")]
+        times = [problem.along(index, field, v) for field in ("forward", "input_gradient" if split else "backward")]
         if split:
-            times.append(problem.array(index, "weight_gradient"))
-        sizes = problem.array(index, "activation")
+            times.append(problem.along(index, "weight_gradient", v))
+        sizes = problem.along(index, "activation", v)
+        q = slice(0, m.micro_batches * count)
         for k in range(m.pipelines):
-            block = list(m.ranks[k * m.stages : (k + 1) * m.stages])
-            path = block[::-1] if backwards else block
+            path = placement.path(problem, index, k)
             for stage, rank in enumerate(path):
-                position[index, rank] = stage
+                c = index * v + stage // m.stages
+                position[c, rank] = stage
+                # Two neighbouring stages on one rank need no message.
                 if stage:
-                    before[index, rank] = index, path[stage - 1]
-                    latency[index, F, rank] = edges[path[stage - 1], rank]
-                if stage + 1 < m.stages:
-                    after[index, rank] = index, path[stage + 1]
-                    latency[index, B, rank] = edges[path[stage + 1], rank]
-                source, q = block[stage], slice(0, int(total[index]))
+                    before[c, rank] = index * v + (stage - 1) // m.stages, path[stage - 1]
+                    latency[c, F, rank] = edges[path[stage - 1], rank] if path[stage - 1] != rank else 0.0
+                if stage + 1 < len(path):
+                    after[c, rank] = index * v + (stage + 1) // m.stages, path[stage + 1]
+                    latency[c, B, rank] = edges[path[stage + 1], rank] if path[stage + 1] != rank else 0.0
                 for kind, values in enumerate(times):
-                    duration[index, kind, rank, q] = values[source]
-                activation[index, rank, q] = sizes[source]
-    wait = np.zeros((2, count, 2), dtype=np.int64)
+                    duration[c, kind, rank, q] = values[k, stage]
+                activation[c, rank, q] = sizes[k, stage]
+    wait = np.zeros((2 * v, count, 2 * v), dtype=np.int64)
     for k in range(count):
-        for index in (0, 1):
-            wait[index, k, index] = k
-            if coupling is not Coupling.ROLLED:
-                wait[index, k, 1 - index] = k
-        if coupling is Coupling.SERIAL:
-            wait[1, k, 0] = k + 1
+        for c, mine in enumerate(owner):
+            for o, other in enumerate(owner):
+                if mine == other or coupling is not Coupling.ROLLED:
+                    wait[c, k, o] = k
+                if coupling is Coupling.SERIAL and (mine, other) == (1, 0):
+                    wait[c, k, o] = k + 1
     instance = Instance(
         problem,
-        reverse,
+        placement,
         split,
         coupling,
         duration,
@@ -122,11 +163,11 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
         before,
         after,
         position,
-        np.array([m.stages for m in problem.models], dtype=np.int64),
+        np.array([problem.models[m].stages * v for m in owner], dtype=np.int64),
         total,
-        np.array([m.micro_batches for m in problem.models], dtype=np.int64),
+        np.array([problem.models[m].micro_batches for m in owner], dtype=np.int64),
         wait,
-        np.array([m.optimizer_step for m in problem.models]),
+        np.array([problem.models[m].optimizer_step for m in owner]),
         latency,
         np.zeros_like(duration),
     )
@@ -137,17 +178,18 @@ def make_instance(problem: Problem, *, reverse: bool, split: bool, coupling: Cou
 def _fill_tails(instance: Instance) -> None:
     d, t, latency = instance.duration, instance.tail, instance.latency
     for m in (0, 1):
-        by_stage = np.argsort(instance.position[m], kind="stable")
-        for rank in by_stage:
-            t[m, B, rank] = d[m, W, rank]
-            if (back := instance.before[m, rank, 1]) >= 0:
-                t[m, B, rank] = np.maximum(t[m, B, rank], latency[m, B, back] + d[m, B, back] + t[m, B, back])
-        for rank in by_stage[::-1]:
-            onward = instance.after[m, rank, 1]
+        nodes = instance.nodes(m)
+        for c, rank in nodes:
+            t[c, B, rank] = d[c, W, rank]
+            p, back = instance.before[c, rank]
+            if back >= 0:
+                t[c, B, rank] = np.maximum(t[c, B, rank], latency[p, B, back] + d[p, B, back] + t[p, B, back])
+        for c, rank in nodes[::-1]:
+            p, onward = instance.after[c, rank]
             if onward < 0:
-                t[m, F, rank] = d[m, B, rank] + t[m, B, rank]
+                t[c, F, rank] = d[c, B, rank] + t[c, B, rank]
             else:
-                t[m, F, rank] = latency[m, F, onward] + d[m, F, onward] + t[m, F, onward]
+                t[c, F, rank] = latency[p, F, onward] + d[p, F, onward] + t[p, F, onward]
 
 
 def lower_bound(instance: Instance) -> float:
@@ -155,8 +197,9 @@ def lower_bound(instance: Instance) -> float:
     one model alone).
 
     For each rank: the earliest arrival of a pass, plus all passes of both models, plus the least time after the last
-    pass. The same for the passes of one model alone. Optimizer steps separate mini-batches: those of the same model in
-    rolled families, else those of both."""
+    pass. The same for the passes of one model alone. Where a rank holds several chunks, the earliest and the least are
+    taken over its chunks. Optimizer steps separate mini-batches: those of the same model in rolled families, else those
+    of both."""
     n = instance.problem.mini_batches
     alone = np.zeros((2, n))
     both = np.zeros(n)
@@ -164,47 +207,54 @@ def lower_bound(instance: Instance) -> float:
     rank_tail = np.full(instance.ranks, np.inf)
     for k in range(n):
         arrival, tail = np.zeros((2, instance.ranks)), np.zeros((2, instance.ranks))
-        work, chained = np.zeros((2, instance.ranks)), np.zeros((2, instance.ranks))
+        busy = np.zeros((2, instance.ranks))
         for m in (0, 1):
-            first, last = k * instance.group[m], (k + 1) * instance.group[m]
-            arrival[m] = _arrival(instance, m, int(first))
-            work[m] = instance.duration[m, :, :, first:last].sum(axis=(0, 2))
-            chained[m] = instance.duration[m, :W, :, first:last].sum(axis=(0, 2))
-            b_tail = instance.tail[m, B, :, last - 1]
+            mine = slice(instance.chunks(m).start, instance.chunks(m).stop)
+            group = int(instance.group[mine.start])
+            first, last = k * group, (k + 1) * group
+            arrival[m] = _arrival(instance, m, first)
+            busy[m] = instance.duration[mine, :, :, first:last].sum(axis=(0, 1, 3))
+            chained = instance.duration[mine, :W, :, first:last].sum(axis=(0, 1, 3))
+            b_tail = instance.tail[mine, B, :, last - 1].min(axis=0)
             # The last pass may be a weight gradient. Nothing waits for it.
             tail[m] = 0.0 if instance.split else b_tail
-            alone[m, k] = max((arrival[m] + chained[m] + b_tail).max(), (arrival[m] + work[m] + tail[m]).max())
-        both[k] = max((arrival.min(axis=0) + work.sum(axis=0) + tail.min(axis=0)).max(), alone[:, k].max())
+            alone[m, k] = max((arrival[m] + chained + b_tail).max(), (arrival[m] + busy[m] + tail[m]).max())
+        both[k] = max((arrival.min(axis=0) + busy.sum(axis=0) + tail.min(axis=0)).max(), alone[:, k].max())
         if k == 0:
             rank_arrival = arrival.min(axis=0)
         if k == n - 1:
             rank_tail = tail.min(axis=0)
-        rank_work += work.sum(axis=0)
-    steps = instance.step * (n - 1)
+        rank_work += busy.sum(axis=0)
+    step = instance.step[:: instance.placement.chunks]
+    steps = step * (n - 1)
     chains = float(max(alone[m].sum() + steps[m] for m in (0, 1)))
     if instance.coupling is Coupling.SERIAL:
-        return float(alone.sum() + instance.step.sum() * (n - 1))
+        return float(alone.sum() + step.sum() * (n - 1))
     if instance.coupling is Coupling.MINI_BATCH:
         return max(float(both.sum() + steps.min()), chains)
     return max(float((rank_arrival + rank_work + rank_tail).max()), chains)
 
 
-def zero_bubble_limit(problem: Problem) -> float:
-    """The work of the busiest rank. No schedule of any family is faster."""
-    actor, critic = (problem.array(m, "forward").sum(1) + problem.array(m, "backward").sum(1) for m in (0, 1))
-    # The critic's stages may be placed in the opposite order.
-    m = problem.models[1]
-    reverse = critic.reshape(m.pipelines, m.stages)[:, ::-1].reshape(-1)
-    return float(min((actor + critic).max(), (actor + reverse).max()))
+def work(problem: Problem, placement: Placement) -> Floats:
+    """Time of all passes of both models, for each rank (N,)."""
+    result = np.zeros(problem.ranks)
+    for index, m in enumerate(problem.models):
+        fields = ("forward", "backward")
+        times = sum(problem.along(index, field, placement.chunks).sum(axis=2) for field in fields)
+        for k in range(m.pipelines):
+            np.add.at(result, placement.path(problem, index, k), times[k])
+    return result
 
 
 def _arrival(instance: Instance, m: int, q: int) -> Floats:
-    """Earliest start of micro-batch q's forward on each rank."""
-    result = np.zeros(instance.ranks)
-    for rank in np.argsort(instance.position[m], kind="stable"):
-        if (back := instance.before[m, rank, 1]) >= 0:
-            result[rank] = result[back] + instance.duration[m, F, back, q] + instance.latency[m, F, rank]
-    return result
+    """Earliest start of a forward of a model's micro-batch q on each rank."""
+    starts = np.full((len(instance.total), instance.ranks), np.inf)
+    for c, rank in instance.nodes(m):
+        p, back = instance.before[c, rank]
+        come = starts[p, back] + instance.duration[p, F, back, q] + instance.latency[c, F, rank] if back >= 0 else 0.0
+        starts[c, rank] = come
+    earliest: Floats = starts.min(axis=0)
+    return np.where(np.isinf(earliest), 0.0, earliest)
 
 
 def mirror(instance: Instance) -> Instance:
@@ -212,22 +262,21 @@ def mirror(instance: Instance) -> Instance:
     barriers between mini-batches look the same from both ends."""
     duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
     latency, last = np.zeros_like(instance.latency), instance.kinds - 1
-    for m in (0, 1):
-        n = int(instance.total[m])
+    for c, n in enumerate(map(int, instance.total)):
         for kind in range(instance.kinds):
-            duration[m, kind, :, :n] = instance.duration[m, last - kind, :, :n][:, ::-1]
+            duration[c, kind, :, :n] = instance.duration[c, last - kind, :, :n][:, ::-1]
         for rank in range(instance.ranks):
-            if (back := instance.before[m, rank, 1]) >= 0:
-                latency[m, 0, rank] = instance.latency[m, 1, back]
-            if (onward := instance.after[m, rank, 1]) >= 0:
-                latency[m, 1, rank] = instance.latency[m, 0, onward]
-        activation[m, :, :n] = instance.activation[m, :, :n][:, ::-1]
+            p, back = instance.before[c, rank]
+            if back >= 0:
+                latency[c, 0, rank] = instance.latency[p, 1, back]
+            p, onward = instance.after[c, rank]
+            if onward >= 0:
+                latency[c, 1, rank] = instance.latency[p, 0, onward]
+        activation[c, :, :n] = instance.activation[c, :, :n][:, ::-1]
     return replace(instance, duration=duration, activation=activation, latency=latency, mirrored=True)
-
-
-_SWAPPED = {2: np.array([1, 0, 2, 4, 3, 5]), 3: np.array([2, 1, 0, 5, 4, 3])}
 
 
 def unmirror(instance: Instance, orders: Ints) -> Ints:
     """Orders of the instance itself, from those of its mirror image."""
-    return np.ascontiguousarray(_SWAPPED[instance.kinds][orders[:, ::-1]])
+    codes = orders[:, ::-1]
+    return np.ascontiguousarray(KINDS * (codes // KINDS) + instance.kinds - 1 - codes % KINDS)

@@ -24,9 +24,13 @@ class ProblemError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """One model's pipelines. Arrays broadcast to (pipelines, stages, micro-batches of all mini-batches).
+    """One model's pipelines. Arrays broadcast to (pipelines, stages * parts, micro-batches of all mini-batches).
 
-    `forward`, `backward`: time of one micro-batch in one stage. `input_gradient`: the part of `backward` that the
+    `stages`: ranks of a pipeline. `parts`: in how many equal shares of layers the arrays give each rank's stage. With 2
+    parts a placement of two chunks a rank uses the values as they are; one chunk a rank takes the sum of two. Where a
+    placement needs smaller shares than are given, it divides them evenly.
+
+    `forward`, `backward`: time of one micro-batch in one part. `input_gradient`: the part of `backward` that the
     previous stage waits for, where the backward is split (default half); `weight_gradient`: the rest, where both take
     longer or shorter than the whole. `activation`: memory one micro-batch holds in
     a stage from its forward's start to its backward's end. `optimizer_step`: time between two mini-batches. `first`:
@@ -43,6 +47,7 @@ class Model:
     weight_gradient: float | Floats | None = None
     optimizer_step: float = 0.0
     first: int = 0
+    parts: int = 1
 
     @property
     def ranks(self) -> range:
@@ -76,19 +81,31 @@ class Problem:
         return np.broadcast_to(np.asarray(self.communication, dtype=np.float64), (self.ranks, self.ranks))
 
     def array(self, model: int, field: str) -> Floats:
-        """A model's times or sizes as (ranks, micro-batches): rank first + r holds stage r % stages of pipeline
-        r // stages; 0 where a rank holds nothing of it."""
+        """A model's times or sizes as (ranks, micro-batches), with one chunk a rank: rank first + r holds stage
+        r % stages of pipeline r // stages; 0 where a rank holds nothing of it."""
+        m = self.models[model]
+        own = self.along(model, field).reshape(len(m.ranks), -1)
+        result = np.zeros((self.ranks, own.shape[1]))
+        result[m.ranks.start : m.ranks.stop] = own
+        return result
+
+    def along(self, model: int, field: str, chunks: int = 1) -> Floats:
+        """A model's times or sizes along its pipelines, (pipelines, stages * chunks, micro-batches), where each rank
+        holds `chunks` stages of equal numbers of layers."""
         m = self.models[model]
         value: Any = getattr(m, field)
         if field == "input_gradient" and value is None:
             value = np.asarray(m.backward, dtype=np.float64) / 2
         if field == "weight_gradient" and value is None:
-            return self.array(model, "backward") - self.array(model, "input_gradient")
-        shape = (m.pipelines, m.stages, m.micro_batches * self.mini_batches)
-        own = np.broadcast_to(np.asarray(value, dtype=np.float64), shape).reshape(len(m.ranks), -1)
-        result = np.zeros((self.ranks, own.shape[1]))
-        result[m.ranks.start : m.ranks.stop] = own
-        return result
+            return self.along(model, "backward", chunks) - self.along(model, "input_gradient", chunks)
+        shape = (m.pipelines, m.stages * m.parts, m.micro_batches * self.mini_batches)
+        own: Floats = np.broadcast_to(np.asarray(value, dtype=np.float64), shape)
+        if chunks == m.parts:
+            return own
+        fine = math.lcm(chunks, m.parts)
+        divided = np.repeat(own, fine // m.parts, axis=1) / (fine // m.parts)
+        grouped: Floats = divided.reshape(m.pipelines, m.stages * chunks, fine // chunks, -1).sum(axis=2)
+        return grouped
 
     @property
     def least_memory(self) -> float:
@@ -102,8 +119,9 @@ class Problem:
         parts: list[Any] = [edges, self.mini_batches, self.memory_limit]
         for index, m in enumerate(self.models):
             parts += [m.name, m.stages, m.pipelines, m.micro_batches, m.optimizer_step, *([m.first] if m.first else [])]
+            parts += [{"parts": m.parts}] if m.parts > 1 else []
             for field in ("forward", "backward", "input_gradient", "weight_gradient", "activation"):
-                parts.append(hashlib.sha256(self.array(index, field).tobytes()).hexdigest())
+                parts.append(hashlib.sha256(self.along(index, field, m.parts).tobytes()).hexdigest())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -181,7 +199,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 def _check(problem: Problem) -> None:
     first, second = problem.models
     for m in problem.models:
-        counts = {"stages": m.stages, "pipelines": m.pipelines, "micro-batches": m.micro_batches}
+        counts = {"stages": m.stages, "pipelines": m.pipelines, "micro-batches": m.micro_batches, "parts": m.parts}
         for what, count in counts.items():
             if count < 1:
                 raise ProblemError(f"{m.name} has {count} {what}; it needs at least 1")
@@ -218,16 +236,15 @@ def _check(problem: Problem) -> None:
 def _check_values(problem: Problem, index: int, m: Model) -> None:
     for field, lowest in (("forward", "above 0"), ("backward", "above 0"), ("activation", "0 or more")):
         try:
-            values = problem.array(index, field)
+            values = problem.along(index, field, m.parts)
         except ValueError as error:
-            shape = (m.pipelines, m.stages, m.micro_batches * problem.mini_batches)
+            shape = (m.pipelines, m.stages * m.parts, m.micro_batches * problem.mini_batches)
             raise ProblemError(f"{m.name}'s {field} times do not broadcast to {shape}: {error}") from None
-        values = values[m.ranks.start : m.ranks.stop]
         bad = ~np.isfinite(values) | (values < 0 if field == "activation" else values <= 0)
         if bad.any():
             raise ProblemError(f"{m.name}'s {field} is {values[bad][0]:g}; it must be {lowest}")
-    first, second = problem.array(index, "input_gradient"), problem.array(index, "weight_gradient")
-    if not ((first > 0) & (second > 0))[m.ranks.start : m.ranks.stop].all():
+    first, second = (problem.along(index, field, m.parts) for field in ("input_gradient", "weight_gradient"))
+    if not ((first > 0) & (second > 0)).all():
         raise ProblemError(f"{m.name}'s input_gradient must be above 0 and, if alone, below its backward time")
     if not m.optimizer_step >= 0:
         raise ProblemError(f"{m.name}'s optimizer_step is {m.optimizer_step}; it must be 0 or more")

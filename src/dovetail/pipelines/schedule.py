@@ -65,15 +65,16 @@ class Schedule:
         """Every rank's passes in their order."""
         i, models = self.instance, self.instance.problem.models
         for rank in range(i.ranks):
-            count = [0] * (KINDS * len(models))
+            count = [0] * (KINDS * len(i.total))
             for code in (int(code) for code in self.orders[rank] if code >= 0):
-                m, kind, q = code // KINDS, code % KINDS, count[code]
+                chunk, kind, q = code // KINDS, code % KINDS, count[code]
                 count[code] += 1
-                end = float(self.finish[m, kind, rank, q])
-                pipeline, stage = models[m].ranks.index(rank) // models[m].stages, int(i.position[m, rank])
+                m = models[chunk // i.placement.chunks]
+                end = float(self.finish[chunk, kind, rank, q])
+                pipeline, stage = m.ranks.index(rank) // m.stages, int(i.position[chunk, rank])
                 letter = ("FIW" if i.split else "FB")[kind]
-                start = end - float(i.duration[m, kind, rank, q])
-                yield Pass(rank, models[m].name, pipeline, stage, q, letter, start, end)
+                start = end - float(i.duration[chunk, kind, rank, q])
+                yield Pass(rank, m.name, pipeline, stage, q, letter, start, end)
 
 
 class DeadlockError(ValueError):

@@ -274,7 +274,7 @@ class Scheduling:
 
     def _turned(self, found: Schedule, problem: Problem, effort: Effort) -> Schedule:
         """A serial schedule, which runs either way, for the way that the stages are placed."""
-        if self._apart or found.instance.reverse == self._reverse:
+        if self._apart or found.instance.placement.reverse == self._reverse:
             return found
         return choose_schedule(problem, [found.family], effort, self._reverse).best
 

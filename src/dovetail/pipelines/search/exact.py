@@ -53,16 +53,16 @@ class ExactSearch:
         self._latency = _up(instance.latency * scale)
         self._step = _up(instance.step * scale)
         self._target = int(np.floor(target * scale + 1e-6))
-        self._windows = {m: self._window(m) for m in (0, 1)}
-        if any((low > high).any() for low, high in self._windows.values()):
+        self._windows = [self._window(m) for m in (0, 1)]
+        if any(low > high for windows in self._windows for low, high in windows.values()):
             self._model.add_bool_or([])
             return
+        for windows in self._windows:
+            for key, (low, high) in windows.items():
+                self._start[key] = self._model.new_int_var(low, high, "")
         for m in (0, 1):
-            for rank in range(instance.ranks):
-                self._passes(m, rank)
-        for m in (0, 1):
-            for rank in range(instance.ranks):
-                self._precedence(m, rank)
+            for chunk, rank in instance.nodes(m):
+                self._precedence(chunk, rank)
         self._barriers()
         for rank in range(instance.ranks):
             self._rank(rank, limit)
@@ -83,82 +83,80 @@ class ExactSearch:
     def stop(self) -> None:
         self._solver.stop_search()
 
-    def _window(self, m: int) -> tuple[Ints, Ints]:
-        """Earliest and latest starts (kinds, N, Q) of a model's passes, as if it ran alone.
+    def _window(self, m: int) -> dict[tuple[int, int, int, int], tuple[int, int]]:
+        """Earliest and latest start of each of a model's passes, as if it ran alone. Keys: chunk, kind, rank, micro-batch.
 
         One recursion gives both: the latest starts are those of the problem run backwards in time."""
-        i, count, kinds = self.instance, int(self.instance.total[m]), self.instance.kinds
-        length = self._length[m, :kinds, :, :count]
-        path = np.argsort(i.position[m], kind="stable")
-        earliest = np.zeros_like(length)
-        latest = np.zeros_like(length)
+        i, nodes = self.instance, self.instance.nodes(m)
+        count = int(i.total[i.chunks(m).start])
+        length = self._length
+        earliest, latest = np.zeros_like(length), np.zeros_like(length)
         for q in range(count):
             # Backwards in time the last micro-batch comes first.
             p = count - 1 - q
-            for rank in path:
-                low = earliest[F, rank, q - 1] + length[F, rank, q - 1] if q else 0
-                if (back := i.before[m, rank, 1]) >= 0:
-                    low = max(low, earliest[F, back, q] + length[F, back, q] + self._latency[m, F, rank])
-                earliest[F, rank, q] = low
-                if i.split:
-                    after = latest[W, rank, p + 1] if q else self._target
-                    latest[W, rank, p] = after - length[W, rank, p]
-                high = latest[W, rank, p] if i.split else self._target
-                high = min(high, latest[B, rank, p + 1]) if q else high
+            for c, rank in nodes:
+                low = earliest[c, F, rank, q - 1] + length[c, F, rank, q - 1] if q else 0
+                b, back = i.before[c, rank]
                 if back >= 0:
-                    high = min(high, latest[B, back, p] - self._latency[m, B, back])
-                latest[B, rank, p] = high - length[B, rank, p]
-            for rank in path[::-1]:
-                onward = i.after[m, rank, 1]
-                low = earliest[B, rank, q - 1] + length[B, rank, q - 1] if q else 0
-                high = latest[F, rank, p + 1] if q else self._target
-                if onward >= 0:
-                    low = max(low, earliest[B, onward, q] + length[B, onward, q] + self._latency[m, B, rank])
-                    high = min(high, latest[F, onward, p] - self._latency[m, F, onward])
-                else:
-                    low = max(low, earliest[F, rank, q] + length[F, rank, q])
-                    high = min(high, latest[B, rank, p])
-                earliest[B, rank, q] = low
-                latest[F, rank, p] = high - length[F, rank, p]
+                    low = max(low, earliest[b, F, back, q] + length[b, F, back, q] + self._latency[c, F, rank])
+                earliest[c, F, rank, q] = low
                 if i.split:
-                    before = earliest[W, rank, q - 1] + length[W, rank, q - 1] if q else 0
-                    earliest[W, rank, q] = max(before, low + length[B, rank, q])
-        return earliest, latest
-
-    def _passes(self, m: int, rank: int) -> None:
-        low, high = self._windows[m]
-        for kind in range(self.instance.kinds):
-            for q in range(int(self.instance.total[m])):
-                bounds = (int(low[kind, rank, q]), int(high[kind, rank, q]))
-                self._start[m, kind, rank, q] = self._model.new_int_var(*bounds, "")
+                    after = latest[c, W, rank, p + 1] if q else self._target
+                    latest[c, W, rank, p] = after - length[c, W, rank, p]
+                high = latest[c, W, rank, p] if i.split else self._target
+                high = min(high, latest[c, B, rank, p + 1]) if q else high
+                if back >= 0:
+                    high = min(high, latest[b, B, back, p] - self._latency[b, B, back])
+                latest[c, B, rank, p] = high - length[c, B, rank, p]
+            for c, rank in nodes[::-1]:
+                a, onward = i.after[c, rank]
+                low = earliest[c, B, rank, q - 1] + length[c, B, rank, q - 1] if q else 0
+                high = latest[c, F, rank, p + 1] if q else self._target
+                if onward >= 0:
+                    low = max(low, earliest[a, B, onward, q] + length[a, B, onward, q] + self._latency[c, B, rank])
+                    high = min(high, latest[a, F, onward, p] - self._latency[a, F, onward])
+                else:
+                    low = max(low, earliest[c, F, rank, q] + length[c, F, rank, q])
+                    high = min(high, latest[c, B, rank, p])
+                earliest[c, B, rank, q] = low
+                latest[c, F, rank, p] = high - length[c, F, rank, p]
+                if i.split:
+                    before = earliest[c, W, rank, q - 1] + length[c, W, rank, q - 1] if q else 0
+                    earliest[c, W, rank, q] = max(before, low + length[c, B, rank, q])
+        return {
+            (c, kind, rank, q): (int(earliest[c, kind, rank, q]), int(latest[c, kind, rank, q]))
+            for c, rank in nodes
+            for kind in range(i.kinds)
+            for q in range(count)
+        }
 
     def _end(self, m: int, kind: int, rank: int, q: int) -> Any:
         return self._start[m, kind, rank, q] + int(self._length[m, kind, rank, q])
 
-    def _precedence(self, m: int, rank: int) -> None:
+    def _precedence(self, c: int, rank: int) -> None:
         i, add = self.instance, self._model.add
-        back, onward = int(i.before[m, rank, 1]), int(i.after[m, rank, 1])
-        for q in range(int(i.total[m])):
+        (b, back), (a, onward) = i.before[c, rank].tolist(), i.after[c, rank].tolist()
+        for q in range(int(i.total[c])):
             for kind in range(i.kinds):
                 if q:
-                    add(self._start[m, kind, rank, q] >= self._end(m, kind, rank, q - 1))
+                    add(self._start[c, kind, rank, q] >= self._end(c, kind, rank, q - 1))
             if back >= 0:
-                add(self._start[m, F, rank, q] >= self._end(m, F, back, q) + int(self._latency[m, F, rank]))
+                add(self._start[c, F, rank, q] >= self._end(b, F, back, q) + int(self._latency[c, F, rank]))
             if onward >= 0:
-                add(self._start[m, B, rank, q] >= self._end(m, B, onward, q) + int(self._latency[m, B, rank]))
+                add(self._start[c, B, rank, q] >= self._end(a, B, onward, q) + int(self._latency[c, B, rank]))
             else:
-                add(self._start[m, B, rank, q] >= self._end(m, F, rank, q))
+                add(self._start[c, B, rank, q] >= self._end(c, F, rank, q))
             if i.split:
-                add(self._start[m, W, rank, q] >= self._end(m, B, rank, q))
+                add(self._start[c, W, rank, q] >= self._end(c, B, rank, q))
 
     def _barriers(self) -> None:
         """A mini-batch's first forward waits for the mini-batches of `wait` and their optimizer steps."""
-        i, last = self.instance, self.instance.kinds - 1
+        i, last, chunks = self.instance, self.instance.kinds - 1, range(len(self.instance.total))
         closed: dict[tuple[int, int], Any] = {}
-        for m in (0, 1):
+        for c in chunks:
             for k in range(i.wait.shape[1]):
-                for other in (0, 1):
-                    need = int(i.wait[m, k, other])
+                for other in chunks:
+                    need = int(i.wait[c, k, other])
                     if not need:
                         continue
                     if (other, need) not in closed:
@@ -167,26 +165,27 @@ class ExactSearch:
                             end = self._end(other, last, rank, need * int(i.group[other]) - 1)
                             self._model.add(closed[other, need] >= end)
                     for rank in range(i.ranks):
-                        start = self._start[m, F, rank, k * int(i.group[m])]
+                        start = self._start[c, F, rank, k * int(i.group[c])]
                         self._model.add(start >= closed[other, need] + int(self._step[other]))
 
     def _rank(self, rank: int, limit: float | None) -> None:
         """A rank runs one pass at a time and holds at most `limit` of activations."""
         i, model = self.instance, self._model
-        sizes = np.concatenate([i.activation[m, rank, : int(i.total[m])] for m in (0, 1)])
+        chunks = range(len(i.total))
+        sizes = np.concatenate([i.activation[c, rank, : int(i.total[c])] for c in chunks])
         memory = _scale(np.append(sizes, limit), limit, _SIZES) if limit is not None and limit > 0 else None
         busy, held, demands = [], [], []
-        for m in (0, 1):
-            for q in range(int(i.total[m])):
+        for c in chunks:
+            for q in range(int(i.total[c])):
                 for kind in range(i.kinds):
-                    start, length = self._start[m, kind, rank, q], int(self._length[m, kind, rank, q])
+                    start, length = self._start[c, kind, rank, q], int(self._length[c, kind, rank, q])
                     busy.append(model.new_fixed_size_interval_var(start, length, ""))
                 if memory is not None:
-                    least = sum(int(self._length[m, kind, rank, q]) for kind in range(i.kinds))
+                    least = sum(int(self._length[c, kind, rank, q]) for kind in range(i.kinds))
                     span = model.new_int_var(least, self._target, "")
-                    end = self._end(m, i.kinds - 1, rank, q)
-                    held.append(model.new_interval_var(self._start[m, F, rank, q], span, end, ""))
-                    demands.append(int(_up(i.activation[m, rank, q] * memory[0])))
+                    end = self._end(c, i.kinds - 1, rank, q)
+                    held.append(model.new_interval_var(self._start[c, F, rank, q], span, end, ""))
+                    demands.append(int(_up(i.activation[c, rank, q] * memory[0])))
         model.add_no_overlap(busy)
         if memory is not None and limit is not None:
             self._exact &= memory[1]
@@ -194,8 +193,8 @@ class ExactSearch:
 
     def _orders(self) -> Ints:
         ordered: list[list[tuple[int, int, int]]] = [[] for _ in range(self.instance.ranks)]
-        for (m, kind, rank, q), start in self._start.items():
-            ordered[rank].append((self._solver.value(start), q, KINDS * m + kind))
+        for (c, kind, rank, q), start in self._start.items():
+            ordered[rank].append((self._solver.value(start), q, KINDS * c + kind))
         return np.array([[code for _, _, code in sorted(row)] for row in ordered], dtype=np.int64)
 
 

@@ -93,8 +93,10 @@ class _Search(Rounds):
         return replace(self.best, proved=self.proved)
 
     def _starts(self, cap: float, known: Sequence[Ints]) -> Iterable[Ints]:
-        """Known schedules, and 1F1B of one model after the other, where they fit. The search never ends with less."""
-        plain = fixed_orders(self.instance, Family("overlapped", "", self.instance.coupling))
+        """Known schedules, and one model after the other by a rule, where they fit. The search never ends with less."""
+        chunks = self.instance.placement.chunks
+        rule = {1: "overlapped", 2: "zb-v"}.get(chunks, "one by one")
+        plain = fixed_orders(self.instance, replace(self.family, name=rule))
         for start in (*known, plain):
             try:
                 if evaluate(self.instance, start).fits(cap):

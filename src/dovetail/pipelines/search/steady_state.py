@@ -126,8 +126,7 @@ def _mean(problem: Problem, index: int, count: int) -> Model:
     m = problem.models[index]
 
     def shrunk(field: str) -> Floats:
-        values = problem.array(index, field).reshape(m.pipelines, m.stages, -1)
-        mean: Floats = values.mean(axis=2, keepdims=True)
+        mean: Floats = problem.along(index, field, m.parts).mean(axis=2, keepdims=True)
         return mean
 
     return replace(
@@ -147,9 +146,9 @@ Spans = list[tuple[int, int]] | None
 def _stretches(short: Schedule, ends: list[Floats], period: list[int], moment: float) -> Spans:
     """On each rank the stretch of the passes of exactly `period` micro-batches that begins nearest to `moment`."""
     i = short.instance
-    wanted = np.zeros(2 * KINDS, dtype=np.int64)
-    for m in (0, 1):
-        wanted[KINDS * m : KINDS * m + i.kinds] = period[m]
+    wanted = np.zeros(KINDS * len(i.total), dtype=np.int64)
+    for c in range(len(i.total)):
+        wanted[KINDS * c : KINDS * c + i.kinds] = period[c // i.placement.chunks]
     found = []
     for rank in range(i.ranks):
         span = _stretch(short.orders[rank], ends[rank], wanted, moment)
@@ -174,7 +173,7 @@ def _repeat(i: Instance, orders: Ints, stretches: list[Spans], copies: int) -> I
 
 
 def _ends(short: Schedule, rank: int) -> Floats:
-    count, ends = np.zeros(2 * KINDS, dtype=np.int64), []
+    count, ends = np.zeros(KINDS * len(short.instance.total), dtype=np.int64), []
     for code in map(int, short.orders[rank]):
         ends.append(short.finish[code // KINDS, code % KINDS, rank, count[code]])
         count[code] += 1
