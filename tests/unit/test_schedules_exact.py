@@ -16,6 +16,7 @@ from dovetail.pipelines import (
     check_steps,
     evaluate,
     family_instance,
+    family_of,
     find,
     front,
     fused_problem,
@@ -50,10 +51,10 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
 
 
 @settings(max_examples=20, deadline=None)
-@given(problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble"]), st.data())
+@given(problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble", "fused-v"]), st.data())
 def test_what_it_finds_holds(problem, name, data):
-    instance = family_instance(problem, FAMILIES[name])
-    known = find(problem, FAMILIES[name], Effort(scale=0.003, workers=1, memory=False, exact=False))
+    instance = family_instance(problem, family_of(name))
+    known = find(problem, family_of(name), Effort(scale=0.003, workers=1, memory=False, exact=False))
     limit = data.draw(st.sampled_from([None, known.peak]))
     answer = ExactSearch(instance, known.makespan, limit).run(2, 0)
     assert not answer.impossible, "the other searches found one"

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.pipelines import (
+    CHUNKED,
     FAMILIES,
     DeadlockError,
     Effort,
@@ -21,6 +22,7 @@ from dovetail.pipelines import (
     evaluate,
     family_instance,
     family_names,
+    family_of,
     find,
     fixed_orders,
     fused_problem,
@@ -43,10 +45,12 @@ def problems(draw):
     count = draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
 
+    parts = draw(st.sampled_from([1, 2, 3]))
+
     def model(name, k):
-        shape = (k, ranks // k, total // k * count)
+        shape = (k, ranks // k * parts, total // k * count)
         f, b, a = (rng.integers(1, 6, shape).astype(float) for _ in range(3))
-        return Model(name, ranks // k, total // k, f, b, a, k, optimizer_step=float(rng.integers(0, 3)))
+        return Model(name, ranks // k, total // k, f, b, a, k, optimizer_step=float(rng.integers(0, 3)), parts=parts)
 
     latency = rng.integers(0, 3, (ranks, ranks)).astype(float) if draw(st.booleans()) else float(rng.integers(0, 3))
     return Problem((model("actor", k1), model("critic", k2)), latency, count)
@@ -57,7 +61,7 @@ def slow_makespan(schedule):
     problem = schedule.instance.problem
     coupling = schedule.instance.coupling.value
     groups = {m.name: m.micro_batches for m in problem.models}
-    stages = {m.name: m.stages for m in problem.models}
+    stages = {m.name: m.stages * schedule.instance.placement.chunks for m in problem.models}
     rows = [[] for _ in range(problem.ranks)]
     for p in schedule.passes():
         rows[p.rank].append(p)
@@ -77,7 +81,8 @@ def slow_makespan(schedule):
                 start = free
                 if p.kind == "F":
                     if p.stage:
-                        latency = problem.latencies[homes[p.model, p.pipeline, p.stage - 1], p.rank]
+                        home = homes[p.model, p.pipeline, p.stage - 1]
+                        latency = 0.0 if home == p.rank else problem.latencies[home, p.rank]
                         start = max(start, end[p.model, p.pipeline, p.stage - 1, p.micro_batch, "F"] + latency)
                     block = p.micro_batch // groups[p.model]
                     for name in names:
@@ -95,7 +100,8 @@ def slow_makespan(schedule):
                 elif p.kind == back:
                     start = max(start, end[p.model, p.pipeline, p.stage, p.micro_batch, "F"])
                     if p.stage + 1 < stages[p.model]:
-                        latency = problem.latencies[homes[p.model, p.pipeline, p.stage + 1], p.rank]
+                        home = homes[p.model, p.pipeline, p.stage + 1]
+                        latency = 0.0 if home == p.rank else problem.latencies[home, p.rank]
                         start = max(start, end[p.model, p.pipeline, p.stage + 1, p.micro_batch, back] + latency)
                 else:
                     start = max(start, end[p.model, p.pipeline, p.stage, p.micro_batch, "I"])
@@ -108,9 +114,9 @@ def slow_makespan(schedule):
 
 
 @settings(max_examples=25, deadline=None)
-@given(problems(), st.sampled_from(sorted(FAMILIES)))
+@given(problems(), st.sampled_from(sorted([*FAMILIES, *CHUNKED])))
 def test_every_family_trains_everything_within_its_bounds(problem, name):
-    found = find(problem, FAMILIES[name], QUICK)
+    found = find(problem, family_of(name), QUICK)
     check_steps(problem, steps(found))
     assert found.makespan >= found.bound * (1 - 1e-9)
     assert found.makespan >= zero_bubble_limit(problem) * (1 - 1e-9)
@@ -119,12 +125,12 @@ def test_every_family_trains_everything_within_its_bounds(problem, name):
 
 
 @settings(max_examples=20, deadline=None)
-@given(problems(), st.floats(1.0, 1.5), st.sampled_from(["fused", "fused-rolled", "shared"]))
+@given(problems(), st.floats(1.0, 1.5), st.sampled_from(["fused", "fused-rolled", "shared", "fused-v", "v-half"]))
 def test_a_memory_limit_is_never_exceeded(problem, slack, name):
     limit = problem.least_memory * slack
     limited = Problem(problem.models, problem.communication, problem.mini_batches, limit)
     try:
-        found = find(limited, FAMILIES[name], QUICK)
+        found = find(limited, family_of(name), QUICK)
     except ProblemError:
         return  # the tightest limits may need a longer search
     assert found.peak <= limit * (1 + 1e-9)
@@ -264,6 +270,7 @@ def test_the_document_holds_every_pass_in_order():
         "name": "critic",
         "pipelines": 2,
         "stages": 2,
+        "ranks": [[1, 0], [3, 2]],
         "micro_batches": 2,
         "forward": 4,
         "backward": 8,

@@ -65,7 +65,8 @@ def v_min(instance: Instance, rank: int, m: int) -> list[int]:
 def one_by_one(instance: Instance, rank: int, m: int) -> list[int]:
     """One micro-batch after the other: the least memory of all, with any number of chunks."""
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
-    return ([KINDS * c for c in chunks] + [KINDS * c + k for c in chunks[::-1] for k in range(B, instance.kinds)]) * count
+    backwards = [KINDS * c + kind for c in chunks[::-1] for kind in range(B, instance.kinds)]
+    return ([KINDS * c + F for c in chunks] + backwards) * count
 
 
 PERIOD = 6

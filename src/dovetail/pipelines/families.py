@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
 class Family:
     """`reverse`: the critic's pipelines run against the actor's. `chunks`: stages of a model on each of its ranks, laid
     out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds the
-    schedule; other families are searched."""
+    schedule; other families are searched. `capped`: the search starts from a rule's schedule and keeps to its memory."""
 
     name: str
     description: str
@@ -28,6 +28,7 @@ class Family:
     fixed: bool = False
     chunks: int = 1
     shape: Shape = Shape.ZIGZAG
+    capped: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -62,8 +63,8 @@ CHUNKED = {
             shape=Shape.LOOP,
         ),
         Family("zb-v", "ZB-V of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
-        Family("v-half", "V-Half of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
-        Family("v-min", "V-Min of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
+        Family("v-half", "V-Half's memory, same direction", Coupling.MINI_BATCH, split=True, chunks=2, capped=True),
+        Family("v-min", "V-Min's memory, same direction", Coupling.MINI_BATCH, split=True, chunks=2, capped=True),
         Family("fused-v", "a V of each model, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=2),
         Family("fused-v-rolled", "the same, rolled", Coupling.ROLLED, reverse=True, split=True, chunks=2),
         Family("fused-w", "four chunks, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=4),
@@ -94,6 +95,14 @@ def zero_bubble_limit(problem: Problem) -> float:
     """The work of the busiest rank, in the best of the families' placements. No schedule of any family is faster."""
     placements = {family.placement for family in (*FAMILIES.values(), *CHUNKED.values())}
     return min(float(work(problem, placement).max()) for placement in placements)
+
+
+def starts(instance: Instance) -> Iterator[Ints]:
+    """Orders that a rule builds of an instance's passes: what a search may start from, the fastest rules first."""
+    chunks = instance.placement.chunks
+    names = {1: ["overlapped"], 2: ["zb-v", "v-half", "v-min", "one by one"]}.get(chunks, ["one by one"])
+    for name in names:
+        yield fixed_orders(instance, Family(name, "", instance.coupling))
 
 
 def fixed_schedule(problem: Problem, family: Family) -> Schedule:

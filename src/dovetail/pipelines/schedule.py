@@ -93,4 +93,10 @@ def evaluate(instance: Instance, orders: Ints, family: str = "", how: str = "rul
 
 def timing_arguments(i: Instance) -> tuple[object, ...]:
     """What the kernels take of an instance."""
-    return (i.duration, i.before, i.after, i.total, i.group, i.wait, tuple(i.step), i.latency, i.split)
+    return (i.duration, i.before, i.after, i.total, i.group, i.wait, steps_argument(i), i.latency, i.split)
+
+
+def steps_argument(i: Instance) -> object:
+    """The optimizer steps for the kernels: a tuple where ranks hold one chunk of each model, which makes them faster,
+    and else an array. So they are compiled for these two cases, not for each number of chunks."""
+    return tuple(i.step) if len(i.step) == 2 else i.step

@@ -12,8 +12,8 @@ placement of any shape can be simulated:
 - `latency` (C, 2, N): time of the message from the previous stage before F, and from the next stage before B.
 - `total` (C,): micro-batches of all mini-batches; `group` (C,): micro-batches of one mini-batch.
 - `wait` (C, n, C): `wait[c, k, o]` mini-batches of chunk o end everywhere before chunk c starts its mini-batch k.
-  `step` (C,): time of the optimizer step that then follows. Kernels take it as a tuple: numba then compiles them for
-  this number of chunks, which makes their loops faster.
+  `step` (C,): time of the optimizer step that then follows. It may be a tuple: numba then compiles the kernels for this
+  number of chunks, which makes their loops faster.
 
 The order of a rank lists pass codes, KINDS * chunk + kind. Micro-batches pass a stage in ascending order, so the n-th
 occurrence of a code is micro-batch n. Shorter orders end with -1."""

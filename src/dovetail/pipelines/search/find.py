@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule
+from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule, starts
 from dovetail.pipelines.instance import lower_bound
 from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
@@ -94,10 +94,7 @@ class _Search(Rounds):
 
     def _starts(self, cap: float, known: Sequence[Ints]) -> Iterable[Ints]:
         """Known schedules, and one model after the other by a rule, where they fit. The search never ends with less."""
-        chunks = self.instance.placement.chunks
-        rule = {1: "overlapped", 2: "zb-v"}.get(chunks, "one by one")
-        plain = fixed_orders(self.instance, replace(self.family, name=rule))
-        for start in (*known, plain):
+        for start in (*known, *starts(self.instance)):
             try:
                 if evaluate(self.instance, start).fits(cap):
                     yield start
@@ -178,6 +175,10 @@ def find(problem: Problem, family: Family, effort: Effort, start: Schedule | Non
     if family.fixed:
         return replace(fixed_schedule(problem, family), seconds=effort.clock() - started)
     instance = family_instance(problem, family)
+    if family.capped:
+        own = evaluate(instance, fixed_orders(instance, family)).peak
+        problem = replace(problem, memory_limit=own if problem.memory_limit is None else min(own, problem.memory_limit))
+        instance = family_instance(problem, family)
     with ThreadPoolExecutor(effort.workers) as pool:
         known = start.orders if start is not None and instance.holds(start.orders) else None
         starts = (known, _unrolled(problem, family, effort, pool))

@@ -16,7 +16,7 @@ import numpy as np
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.families import Family
 from dovetail.pipelines.instance import Coupling, Instance, lower_bound, mirror, unmirror
-from dovetail.pipelines.schedule import Schedule, evaluate, timing_arguments
+from dovetail.pipelines.schedule import Schedule, evaluate, steps_argument, timing_arguments
 from dovetail.pipelines.search.annealing import anneal
 from dovetail.pipelines.search.exact import Answer, ExactSearch, available
 from dovetail.pipelines.search.levels import Level
@@ -144,7 +144,7 @@ class Rounds:
         def task(number: int, stop: Ints) -> tuple[float, Ints]:
             orders = np.zeros((i.ranks, i.length), np.int64)
             end = justify(
-                duration, i.before, i.after, i.total, i.group, i.wait, tuple(i.step), latency, activation, forms,
+                duration, i.before, i.after, i.total, i.group, i.wait, steps_argument(i), latency, activation, forms,
                 limit * (1 + 1e-9), starts[number % len(starts)].finish, tries, self.seed(number), target, self.unit,
                 stop, number, orders,
             )  # fmt: skip
