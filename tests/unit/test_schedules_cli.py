@@ -44,7 +44,20 @@ def test_a_table_a_timeline_a_document_and_a_picture(tmp_path):
 def test_auto_shows_every_family_and_what_the_others_lose():
     result = call("--seconds", "2")
     assert result.exit_code == 0, result.output
-    for family in ("serial", "overlapped", "zero-bubble", "stitched", "shared", "fused", "fused-split", "dedicated"):
+    for family in (
+        "serial",
+        "overlapped",
+        "zero-bubble",
+        "stitched",
+        "shared",
+        "fused",
+        "fused-split",
+        "zb-v",
+        "interleaved",
+        "v-half",
+        "fused-v",
+        "dedicated",
+    ):
         assert re.search(rf"^ {family}[ *]", result.output, re.MULTILINE), family
     assert result.output.count("%") >= 5
     assert "-rolled" not in result.output, "one mini-batch has no border to roll over"

@@ -51,7 +51,9 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
 
 
 @settings(max_examples=20, deadline=None)
-@given(problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble", "fused-v"]), st.data())
+@given(
+    problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble", "fused-v"]), st.data()
+)
 def test_what_it_finds_holds(problem, name, data):
     instance = family_instance(problem, family_of(name))
     known = find(problem, family_of(name), Effort(scale=0.003, workers=1, memory=False, exact=False))

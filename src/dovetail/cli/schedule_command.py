@@ -18,6 +18,7 @@ from rich.text import Text
 
 from dovetail.cli.extras import DISTRIBUTION
 from dovetail.pipelines import (
+    CHUNKED,
     COMPILED,
     DEDICATED,
     FAMILIES,
@@ -30,6 +31,7 @@ from dovetail.pipelines import (
     check_steps,
     choose,
     document,
+    family_names,
     family_of,
     find,
     fused_problem,
@@ -78,7 +80,7 @@ _count = click.IntRange(1)
 @click.option("--memory", type=_positive, help="Limit of a rank's activations, in units of --actor-activation.")
 @click.option(
     "--family",
-    type=click.Choice(["auto", *FAMILIES, DEDICATED.name]),
+    type=click.Choice(["auto", *FAMILIES, *CHUNKED, DEDICATED.name]),
     default="auto",
     show_default=True,
     help="auto: the fastest that fits.",
@@ -146,10 +148,11 @@ def schedule(
     try:
         with status:
             if family == "auto":
-                choice = choose(problem, effort, finder=finder)
+                own = [DEDICATED.name] if problem.ranks > 1 else []
+                choice = choose(problem, effort, [*family_names(problem, chunked=True), *own], finder)
             else:
                 best = finder(problem, family, effort)
-                names = [n for n in ("serial", "overlapped", "stitched") if n != family]
+                names = [n for n in ("serial", "overlapped", "stitched", "zb-v") if n != family]
                 others = _others(problem, names, effort, finder)
                 choice = Choice(best, {family: best, **others}, {})
     except ProblemError as error:

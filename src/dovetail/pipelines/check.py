@@ -50,7 +50,7 @@ def check_steps(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
 
 
 def _stages(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[str, int]:
-    """Stages of each model's pipelines: as many as it has ranks in a pipeline, or a multiple where ranks hold chunks."""
+    """Stages of each model's pipelines: as many as a pipeline has ranks, or a multiple where ranks hold chunks."""
     highest = {m.name: m.stages - 1 for m in problem.models}
     for step in itertools.chain.from_iterable(lists):
         highest[step.model] = max(highest.get(step.model, 0), step.stage)
@@ -62,9 +62,7 @@ def _stages(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[str, int]
     return {name: last + 1 for name, last in highest.items()}
 
 
-def _places(
-    problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str, int]
-) -> dict[Key, tuple[int, int]]:
+def _places(problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str, int]) -> dict[Key, tuple[int, int]]:
     if len(lists) != problem.ranks:
         raise ScheduleError(f"the schedule has {len(lists)} ranks, the problem {problem.ranks}")
     models = {m.name: m for m in problem.models}

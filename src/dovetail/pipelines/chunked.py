@@ -77,9 +77,7 @@ def _repeated(instance: Instance, rank: int, m: int, pace: tuple[int, int]) -> l
     p, place = instance.place(rank, m)
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
     block = _building_block(p, pace)[place]
-    timed = [
-        (start + PERIOD * q, KINDS * chunks[c] + kind) for (c, kind), start in block.items() for q in range(count)
-    ]
+    timed = [(start + PERIOD * q, KINDS * chunks[c] + kind) for (c, kind), start in block.items() for q in range(count)]
     return [code for _, code in sorted(timed)]
 
 

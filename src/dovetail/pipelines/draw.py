@@ -83,7 +83,7 @@ def _ticks(end: float) -> list[float]:
 def text_rows(schedule: Schedule, width: int = 100) -> list[list[tuple[str, int | None]]]:
     """The timeline for a terminal: for each rank a list of (character, model or None), one for each column.
 
-    A column shows the pass that fills most of it, if that is at least half. Else it shows a dot."""
+    A column shows the pass that fills most of it, if the rank computes for at least half of it. Else it shows a dot."""
     names = [m.name for m in schedule.instance.problem.models]
     rows: list[list[tuple[str, int | None]]] = []
     passes: list[list[Pass]] = [[] for _ in range(schedule.instance.ranks)]
@@ -94,11 +94,9 @@ def text_rows(schedule: Schedule, width: int = 100) -> list[list[tuple[str, int 
         row: list[tuple[str, int | None]] = []
         for i in range(width):
             low, high = i * column, (i + 1) * column
-            best, share = None, column / 2
-            for p in mine:
-                overlap = min(p.end, high) - max(p.start, low)
-                if overlap >= share:
-                    best, share = p, overlap
+            shown = {p: overlap for p in mine if (overlap := min(p.end, high) - max(p.start, low)) > 0}
+            idle = sum(shown.values()) < column / 2
+            best = None if idle else max(shown, key=lambda p: shown[p])
             row.append((".", None) if best is None else (best.kind, names.index(best.model)))
         rows.append(row)
     return rows

@@ -13,9 +13,9 @@ def document(schedule: Schedule) -> dict[str, Any]:
     """What `dovetail schedule -o` writes.
 
     `stages` of a model are all stages of a pipeline, and `ranks` names the rank of each of them, by pipeline: with two
-    chunks a rank each rank is named twice. Times and sizes of a model are those of a stage: one number where they are
-    uniform, else a list by pipeline, stage and micro-batch. A model's `micro_batches` are those of one pipeline and mini-batch; the numbers of actions count through all
-    mini-batches."""
+    chunks a rank each rank is named twice. Times and sizes are those of a stage: one number where they are uniform,
+    else a list by pipeline, stage and micro-batch. A model's `micro_batches` are those of one pipeline and mini-batch;
+    the numbers of actions count through all mini-batches."""
     problem, placement = schedule.instance.problem, schedule.instance.placement
     models = []
     for index, m in enumerate(problem.models):

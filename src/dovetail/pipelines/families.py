@@ -17,8 +17,9 @@ from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
 @dataclass(frozen=True)
 class Family:
     """`reverse`: the critic's pipelines run against the actor's. `chunks`: stages of a model on each of its ranks, laid
-    out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds the
-    schedule; other families are searched. `capped`: the search starts from a rule's schedule and keeps to its memory."""
+    out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds
+    the schedule; other families are searched. `capped`: the search starts from a rule's schedule, and keeps to the
+    memory that this takes."""
 
     name: str
     description: str

@@ -20,7 +20,7 @@ class Coupling(Enum):
 
 
 class Shape(Enum):
-    """Where the stages of a pipeline of p ranks are, if each rank holds several chunks. Stage s belongs to chunk s // p."""
+    """Where the stages of a pipeline of p ranks are, if each rank holds several chunks. Stage s is in chunk s // p."""
 
     ZIGZAG = "zigzag"  # there and back again: 0 to p - 1, then p - 1 to 0. With two chunks this is a V
     LOOP = "loop"  # 0 to p - 1, again from 0: interleaved 1F1B (Narayanan et al. 2021, section 2.2)
@@ -47,8 +47,8 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What `simulate` takes, and what a search needs beside. With v chunks a rank, chunks 0 to v - 1 are the actor's and
-    v to 2v - 1 the critic's.
+    """What `simulate` takes, and what a search needs beside. With v chunks a rank, chunks 0 to v - 1 are the actor's,
+    and v to 2v - 1 the critic's.
 
     `position` (C, N): stage on a rank, -1 where a rank holds none. `stages` (C,): of a pipeline. `tail` (C, 3, N, Q):
     least time from a pass's end to the last end that depends on it. `mirrored`: the kinds are in the order of the

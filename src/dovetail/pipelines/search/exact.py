@@ -84,7 +84,8 @@ class ExactSearch:
         self._solver.stop_search()
 
     def _window(self, m: int) -> dict[tuple[int, int, int, int], tuple[int, int]]:
-        """Earliest and latest start of each of a model's passes, as if it ran alone. Keys: chunk, kind, rank, micro-batch.
+        """Earliest and latest start of each of a model's passes, as if it ran alone. Keys: chunk, kind, rank and
+        micro-batch.
 
         One recursion gives both: the latest starts are those of the problem run backwards in time."""
         i, nodes = self.instance, self.instance.nodes(m)
