@@ -26,7 +26,7 @@ import numpy as np
 from interstage.emulated import most_files, serve
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store

@@ -13,9 +13,9 @@ import time
 from bench_table3 import PAPER, clock_of, row_problem, serial_time
 
 from dovetail.pipelines import (
-    Effort,
-    Problem,
     ProblemError,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     family_names,
     family_of,
@@ -29,7 +29,7 @@ from dovetail.pipelines import (
 EQUAL = [(stages, count, mini) for stages, count in ((4, 4), (8, 8), (8, 16), (16, 16), (16, 32)) for mini in (1, 6)]
 
 
-def problems() -> list[tuple[str, Problem]]:
+def problems() -> list[tuple[str, ScheduleProblem]]:
     listed = [(f"{r[0]} {r[1]}/{r[2]} MB{r[3]}", row_problem(i)) for i, r in enumerate(PAPER)]
     for stages, count, mini in EQUAL:
         problem = fused_problem(stages, stages, count, 1, 1, mini_batches=mini)
@@ -37,8 +37,8 @@ def problems() -> list[tuple[str, Problem]]:
     return listed
 
 
-def cell(problem: Problem, family: str, limit: float | None, effort: Effort) -> str:
-    limited = Problem(problem.models, problem.communication, problem.mini_batches, limit)
+def cell(problem: ScheduleProblem, family: str, limit: float | None, effort: SearchEffort) -> str:
+    limited = ScheduleProblem(problem.models, problem.communication, problem.mini_batches, limit)
     try:
         found = find(limited, family_of(family), effort)
     except ProblemError:
@@ -55,7 +55,7 @@ def main() -> None:
     workers = int(os.environ.get("WORKERS", str(os.cpu_count() or 1)))
     print(f"seed {seed}, {workers} threads, {seconds:g} s a cell, load average before: {os.getloadavg()[0]:.1f}")
     begun = time.monotonic()
-    effort = Effort(seconds, clock_of(workers), workers, seed, memory=False)
+    effort = SearchEffort(seconds, clock_of(workers), workers, seed, memory=False)
     for number in numbers:
         name, problem = chosen[number]
         bound = serial_time(problem) / zero_bubble_limit(problem)

@@ -34,7 +34,7 @@ from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.planner.simulate import Decision, Prediction, StageProfile, ThresholdController, scan
+from dovetail.planner.simulate import Decision, StagePrediction, StageProfile, ThresholdController, scan
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -75,7 +75,7 @@ class Stage:
     """One that was run, and what was predicted of it."""
 
     found: Measured
-    predicted: Prediction
+    predicted: StagePrediction
 
 
 def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seeds: int) -> list[dict[str, Any]]:

@@ -27,35 +27,35 @@ from typing import Any
 import numpy as np
 from e2e.settings import Folder, Settings
 
-from dovetail.local.calibrate import Shape, calibration_jobs, observe, variant, warmup
-from dovetail.local.calibrate.fit import Observed, fit
+from dovetail.local.calibrate import JobShape, calibration_jobs, observe, variant, warmup
+from dovetail.local.calibrate.fit import MeasuredIteration, fit
 from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.on_cpus import predict_iteration
-from dovetail.planner.plan import make_plan
-from dovetail.protocol.profile import Machine
+from dovetail.protocol.machine_profile import Machine
 
 LAYERS = 4
 BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)
 MICRO = 4
 DRAWS = 1000
 # The job whose plans are compared.
-JOB = Shape(48, 24, 4, 96, trainers=2, rollouts=2)
+JOB = JobShape(48, 24, 4, 96, trainers=2, rollouts=2)
 PLANS = {
     "separation, dp 2": JOB,
     "separation, pp 2": replace(JOB, pp=2),
     "interleaving, dp 2": replace(JOB, placement="Interleaving"),
 }
 JOBS = {
-    "small": Shape(16, 8, 2, 32, trainers=2, rollouts=2),
-    "large": Shape(96, 32, 8, 96, trainers=2, rollouts=2, fusion=0.0),
-    "long responses": Shape(32, 16, 4, 128, trainers=2, rollouts=2),
-    "one trainer": Shape(32, 8, 2, 64, trainers=1, rollouts=2),
-    "one rollout, two epochs": Shape(32, 16, 2, 64, epochs=2, trainers=2, rollouts=1, fusion=0.0),
-    "flattening": Shape(64, 32, 8, 64, trainers=2, rollouts=2, placement="Flattening", fusion=0.0),
-    "pipeline, serial": Shape(32, 16, 2, 32, trainers=2, rollouts=2, pp=2, schedule="Serial"),
+    "small": JobShape(16, 8, 2, 32, trainers=2, rollouts=2),
+    "large": JobShape(96, 32, 8, 96, trainers=2, rollouts=2, fusion=0.0),
+    "long responses": JobShape(32, 16, 4, 128, trainers=2, rollouts=2),
+    "one trainer": JobShape(32, 8, 2, 64, trainers=1, rollouts=2),
+    "one rollout, two epochs": JobShape(32, 16, 2, 64, epochs=2, trainers=2, rollouts=1, fusion=0.0),
+    "flattening": JobShape(64, 32, 8, 64, trainers=2, rollouts=2, placement="Flattening", fusion=0.0),
+    "pipeline, serial": JobShape(32, 16, 2, 32, trainers=2, rollouts=2, pp=2, schedule="Serial"),
 }
 
 
@@ -67,7 +67,7 @@ def base_job(folder: Folder) -> RLHFJob:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})
 
 
-def measured(job: RLHFJob, run_dir: Path) -> list[Observed]:
+def measured(job: RLHFJob, run_dir: Path) -> list[MeasuredIteration]:
     """Runs the job unless it is there. Raises RunError."""
     plan = make_plan(job.spec) if finished(run_dir) else run_one(job, run_dir)
     return observe(job.spec, plan, run_dir, warmup(job.spec))
@@ -80,7 +80,7 @@ def finished(run_dir: Path) -> bool:
         return False
 
 
-def medians(seen: Sequence[Observed]) -> dict[str, float]:
+def medians(seen: Sequence[MeasuredIteration]) -> dict[str, float]:
     """Of each phase, and of the whole iteration."""
     phases = {name: statistics.median(o.phases[name] for o in seen) for name in PHASES}
     return {**phases, "seconds": statistics.median(sum(o.phases.values()) for o in seen)}
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         job = base_job(folder)
         jobs = {name: variant(job, shape, options.iterations) for name, shape in {**JOBS, **PLANS}.items()}
         order = [(name, 0) for name in JOBS] + [(name, turn) for turn in range(options.rounds) for name in PLANS]
-        runs: dict[str, list[list[Observed]]] = {name: [] for name in jobs}
+        runs: dict[str, list[list[MeasuredIteration]]] = {name: [] for name in jobs}
         seen = calibration(job, work, 0)
         for name, turn in order:
             folder_name = name.replace(", ", "-").replace(" ", "-") + (f"-{turn}" if turn else "")
@@ -178,12 +178,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if last["median_error"] < 0.1 and last["rank_correlation"] > 0.9 and last["chosen_over_best"] < 1.05 else 1
 
 
-def calibration(job: RLHFJob, work: Path, turn: int) -> list[Observed]:
+def calibration(job: RLHFJob, work: Path, turn: int) -> list[MeasuredIteration]:
     made = calibration_jobs(job, LAYERS)
     return [one for n, each in enumerate(made) for one in measured(each, work / f"calibration-{n}-{turn}")]
 
 
-def line(name: str, expected: dict[str, float], rounds: Sequence[Sequence[Observed]]) -> dict[str, Any]:
+def line(name: str, expected: dict[str, float], rounds: Sequence[Sequence[MeasuredIteration]]) -> dict[str, Any]:
     found = medians([each for seen in rounds for each in seen])
     return {
         "measurement": "predict",

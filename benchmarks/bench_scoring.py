@@ -28,8 +28,8 @@ import torch
 from dovetail.manifest.types import ScratchModel
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
+from dovetail.rollout.scoring.forward_passes import HEADS, Model, ModelScorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.rollout.scoring.passes import HEADS, Model, ModelScorer
 
 WANT: tuple[Model, ...] = ("reference", "reward")
 VOCABULARY = 8192

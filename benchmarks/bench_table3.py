@@ -20,10 +20,10 @@ import numpy as np
 
 from dovetail.pipelines import (
     FAMILIES,
-    Effort,
-    Model,
-    Problem,
+    ModelPipelines,
     Schedule,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     document,
     find,
@@ -54,31 +54,31 @@ ROUNDING = 0.0045  # of the paper's two decimals
 ACTIVATION = {"33B/13B": 40 * 5120 / (60 * 6656), "65B/33B": 60 * 6656 / (80 * 8192)}
 
 
-def row_problem(row: int, **more: float) -> Problem:
+def row_problem(row: int, **more: float) -> ScheduleProblem:
     models, actor, critic, micro_batches = PAPER[row][:4]
     forward = FORWARD[models]
     return fused_problem(actor, critic, micro_batches, *forward, critic_activation=ACTIVATION[models], **more)
 
 
-def serial_time(problem: Problem) -> float:
-    return find(problem, FAMILIES["serial"], Effort()).makespan
+def serial_time(problem: ScheduleProblem) -> float:
+    return find(problem, FAMILIES["serial"], SearchEffort()).makespan
 
 
-def random_problem(rng: np.random.Generator) -> Problem:
+def random_problem(rng: np.random.Generator) -> ScheduleProblem:
     """Up to 32 stages and 128 micro-batches, unequal times per stage and micro-batch, latency above 0."""
     stages = int(rng.choice([2, 4, 8, 16, 32]))
     k = int(rng.choice([1, 2])) if stages > 2 else 1
     count = k * int(rng.integers(1, 128 // k + 1))
     ratio = float(rng.uniform(0.2, 1.0))
 
-    def model(name: str, pp: int, pipelines: int, m: int, scale: float) -> Model:
+    def model(name: str, pp: int, pipelines: int, m: int, scale: float) -> ModelPipelines:
         stage = 1 + 0.2 * rng.random((pipelines, pp, 1))
         length = np.exp(0.3 * rng.standard_normal((pipelines, 1, m)))
         forward = scale * stage * length
-        return Model(name, pp, m, forward, 2 * forward, scale * length * np.ones_like(stage), pipelines)
+        return ModelPipelines(name, pp, m, forward, 2 * forward, scale * length * np.ones_like(stage), pipelines)
 
     actor, critic = model("actor", stages, 1, count, 1.0), model("critic", stages // k, k, count // k, ratio * k)
-    return Problem((actor, critic), communication=float(rng.uniform(0.02, 0.3)))
+    return ScheduleProblem((actor, critic), communication=float(rng.uniform(0.02, 0.3)))
 
 
 def clock_of(workers: int) -> Callable[[], float]:
@@ -125,7 +125,7 @@ class Table:
         problem = row_problem(index)
         # Not the same attempts again.
         seed = self.seed if known is None else self.seed + 1000
-        effort = Effort(share, self.clock, 1, seed, enough=enough(index) if known is None else 0.0)
+        effort = SearchEffort(share, self.clock, 1, seed, enough=enough(index) if known is None else 0.0)
         found = find(problem, FAMILIES["fused"], effort, known)
         if known is not None and (known.makespan, known.peak) <= (found.makespan, found.peak):
             found = known
@@ -177,7 +177,7 @@ def _random(count: int, seconds: float, seed: int, workers: int, clock: Callable
     for _ in range(count):
         problem = random_problem(rng)
         start = clock()
-        effort = Effort(seconds, clock, workers, seed, memory=False)
+        effort = SearchEffort(seconds, clock, workers, seed, memory=False)
         found: Schedule = find(problem, FAMILIES["fused"], effort)
         times.append(clock() - start)
         gaps.append(100 * (found.makespan / found.bound - 1))

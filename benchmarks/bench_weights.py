@@ -35,8 +35,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.serving.preload import preload
 
 TOKEN = "benchmark"

@@ -12,7 +12,7 @@ import psutil
 
 from dovetail.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from e2e.settings import Folder, Settings
 
 PHASES = ("generation", "inference", "training", "weights", "other")

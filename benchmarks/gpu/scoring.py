@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.rollout.scoring.passes import ModelScorer
 from gpu import models
 from gpu.report import Report
 from gpu.scale import Scale

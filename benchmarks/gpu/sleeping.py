@@ -7,8 +7,8 @@ import importlib.util
 import torch
 
 from dovetail.manifest.types import Optimizer
+from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies
-from dovetail.rollout.scoring.passes import ModelScorer
 from dovetail.trainer.engine.optim import AdamW
 from gpu import device, models
 from gpu.report import Report

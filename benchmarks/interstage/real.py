@@ -15,8 +15,8 @@ from e2e.settings import Folder, Settings
 # Starting servers and sending them weights is the tests' business too.
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.env import ProcessEnv
 from helpers.vllm_servers import TOKEN, Server, free_port, make_run, wait_for
 from helpers.weight_trainer import Trainer
 from interstage.stage import Place

@@ -18,13 +18,13 @@ import numpy as np
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation, RLHFJobSpec
-from dovetail.planner.simulate import Decision, Prediction, StageProfile
+from dovetail.planner.simulate import Decision, StagePrediction, StageProfile
 from dovetail.protocol.messages import Register, Span
 from interstage.emulated import serve
 
@@ -53,7 +53,7 @@ def instances(profile: StageProfile, count: int, lengths: Sequence[int], prompt:
 Rule = tuple[int | None, bool]
 
 
-def decided(rule: Rule, prediction: Prediction) -> Decision:
+def decided(rule: Rule, prediction: StagePrediction) -> Decision:
     expected = prediction.serial_seconds, prediction.fused_seconds
     return Decision(rule[0], None, "pinned", prediction, *expected, {}, rule[1])
 

@@ -16,7 +16,7 @@ from devcluster import addons, lifecycle
 from devcluster.settings import find
 from devcluster.supervisor import Supervisor
 
-from dovetail.protocol.env import COORDINATOR_PORT
+from dovetail.protocol.process.env import COORDINATOR_PORT
 from helpers.cluster import REPOSITORY, KubeCluster
 
 NODES = 10

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dovetail.protocol.weights import Layout
+from dovetail.protocol.weights import RankGrid
 
 # Seconds of a task in a layout; None: it does not fit or cannot run there.
-Cost = Callable[[Layout], float | None]
-Switch = Callable[[Layout, Layout], float]
+Cost = Callable[[RankGrid], float | None]
+Switch = Callable[[RankGrid, RankGrid], float]
 
 
 class LayoutsError(ValueError):
@@ -22,8 +22,8 @@ class LayoutsError(ValueError):
 class Choice:
     """Seconds of one iteration's tasks. `switches`: pairs whose switch was worked out."""
 
-    training: Layout
-    generation: Layout
+    training: RankGrid
+    generation: RankGrid
     training_seconds: float
     generation_seconds: float
     switch_seconds: float
@@ -34,7 +34,7 @@ class Choice:
         return self.training_seconds + self.generation_seconds + self.switch_seconds
 
 
-def layouts(world: int, max_tp: int, max_pp: int, first: int = 0, sharded: bool = False) -> Iterator[Layout]:
+def layouts(world: int, max_tp: int, max_pp: int, first: int = 0, sharded: bool = False) -> Iterator[RankGrid]:
     """Every (pp, tp, dp) of `world` ranks from rank `first` on: tp a power of two that a node holds, pp any divisor."""
     tp = 1
     while tp <= max_tp:
@@ -42,11 +42,13 @@ def layouts(world: int, max_tp: int, max_pp: int, first: int = 0, sharded: bool 
             rest = world // tp
             for pp in range(1, min(max_pp, rest) + 1):
                 if rest % pp == 0:
-                    yield Layout(pp=pp, tp=tp, dp=rest // pp, first=first, sharded=sharded)
+                    yield RankGrid(pp=pp, tp=tp, dp=rest // pp, first=first, sharded=sharded)
         tp *= 2
 
 
-def exhaustive(training: list[Layout], generation: list[Layout], train: Cost, generate: Cost, switch: Switch) -> Choice:
+def exhaustive(
+    training: list[RankGrid], generation: list[RankGrid], train: Cost, generate: Cost, switch: Switch
+) -> Choice:
     """The best pair. A pair is left out only if its training and generation alone take as long as the best found.
 
     Ties go to the earlier layouts. Raises LayoutsError if no layout of one of the lists will do."""
@@ -68,7 +70,9 @@ def exhaustive(training: list[Layout], generation: list[Layout], train: Cost, ge
     )
 
 
-def similar(training: list[Layout], generation: list[Layout], train: Cost, generate: Cost, switch: Switch) -> Choice:
+def similar(
+    training: list[RankGrid], generation: list[RankGrid], train: Cost, generate: Cost, switch: Switch
+) -> Choice:
     """PUZZLE section 5.3: from the best training layout, generation begins with the most similar layout (the distance
     of the tuples (P, D, T)); then P is lowered and T raised step by step while equation 2 falls.
 
@@ -76,7 +80,7 @@ def similar(training: list[Layout], generation: list[Layout], train: Cost, gener
     spent, source = min(_costs(training, train, "training"), key=lambda c: c[0])
     able = {(g.pp, g.tp): (s, g) for s, g in _costs(generation, generate, "generation")}
 
-    def distance(layout: Layout) -> int:
+    def distance(layout: RankGrid) -> int:
         return abs(layout.pp - source.pp) + abs(layout.dp - source.dp) + abs(layout.tp - source.tp)
 
     needed, target = min(able.values(), key=lambda c: (distance(c[1]), c[1].pp, c[1].tp))
@@ -96,7 +100,7 @@ def similar(training: list[Layout], generation: list[Layout], train: Cost, gener
     return best
 
 
-def _costs(candidates: list[Layout], cost: Cost, task: str) -> list[tuple[float, Layout]]:
+def _costs(candidates: list[RankGrid], cost: Cost, task: str) -> list[tuple[float, RankGrid]]:
     found = [(seconds, layout) for layout in candidates if (seconds := cost(layout)) is not None]
     if not found:
         raise LayoutsError(f"no layout will do for {task}; {len(candidates)} were looked at")

@@ -6,8 +6,8 @@ from functools import cache
 
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.limits import Limits
 from dovetail.planner.placement.recommend import effort
+from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.workload import Workload
 from papers.strategies import Strategy, choose
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 
-from dovetail.pipelines import FAMILIES, Effort, find, fused_problem
+from dovetail.pipelines import FAMILIES, SearchEffort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.costs.passes import COLLECTIVE_SECONDS, LINK
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
-from dovetail.protocol.weights import Layout, Tensor, route
+from dovetail.protocol.weights import RankGrid, Tensor, route
 from papers.common import Figure, Measured, Section, best, tensor_parallel
 from papers.common import llama as usual
 from papers.deepspeed import SYSTEM as DEEPSPEED
@@ -155,7 +155,7 @@ def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float
     training, generation = found.puzzle.candidate.actor_training[0].layout, found.puzzle.candidate.generation[0].layout
     if setting == "33B/7B":
         pp, dp, tp = NAMED[cluster]
-        training, generation = Layout(pp=32), Layout(pp=pp, dp=dp, tp=tp)
+        training, generation = RankGrid(pp=32), RankGrid(pp=pp, dp=dp, tp=tp)
     h, i, words = actor.hidden, actor.intermediate, actor.vocabulary
     tensors = [Tensor("embed", (words, h), 0, 0), Tensor("head", (words, h), actor.layers - 1, 0)]
     for layer in range(actor.layers):
@@ -248,7 +248,7 @@ def _equation_1() -> Section:
     section = Section("PUZZLE figure 10, equation 1: (16, 1, 1), 7B/7B", "times serial")
     stages, count = 16, 16
     problem = fused_problem(stages, stages, count, 1.0, 1.0)
-    serial, stitched = (find(problem, FAMILIES[name], Effort()).makespan for name in ("serial", "stitched"))
+    serial, stitched = (find(problem, FAMILIES[name], SearchEffort()).makespan for name in ("serial", "stitched"))
     formula = 2 * (count + stages - 1) / (2 * count + stages - 1)
     section.figures.append(Figure("16 micro-batches", "measured by them", FIGURE_10_MOST, serial / stitched))
     section.figures.append(Figure("16 micro-batches", "their equation", formula, serial / stitched))

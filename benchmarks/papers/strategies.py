@@ -9,11 +9,11 @@ from typing import Literal
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.layouts import EVERY, Misfit, Ranked, Ranker, Ranking, orders
-from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.search import Effort, Result, Search
-from dovetail.planner.placement.structures import ALONE, Sizes, Slots, every_size, structures
-from dovetail.protocol.weights import Layout
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.ranking import EVERY, Misfit, Ranked, Ranker, Ranking, orders
+from dovetail.planner.placement.search.search import Effort, Result, Search
+from dovetail.planner.placement.search.structures import ALONE, Sizes, Slots, every_size, structures
+from dovetail.protocol.weights import RankGrid
 from papers.layouts import similar
 
 Strategy = Literal["search", "prior", "grid", "similar", "exhaustive"]
@@ -98,15 +98,15 @@ def _puzzle(
     ranking: Ranking,
     chosen: list[Share],
     at: tuple[int, int],
-    layouts: tuple[dict[Layout, Option], dict[Layout, Option]],
+    layouts: tuple[dict[RankGrid, Option], dict[RankGrid, Option]],
 ) -> Candidate:
     trains, serves = layouts
 
-    def candidate(training: Layout, generation: Layout) -> Candidate:
+    def candidate(training: RankGrid, generation: RankGrid) -> Candidate:
         both = {at[0]: trains[training].share, at[1]: serves[generation].share}
         return search.candidate(ranking, [both.get(i, share) for i, share in enumerate(chosen)], "Serial")
 
-    def switch(training: Layout, generation: Layout) -> float:
+    def switch(training: RankGrid, generation: RankGrid) -> float:
         phases = search.costs.estimate(candidate(training, generation)).phases
         return phases["transfer"] + phases["swap"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import Generated, Servers, deal, expected_longest, quantiles
+from dovetail.planner.costs.generation import GenerationTimes, Servers, deal, expected_longest, quantiles
 from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, GPUCosts
-from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Load
+from dovetail.planner.costs.gpu_memory import GPUMemoryModel, TaskMemory
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.passes import LINK
 from dovetail.planner.inventory import Inventory
@@ -55,14 +55,14 @@ class SystemCosts(GPUCosts):
             return super().samples_held(candidate)
         return -(-self.work.batch // sum(s.dp for s in candidate.generation))
 
-    def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> Generated:
+    def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         if self._system.continuous:
             return super().generated(shares, migration)
         each, work = [self.servers(share, room) for share, room in shares], self.work
         dealt = zip(each, deal(each, work.batch), strict=True)
         end = max(_static(s, n, work.prompt, work.response) for s, n in dealt)
         count = sum(s.count for s in each)
-        return Generated(end, end, count, count)
+        return GenerationTimes(end, end, count, count)
 
     def straggling(self, dp: int) -> float:
         """Dealt at random, the most of dp sums of k samples is about 1 + cv sqrt(2 ln dp / k) times their mean."""
@@ -120,7 +120,9 @@ class _Memory(GPUMemoryModel):
     def scored_tokens(self, share: Share) -> int:
         return share.micro_batch * self.work.longest
 
-    def load(self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None) -> Load:
+    def load(
+        self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None
+    ) -> TaskMemory:
         """Where weights are shared, those of a training serve generation and the critic's inference on its GPUs."""
         alone = super().load(task, share, stage=stage)
         if candidate is None or not self._system.shared_weights:
@@ -135,17 +137,17 @@ class _Memory(GPUMemoryModel):
             return alone
         return self._owned(task, share, owner)
 
-    def _owned(self, task: Task, share: Share, owner: Share) -> Load:
+    def _owned(self, task: Task, share: Share, owner: Share) -> TaskMemory:
         """A task whose weights the training `owner` has already; under ZeRO-3 it gathers them."""
         awake = super().load(task, replace(share, offload=False))
         works = dict(awake.works)
         if share.fsdp < 3 and owner.fsdp == 3:
             works = {"gathered weights": awake.stays["weights"], **works}
         if share.offload:
-            return Load({}, {**works, "weights": 0.0}, {"weights": 0.0})
-        return Load({"weights": 0.0}, works)
+            return TaskMemory({}, {**works, "weights": 0.0}, {"weights": 0.0})
+        return TaskMemory({"weights": 0.0}, works)
 
-    def stage_load(self, job: Training, stage: int) -> Load:
+    def stage_load(self, job: Training, stage: int) -> TaskMemory:
         """A step on the host keeps masters and gradients there."""
         found = super().stage_load(job, stage)
         if not (job.offload and self._system.host_step):
@@ -155,11 +157,11 @@ class _Memory(GPUMemoryModel):
         works = {k: v for k, v in found.works.items() if k not in ("optimizer, stepping", "fragments")}
         works["gradients"] -= each
         works["fragments"] = FRAGMENTS * sum(works.values())
-        return Load(stays, works, {**found.host, "masters": found.stays["weights"], "gradients": each})
+        return TaskMemory(stays, works, {**found.host, "masters": found.stays["weights"], "gradients": each})
 
 
-def _kept(load: Load) -> Load:
+def _kept(load: TaskMemory) -> TaskMemory:
     """The weights in the compute dtype serve another task too, so they stay."""
     works = {name: size for name, size in load.works.items() if name not in ("gathered weights", "fragments")}
     works["fragments"] = FRAGMENTS * sum(works.values())
-    return Load({**load.stays, "gathered weights": load.works.get("gathered weights", 0.0)}, works, load.host)
+    return TaskMemory({**load.stays, "gathered weights": load.works.get("gathered weights", 0.0)}, works, load.host)

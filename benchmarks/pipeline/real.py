@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
-from dovetail.pipelines import Effort, Problem, zero_bubble_limit
+from dovetail.pipelines import ScheduleProblem, SearchEffort, zero_bubble_limit
 from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.engine.engine import Engine, MicroBatch
@@ -131,7 +131,7 @@ def compile_search() -> None:
     """Compile the planner's kernels, before the ranks are forked and wait for each other."""
     layouts = shared_layouts({m: Parallelism(pp=2) for m in ("actor", "critic")}, True)
     counts = {"actor": 2, "critic": 2}
-    choose_schedule(training_problem(layouts, counts, 1), FAMILIES, Effort(workers=1, scale=0.01))
+    choose_schedule(training_problem(layouts, counts, 1), FAMILIES, SearchEffort(workers=1, scale=0.01))
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def here(reverse: bool) -> tuple[str, ...]:
     return ("serial", "zero-bubble", "fused", "fused-split") if reverse else ("stitched",)
 
 
-def problem_of(bench: Bench, times: Times, c: float) -> Problem:
+def problem_of(bench: Bench, times: Times, c: float) -> ScheduleProblem:
     return training_problem(bench.layouts, bench.counts, 1, times, communication=c)
 
 
@@ -187,7 +187,7 @@ def plan(bench: Bench, times: Times, c: float, reverse: bool) -> dict[str, Found
     """The families' schedules for these times, rank 0's for all: searches may end unlike."""
     found = None
     if bench.rank == 0:
-        choice = choose_schedule(problem_of(bench, times, c), FAMILIES, Effort(workers=1, scale=0.1), reverse)
+        choice = choose_schedule(problem_of(bench, times, c), FAMILIES, SearchEffort(workers=1, scale=0.1), reverse)
         found = {
             name: (s.makespan, s.peaks.tolist(), encode(rank_actions(s, bench.layouts)))
             for name, s in choice.schedules.items()

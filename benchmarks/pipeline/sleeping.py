@@ -11,7 +11,7 @@ from torch import nn
 
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines import Effort, Model, Problem
+from dovetail.pipelines import ModelPipelines, ScheduleProblem, SearchEffort
 from dovetail.planner.training_schedule import choose_schedule, rank_actions, shared_layouts
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
@@ -66,7 +66,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
         names = [n for n in FAMILIES if n not in rows and not n.endswith("split")]
         lists = None
         if rank == 0:
-            choice = choose_schedule(problem, names, Effort(workers=1, scale=0.1, memory=False), reverse)
+            choice = choose_schedule(problem, names, SearchEffort(workers=1, scale=0.1, memory=False), reverse)
             lists = {n: (s.makespan, encode(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
         for name, (predicted, words) in groups.broadcast_json(lists).items():
             mine = StoredSchedule(name, settings["mini_batches"], words).actions()[rank]
@@ -77,13 +77,15 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     return rows
 
 
-def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> Problem:
+def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> ScheduleProblem:
     count, unit = settings["micro_batches"], settings["unit"]
 
-    def model(name: str, forward: float) -> Model:
-        return Model(name, layouts[name].pp, count, forward, 2 * forward, forward)
+    def model(name: str, forward: float) -> ModelPipelines:
+        return ModelPipelines(name, layouts[name].pp, count, forward, 2 * forward, forward)
 
-    return Problem((model("actor", unit), model("critic", unit * settings["ratio"])), 0.0, settings["mini_batches"])
+    return ScheduleProblem(
+        (model("actor", unit), model("critic", unit * settings["ratio"])), 0.0, settings["mini_batches"]
+    )
 
 
 def _once(groups: Groups, layouts: dict[str, Layout], actions: Any, settings: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dovetail.protocol.weights import Box, Layout, RoutingTable, Tensor, route
+from dovetail.protocol.weights import Box, RankGrid, RoutingTable, Tensor, route
 from switching.shapes import tensors
 
 Held = dict[str, tuple[Box, torch.Tensor]]
@@ -24,7 +24,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
-    source, target = Layout(**settings["source"]), Layout(**settings["target"])
+    source, target = RankGrid(**settings["source"]), RankGrid(**settings["target"])
     model, layers = tensors(settings["layers"], settings["hidden"]), settings["layers"]
     table = route(model, layers, source, target)
     held = {t.name: part(t, source, rank, layers) for t in model if holds(t, source, rank, layers)}
@@ -55,7 +55,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     return found
 
 
-def holds(tensor: Tensor, layout: Layout, rank: int, layers: int) -> bool:
+def holds(tensor: Tensor, layout: RankGrid, rank: int, layers: int) -> bool:
     return any(rank in ranks for ranks in layout.boxes(tensor, layers).values())
 
 
@@ -69,12 +69,12 @@ def content(tensor: Tensor, box: Box) -> torch.Tensor:
     return value + len(tensor.name)
 
 
-def part(tensor: Tensor, layout: Layout, rank: int, layers: int) -> tuple[Box, torch.Tensor]:
+def part(tensor: Tensor, layout: RankGrid, rank: int, layers: int) -> tuple[Box, torch.Tensor]:
     box = next(box for box, ranks in layout.boxes(tensor, layers).items() if rank in ranks)
     return box, content(tensor, box)
 
 
-def blank(tensor: Tensor, layout: Layout, rank: int, layers: int) -> tuple[Box, torch.Tensor]:
+def blank(tensor: Tensor, layout: RankGrid, rank: int, layers: int) -> tuple[Box, torch.Tensor]:
     box = next(box for box, ranks in layout.boxes(tensor, layers).items() if rank in ranks)
     return box, torch.empty(tuple(end - start for start, end in box))
 
@@ -122,7 +122,7 @@ def routed(table: RoutingTable, held: Held, wanted: Held, rank: int) -> int:
     return received
 
 
-def broadcast(model: list[Tensor], layers: int, source: Layout, held: Held, wanted: Held, rank: int) -> int:
+def broadcast(model: list[Tensor], layers: int, source: RankGrid, held: Held, wanted: Held, rank: int) -> int:
     """Every part from its first holder to everybody, who keep what they need; bytes received."""
     received = 0
     for t in model:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.kube import names
 from dovetail.manifest.types import Stage
@@ -25,7 +25,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.role import role
 from dovetail.operator.render.role_binding import role_binding
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.fake_kube import ServerThread

@@ -14,7 +14,7 @@ import torch
 
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import PipelineStage, load_config
-from dovetail.models import stage as models_stage
+from dovetail.models import model_stage as models_stage
 from dovetail.models.build import build_stage, fill, open_source
 from dovetail.models.predictions import Predictions, by_chunks
 from dovetail.models.tensor_parallel import split_stage

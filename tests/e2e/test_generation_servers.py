@@ -18,7 +18,7 @@ import torch
 from aiohttp import web
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store

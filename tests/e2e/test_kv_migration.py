@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.generation.migration_costs import Mechanism
 from dovetail.coordinator.store.samples import NewSample, Sample

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.supervision.liveness import Limits, Liveness
+from dovetail.supervision.liveness import Liveness, LivenessLimits
 from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.spawn import ExecSpawner, Exited, ForkSpawner, Started
 from dovetail.supervision.supervisor import Supervisor
@@ -231,7 +231,7 @@ def test_what_is_stopped_for_good_is_replaced(spawner, folder, whose):
         [(spec(folder, "gen-0", "dv_family", PIDS=folder / "pids"), spawner)],
         3,
         tell=told.append,
-        liveness=Liveness(Limits(2.0, 600.0, 600.0, 600.0), lambda name: None),
+        liveness=Liveness(LivenessLimits(2.0, 600.0, 600.0, 600.0), lambda name: None),
     )
     supervisor.start()
     try:

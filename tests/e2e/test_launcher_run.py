@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.protocol.process.exit_codes import JOB_FAILED
 
 pytestmark = pytest.mark.slow
 

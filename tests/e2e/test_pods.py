@@ -12,7 +12,7 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from helpers.fake_kubelet import FakeKubelet
 from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summary
 

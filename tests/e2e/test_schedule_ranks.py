@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines import DEDICATED, FAMILIES, Effort, Model, Problem, Schedule
-from dovetail.planner.placement.division import divisions, same_batches
+from dovetail.pipelines import DEDICATED, FAMILIES, ModelPipelines, Schedule, ScheduleProblem, SearchEffort
+from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.planner.training_schedule import (
     PINS,
     Times,
@@ -47,17 +47,17 @@ SETTINGS = [
 IDS = [f"{w}-{a.pp}x{a.dp}-{c.pp}x{c.dp}-{name}{'-lora' if lora else ''}-{s}" for w, a, c, name, lora, s in SETTINGS]
 
 
-def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> Problem:
+def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> ScheduleProblem:
     """Times drawn at random, so that the searched schedules are irregular."""
     draw = np.random.default_rng(seed)
 
-    def model(name: str) -> Model:
+    def model(name: str) -> ModelPipelines:
         layout = layouts[name]
         shape = (layout.pipelines, layout.pp, counts[name] * mini_batches)
         forward = draw.uniform(1, 3, shape) * layout.pipelines
-        return Model(name, layout.pp, counts[name], forward, 2 * forward, 1.0, layout.pipelines)
+        return ModelPipelines(name, layout.pp, counts[name], forward, 2 * forward, 1.0, layout.pipelines)
 
-    return Problem((model("actor"), model("critic")), 0.1, mini_batches)
+    return ScheduleProblem((model("actor"), model("critic")), 0.1, mini_batches)
 
 
 def make_case(number: int) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def make_case(number: int) -> list[dict[str, Any]]:
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 10 * number + together)
             names = [n for n in PINS["Auto"] if n.endswith("-rolled") == (together == 2)]
-            choice = choose_schedule(problem, names, Effort(scale=0.02, memory=False, seed=number), reverse)
+            choice = choose_schedule(problem, names, SearchEffort(scale=0.02, memory=False, seed=number), reverse)
             for name, found in choice.schedules.items():
                 schedules[name] = (together, letters(found, layouts))
         where = {name: layout.model_dump() for name, layout in layouts.items()}

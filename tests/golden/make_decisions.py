@@ -27,12 +27,12 @@ from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.inventory import read
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.placed import Infeasible
 from dovetail.planner.placement.recommend import recommend
-from dovetail.planner.plan import PlanError, make_plan
 from dovetail.planner.simulate import StageProfile, ThresholdController
-from dovetail.protocol.profile import (
+from dovetail.protocol.machine_profile import (
     Cost,
     GenerationCosts,
     Machine,

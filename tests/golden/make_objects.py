@@ -16,7 +16,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.operator.render.secret import secret
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 
 FOLDER = Path(__file__).parent / "objects"
 EXAMPLES = Path(__file__).parents[2] / "examples"

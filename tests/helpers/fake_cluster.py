@@ -22,10 +22,10 @@ from dovetail.operator.reconcile.children import Children, deleting, is_true, si
 from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, reconcile
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.render.context import RenderContext
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.nodes import Pools
-from dovetail.planner.plan import make_plan
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import CONTAINER
+from dovetail.protocol.process.process_names import CONTAINER
 
 START = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 JOBSET_LABEL = "jobset.sigs.k8s.io/replicatedjob-name"

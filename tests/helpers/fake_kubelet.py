@@ -19,7 +19,7 @@ from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import jobset
 from dovetail.operator.render.surplus import surplus_jobs
-from dovetail.protocol.env import COORDINATOR_PORT
+from dovetail.protocol.process.env import COORDINATOR_PORT
 
 Object = dict[str, Any]
 

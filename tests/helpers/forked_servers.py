@@ -11,7 +11,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.spawn import Exited
 from helpers.nursery import NurserySpawner

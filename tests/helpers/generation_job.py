@@ -12,7 +12,7 @@ import numpy as np
 
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.generation.drawing import Tail
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.store import Store

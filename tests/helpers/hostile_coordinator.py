@@ -20,7 +20,7 @@ from dovetail.kube import coordinator_http, names
 from dovetail.operator.cluster import coordinator_poller as coordinators
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
 
 JSON = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

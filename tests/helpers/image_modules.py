@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dovetail.protocol.process_names import (
+from dovetail.protocol.process.process_names import (
     COORDINATOR_MODULE,
     POD_MODULE,
     SCORER_MODULE,

@@ -24,7 +24,7 @@ from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.store.store import Store
 from dovetail.local.launcher import Launcher, spawn_kind
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.supervisor import Outcome
 from helpers.nursery import NURSERY, NurserySpawner

@@ -17,7 +17,7 @@ from dovetail.models import HuggingFaceWriter, build_stage
 from dovetail.models.logprobs import gather_logprobs
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.wire import Arrays, pack, unpack
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.scorer_app import ScorerService, make_app
 
 TOKEN = "secret"

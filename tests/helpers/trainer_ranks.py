@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from dovetail.manifest.types import Parallelism, RLHFJob, ScratchModel, Stage
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.wire import pack
 from helpers.fake_coordinator import TOKEN, FakeCoordinator
 

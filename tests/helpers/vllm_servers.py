@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.process.env import ProcessEnv
 from helpers.nursery import NURSERY, Adopted
 
 TOKEN = "a-secret"

@@ -13,7 +13,7 @@ from dovetail.manifest.types import Stage
 from dovetail.pod.main import Pod, pod_processes
 from dovetail.protocol.messages import Stop
 from dovetail.protocol.plan import Plan, TrainerRank
-from dovetail.supervision.liveness import Limits
+from dovetail.supervision.liveness import LivenessLimits
 from helpers.fake_coordinator import FakeCoordinator
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 
@@ -32,7 +32,7 @@ class PodOfRanks(TrainerRanks):
         base = self.process_env("pod", 0)
         group = self.job.spec.groups[0]
         processes = pod_processes(self.job, plan, group, 0, base, ["3", "5"], threads=1)
-        self.pod = Pod(processes, self._environment, limits=Limits.of(60))
+        self.pod = Pod(processes, self._environment, limits=LivenessLimits.of(60))
         self.code: int | None = None
         self._thread = threading.Thread(target=lambda: setattr(self, "code", asyncio.run(self.pod.run())))
         self._thread.start()

@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.manifest.types import Stage

@@ -12,7 +12,7 @@ import pytest
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.plan import PlanError, make_plan
+from dovetail.planner.make_plan import PlanError, make_plan
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
 

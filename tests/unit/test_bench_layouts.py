@@ -11,7 +11,7 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Lengths, Workload
-from dovetail.protocol.weights import Layout, Tensor, route
+from dovetail.protocol.weights import RankGrid, Tensor, route
 from helpers.llama import llama
 from helpers.papers import layouts as pairs
 
@@ -38,13 +38,13 @@ def test_exhaustive_finds_the_least_of_all_pairs_and_descent_nothing_better(worl
 
     fits = {k: {c for c in candidates if number((k, c), 1) < 0.8} or set(candidates) for k in "tg"}
 
-    def train(layout: Layout) -> float | None:
+    def train(layout: RankGrid) -> float | None:
         return number(("train", layout), 10) if layout in fits["t"] else None
 
-    def generate(layout: Layout) -> float | None:
+    def generate(layout: RankGrid) -> float | None:
         return number(("generate", layout), 10) if layout in fits["g"] else None
 
-    def switch(a: Layout, b: Layout) -> float:
+    def switch(a: RankGrid, b: RankGrid) -> float:
         return 0.0 if a == b else number((a, b), 5)
 
     best = exhaustive(candidates, candidates, train, generate, switch)
@@ -76,20 +76,20 @@ def test_a_13b_actor_on_a_node_trains_and_generates_in_unlike_layouts() -> None:
         for linear in shape.linears()
     ]
 
-    def train(layout: Layout) -> float | None:
+    def train(layout: RankGrid) -> float | None:
         share = Share("a100", 0, layout.pp, layout.tp, layout.dp, fsdp=2, recompute=True, offload=True)
         option = costs.option("actor_training", share)
         return None if option.problem else option.seconds
 
-    def generate(layout: Layout) -> float | None:
+    def generate(layout: RankGrid) -> float | None:
         option = costs.option("generation", Share("a100", 0, layout.pp, layout.tp, layout.dp))
         return None if layout.pp > 1 or option.problem else option.seconds
 
-    def switch(a: Layout, b: Layout) -> float:
+    def switch(a: RankGrid, b: RankGrid) -> float:
         return route(tensors, 40, a, b, 8).seconds(8, card.nvlink, 25e9)
 
     every = list(layouts(8, 8, 8))
-    assert train(Layout(dp=8)) is None
+    assert train(RankGrid(dp=8)) is None
     best = exhaustive(every, every, train, generate, switch)
     assert best.training.pp * best.training.tp > 1
     assert best.generation.pp == 1

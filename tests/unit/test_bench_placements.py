@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_placements
 
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 
 
 def line(placement: str, seed: int, last: float, accuracy: float = 0.95) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from e2e.settings import Folder
 from test_planner_machine import MACHINE
 
 from dovetail.local.calibrate import variant
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 
 
 def line(job: str, predicted: float, measured: float) -> dict[str, object]:

@@ -16,7 +16,7 @@ from dovetail.manifest.types import Stage
 from dovetail.models import build_stage
 from dovetail.protocol.messages import CommandResult, Evaluate, Export, ModelRef
 from dovetail.protocol.wire import unpack
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, reward_batch, sft_batch

@@ -13,9 +13,9 @@ import yaml
 from click.testing import CliRunner
 from local_fixtures import finished_run
 
-from dovetail.cli.extras import DISTRIBUTION, MARKS, require
+from dovetail.cli.common.extras import DISTRIBUTION, MARKS, require
+from dovetail.cli.common.overrides import apply_overrides
 from dovetail.cli.main import cli
-from dovetail.cli.overrides import apply_overrides
 from dovetail.cli.run import Follower, event_line
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.supervisor import Outcome

@@ -13,7 +13,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 
 FOLDER = Path(__file__).parents[2] / "examples/cluster"
 JOBS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml")) if "kind: RLHFJob" in path.read_text()}

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from dovetail.protocol.debugger import DEBUG, asked_port, wait_for_debugger
+from dovetail.protocol.process.debugger import DEBUG, asked_port, wait_for_debugger
 
 
 def test_it_names_processes_and_their_ports():
@@ -51,7 +51,7 @@ class Client:
 
 def test_a_debugger_attaches_and_stops_at_a_breakpoint():
     code = (
-        "from dovetail.protocol.debugger import wait_for_debugger\n"
+        "from dovetail.protocol.process.debugger import wait_for_debugger\n"
         "import sys\n"
         "wait_for_debugger('trainer-0', lambda event, **fields: print(event, *fields.values(), flush=True))\n"
         "breakpoint()\n"

@@ -17,12 +17,12 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, s
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.placement.division import divisions, same_batches
-from dovetail.planner.plan import PlanError, make_plan
+from dovetail.planner.make_plan import PlanError, make_plan
+from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.planner.training_schedule import Times, choose_dedicated, rank_actions, training_problem
+from dovetail.protocol.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at
-from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.engine.executor import check_actions
 
 
@@ -233,7 +233,7 @@ def test_auto_divides_the_ranks_where_messages_take_long(tmp_path: Path) -> None
         layer_times=row,
         head_times=row,
     )
-    link = Link(latency=0.05, bytes_per_second=1e9)
+    link = LinkTimes(latency=0.05, bytes_per_second=1e9)
     profile = Profile(device="cpu", threads=1, tokens=16, models={"actor": model, "critic": model}, link=link)
     (tmp_path / "profile.json").write_text(profile.model_dump_json(by_alias=True))
     spec, plan = job(pin="Auto", pp=2)

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from dovetail.cli.doctor_command import findings_table
 from dovetail.cli.main import cli
-from dovetail.gpus.driver import BrokenDriver, Device, Driver, NoDriver
-from dovetail.local.doctor import gpu
+from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver
+from dovetail.local.doctor import gpu_checks as gpu
 from dovetail.local.doctor.finding import Finding, report
 from dovetail.rollout import versions
 

@@ -16,10 +16,10 @@ from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.failure import is_final
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.trainers.trainer_group import POLL_SECONDS
-from dovetail.planner.plan import make_plan
-from dovetail.protocol.env import ProcessEnv
-from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.messages import JoinRequest
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.trainer.rank.life import free_port
 from helpers.jobs import tiny_job
 

@@ -26,9 +26,9 @@ from dovetail.manifest.types import DataFormat, DataSource, RewardModel, Stage
 from dovetail.models import build_stage
 from dovetail.models.export import exported_config
 from dovetail.planner.shape import ModelShape
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.experience import Experience, advantages_of
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.wire import unpack
 from dovetail.rollout import backend
 from dovetail.rollout.serving import vllm_server as server

@@ -24,9 +24,9 @@ from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.local.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import Stage
-from dovetail.planner.plan import make_plan
-from dovetail.protocol.env import ProcessEnv
-from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.supervision.supervisor import Outcome
 from dovetail.trainer.rank.events import Events
 from helpers.jobs import tiny_job

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import ProcessEnv
-from dovetail.protocol.exit_codes import BAD_CONFIGURATION
 from dovetail.protocol.plan import Plan, TrainerRank
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
 from dovetail.rollout.scoring import scorer
 from dovetail.rollout.serving import vllm_server
 from dovetail.trainer import main as trainer

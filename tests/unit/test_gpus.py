@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.gpus import process
-from dovetail.gpus.driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
+from dovetail.gpus import kernel_check as process
 from dovetail.gpus.dtypes import serving_dtype
+from dovetail.gpus.kernel_check import architectures, torch_problem
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, has_kernels, read_capability, serves
-from dovetail.gpus.process import architectures, torch_problem
+from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
 from dovetail.manifest.types import Dtype
 
 V100, T4, A100, A10, H100 = (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)
@@ -150,4 +150,4 @@ def test_a_build_that_lacks_kernels_fails(
 def test_both_dockerfiles_check_the_kernels_that_are_asked_for() -> None:
     root = Path(__file__).parents[2]
     for name in ("trainer_image", "rollout_image"):
-        assert "dovetail.gpus.process ${CAPABILITY}" in (root / name / "Dockerfile").read_text()
+        assert "dovetail.gpus.kernel_check ${CAPABILITY}" in (root / name / "Dockerfile").read_text()

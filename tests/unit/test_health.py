@@ -19,7 +19,7 @@ from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equa
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult
 from helpers.jobs import tiny_job

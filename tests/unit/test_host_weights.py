@@ -8,8 +8,8 @@ import torch
 
 from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring import host_weights
-from dovetail.rollout.scoring import passes as scoring
 from dovetail.rollout.scoring.host_weights import HostModels
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from helpers.scorers import FakeCopies, exported, samples

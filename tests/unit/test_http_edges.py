@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from status_api_fixtures import Api
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
@@ -27,7 +27,7 @@ from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.messages import Offer, Register
 from dovetail.protocol.wire import pack
 from dovetail.rollout.scoring import scorer_app
-from dovetail.rollout.scoring.passes import ModelScorer
+from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.scorer_app import ScorerService
 from dovetail.trainer.rank.metrics_server import MetricsServer
 from helpers.fake_kube import ServerThread

@@ -16,7 +16,7 @@ from dovetail.coordinator.data import hub
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.hub_client import Request, kind_of, make_room, small_files, weight_files
-from dovetail.manifest.types import Hub as HubSpec
+from dovetail.manifest.types import HubAccess as HubSpec
 from dovetail.manifest.types import SecretKey
 from helpers.fake_hub import FakeHub
 

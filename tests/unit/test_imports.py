@@ -196,3 +196,32 @@ def test_no_folders_import_each_other():
     }
     circles = sorted(folder for folder in graph if folder in reached(folder, graph))
     assert circles == []
+
+
+# Conventional names: a package's entry point, and where it gathers private APIs of libraries.
+REPEATED_FILES = {"__init__.py", "__main__.py", "compat.py", "main.py"}
+# An error that a trainer rank and the coordinator both know by this name.
+REPEATED_CLASSES = {"CheckpointDamaged", "StaleGeneration"}
+
+
+def repeated(found: list[tuple[str, Path]]) -> list[str]:
+    places: dict[str, set[str]] = {}
+    for name, path in found:
+        places.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return sorted(f"{name}: {', '.join(sorted(where))}" for name, where in places.items() if len(where) > 1)
+
+
+def test_a_file_name_says_which_file_is_meant():
+    files = [(path.name, path) for package in TABLE for path in sources(package)]
+    assert repeated([each for each in files if each[0] not in REPEATED_FILES]) == []
+
+
+def test_a_class_name_says_which_class_is_meant():
+    classes = [
+        (node.name, path)
+        for package in TABLE
+        for path in sources(package)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert repeated([each for each in classes if each[0] not in REPEATED_CLASSES]) == []

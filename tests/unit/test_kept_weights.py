@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dovetail.models.transfer import Part, store_at
-from dovetail.protocol.weights.layout import Layout
+from dovetail.protocol.weights.layout import RankGrid
 from dovetail.trainer.groups import PeerLost
 from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.rank.sending import Exchange
-from dovetail.trainer.weight_sender import Parts
+from dovetail.trainer.weight_sender import WeightParts
 
 
 class OneTensor:
@@ -27,8 +27,8 @@ class OneTensor:
         self.groups = SimpleNamespace(device=torch.device("cpu"))
         self.models = {"actor": SimpleNamespace(groups=SimpleNamespace(dp_rank=dp_rank, tp_rank=0))}
 
-    def sendable(self, model: str, most: int) -> Parts:
-        return Parts(lambda: iter([Part("w", (4,), ((0, 4),), self.weight)]), Layout())
+    def sendable(self, model: str, most: int) -> WeightParts:
+        return WeightParts(lambda: iter([Part("w", (4,), ((0, 4),), self.weight)]), RankGrid())
 
     def learn(self) -> None:
         self.step += 1

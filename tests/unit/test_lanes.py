@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.scoring.lanes import Lane, Lanes, lanes_of
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes, lanes_of
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.wire import pack, unpack
 
@@ -77,7 +77,7 @@ def score(holders: list[Holder], samples: list[Finished], on_scores: Callable[[l
                 mine = [s for s, h in zip(servers, holders, strict=True) if set(lane) <= set(h.models)]
                 return Inference(session, lane, lambda: mine, collect, lambda _, reason: failures.append(reason))
 
-            async with Lanes(lanes_of(WANT, [h.models for h in holders]), make, on_scores) as lanes:
+            async with ScorerLanes(lanes_of(WANT, [h.models for h in holders]), make, on_scores) as lanes:
                 for wave in (samples[::2], samples[1::2]):
                     lanes.add(wave)
                     lanes.poke()

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.protocol.pulse import PULSE, Pulse, ThreadProgress
+from dovetail.protocol.process.pulse import PULSE, Pulse, ThreadProgress
 from dovetail.rollout.scoring.scorer_app import ScorerService
 from dovetail.rollout.serving import routes
-from dovetail.supervision.liveness import Limits, Liveness, Pulses
+from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.supervision.proctree import Process
 
-LIMITS = Limits(stopped=60, silent=180, busy=1800, starting=1800)
+LIMITS = LivenessLimits(stopped=60, silent=180, busy=1800, starting=1800)
 
 
 class World:
@@ -116,8 +116,8 @@ def test_processes_without_a_pulse_are_watched_for_stops_only():
 
 
 def test_limits_follow_the_peer_timeout():
-    assert Limits.of(60) == Limits(60, 180, 1800, 1800)
-    assert Limits.of(600) == Limits(600, 1200, 6000, 6000)
+    assert LivenessLimits.of(60) == LivenessLimits(60, 180, 1800, 1800)
+    assert LivenessLimits.of(600) == LivenessLimits(600, 1200, 6000, 6000)
 
 
 def test_a_beat_changes_the_mark():

@@ -10,7 +10,7 @@ from golden import make_objects
 
 from dovetail.local.open_files import files_needed
 from dovetail.manifest.documents import parse
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 
 
 def run(hard, soft, code):

@@ -13,8 +13,8 @@ from dovetail.local.launcher import spawn_kind
 from dovetail.local.rundir import RunDir, explained
 from dovetail.local.stopwatch import Stopwatch
 from dovetail.manifest.types import Parallelism, RLHFJob
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.logs import last_line

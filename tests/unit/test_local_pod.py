@@ -17,10 +17,10 @@ from golden import make_objects
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.pod.main import Pod, PodProcess, drain, main, pod_processes
-from dovetail.protocol.env import ProcessEnv
-from dovetail.supervision.liveness import Limits
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.supervision.liveness import LivenessLimits
 from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.proctree import snapshot
 from dovetail.supervision.spawn import ExecSpawner, Exited
@@ -122,7 +122,7 @@ def test_a_killed_process_counts_as_a_signal(modules):
 def test_a_process_that_is_stopped_for_good_is_killed(modules):
     write, environ = modules
     stops = write("stops", "import os, signal\nprint('up')\nos.kill(os.getpid(), signal.SIGSTOP)")
-    code, message = run([stops], environ, limits=Limits(1.0, 600.0, 600.0, 600.0))
+    code, message = run([stops], environ, limits=LivenessLimits(1.0, 600.0, 600.0, 600.0))
     assert code == 128 + signal.SIGKILL
     assert message.startswith("stops ended (killed, as it hung: stopped for 1 s)")
 
@@ -133,7 +133,7 @@ def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tm
     code += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
     code += f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
     code += "child.send_signal(19)\ntime.sleep(600)"
-    code, message = run([write("serves", code)], environ, limits=Limits(1.0, 600.0, 600.0, 600.0))
+    code, message = run([write("serves", code)], environ, limits=LivenessLimits(1.0, 600.0, 600.0, 600.0))
     assert code == 128 + signal.SIGKILL
     child = int((tmp_path / "child").read_text())
     assert f"its process {child} stopped for 1 s" in message
@@ -147,9 +147,10 @@ def test_a_process_whose_pulse_stops_is_killed(modules):
     """It lives, and its connections would, too: but nothing is done any more."""
     write, environ = modules
     quiet = (
-        "import time\nfrom dovetail.protocol.pulse import Pulse\ntime.sleep(0.3)\nPulse.read().beat()\ntime.sleep(600)"
+        "import time\nfrom dovetail.protocol.process.pulse import Pulse\n"
+        "time.sleep(0.3)\nPulse.read().beat()\ntime.sleep(600)"
     )
-    code, message = run([write("quiet", quiet)], environ, limits=Limits(10.0, 3.0, 600.0, 600.0))
+    code, message = run([write("quiet", quiet)], environ, limits=LivenessLimits(10.0, 3.0, 600.0, 600.0))
     assert code == 128 + signal.SIGKILL
     assert message.startswith("quiet ended (killed, as it hung: silent for ")
 

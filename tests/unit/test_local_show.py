@@ -12,7 +12,7 @@ from local_fixtures import SUMMARY, finished_run
 from rich.console import Console
 
 from dovetail.local.chat import hh_prompt, until_stop
-from dovetail.local.progress import Bars, Lines, describe_metrics, position
+from dovetail.local.progress_bars import Bars, Lines, describe_metrics, position
 from dovetail.local.report import charts
 from dovetail.local.report.report import read_history, render_report, write_report
 from dovetail.local.report.run_summary import binomial_p, duration, read_summary, show, summary_table
@@ -166,7 +166,7 @@ def test_a_chart_leaves_out_what_is_not_a_number():
 
 
 def test_gantt_with_many_overlapping_samples_stays_a_page():
-    bars = [charts.Bar(f"s #{k}", f"sample {k}", 0.0, 1.0 + k) for k in range(300)]
+    bars = [charts.ChartBar(f"s #{k}", f"sample {k}", 0.0, 1.0 + k) for k in range(300)]
     svg = charts.gantt("t", bars, ())
     height = float(re.search(r'viewBox="0 0 \d+ ([\d.]+)"', svg).group(1))
     assert height < 1000

@@ -21,13 +21,13 @@ from test_local_launcher import CPU, CPU_PLAN, a_job
 
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.local import launcher
-from dovetail.local.progress import Lines
+from dovetail.local.progress_bars import Lines
 from dovetail.manifest.types import Stage
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.supervision import supervisor
 from dovetail.supervision.spawn import ForkSpawner
-from dovetail.trainer.engine.measure import SavedBytes
+from dovetail.trainer.engine.action_measures import SavedBytes
 from helpers.generation_job import Job, play
 from helpers.local_trainer import LocalTrainer
 from helpers.scorers import ref, samples

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.training import Overlong
+from dovetail.manifest.training_types import Overlong
 from dovetail.manifest.types import PPO, Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import pack, unpack

@@ -10,7 +10,7 @@ import torch
 from test_models_stage import FAMILIES, ref
 
 from dovetail.models import build_stage
-from dovetail.models.attention import Scores, attend, by_blocks, flash
+from dovetail.models.attention import ScoreSettings, attend, by_blocks, flash
 from dovetail.models.packing import Packing
 
 # Prompts are sequences 0 and 3; the others go on from them, and the last stands alone.
@@ -115,7 +115,7 @@ def test_blocks_of_sequences_attend_as_each_by_itself(
     inputs = [torch.randn(1, h, sum(LENGTHS), 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
     packing = Packing(LENGTHS, prefixes, torch.device("cpu"))
     expected, _ = attend(torch.nn.Module(), *inputs, None, 0.3, packing, **scores)
-    of = Scores(0.3, scores.get("sliding_window"), scores.get("softcap"), scores.get("s_aux"))
+    of = ScoreSettings(0.3, scores.get("sliding_window"), scores.get("softcap"), scores.get("s_aux"))
     found = by_blocks(*inputs, packing, of)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     weights = torch.randn(found.shape, generator=generator)

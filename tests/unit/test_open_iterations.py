@@ -11,7 +11,7 @@ from test_coordinator_trainers import Records, form, make_group, run
 
 from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
-from dovetail.manifest.training import PPO
+from dovetail.manifest.training_types import PPO
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, NextRequest, Publish, Step
 

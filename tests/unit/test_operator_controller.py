@@ -14,7 +14,7 @@ from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.cluster.client import Page
-from dovetail.operator.controller import GATHER_SECONDS, Controller
+from dovetail.operator.job_controller import GATHER_SECONDS, Controller
 from dovetail.operator.job_metrics import JobMetrics
 from dovetail.operator.log import log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
@@ -23,8 +23,8 @@ from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.history import JobHistory
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
-from dovetail.planner.plan import make_plan
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import START, controlled, manifest
 
 KEY = ("default", "demo")

@@ -11,7 +11,7 @@ from dovetail.kube import names
 from dovetail.operator.cluster import coordinator_poller as coordinators
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 KEY = ("default", "demo")
 

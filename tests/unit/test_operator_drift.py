@@ -10,7 +10,7 @@ from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.reconcile import Seen, reconcile
 from dovetail.operator.render import objects
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from helpers.fake_cluster import START, FakeCluster
 
 

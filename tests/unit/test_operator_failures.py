@@ -4,7 +4,7 @@ import pytest
 
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.main import verdict
-from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.protocol.process.exit_codes import JOB_FAILED
 from helpers.fake_cluster import a_cluster, restarting, running
 
 

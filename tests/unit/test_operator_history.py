@@ -16,7 +16,7 @@ from dovetail.operator.cluster import coordinator_poller as coordinators
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 KEY = ("default", "demo")
 

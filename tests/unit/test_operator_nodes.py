@@ -16,7 +16,7 @@ from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.pod import group_pod
-from dovetail.planner.plan import PlanError, make_plan
+from dovetail.planner.make_plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
 
 A100, A10 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A10"

@@ -16,7 +16,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
-from dovetail.planner.plan import PlanError, make_plan
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 from helpers.fake_cluster import manifest, running
 

@@ -10,7 +10,7 @@ from dovetail.kube import names
 from dovetail.operator.reconcile import progress
 from dovetail.operator.reconcile.progress import judged
 from dovetail.operator.reconcile.reconcile import PlanRefused, reconcile
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import a_cluster, restarting, running
 
 

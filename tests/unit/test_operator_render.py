@@ -19,10 +19,10 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.pods import quantity
-from dovetail.planner.plan import make_plan
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.env import ProcessEnv
 
 
 def a_context(settings=None, labels=None, namespace="default", **changes):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dovetail.kube import names
 from dovetail.operator.reconcile.replan import Need, counted, honoured, news, remembered, resized, room
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from helpers.fake_cluster import FakeCluster, manifest
 
 A100, A10, T4 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A10", "Tesla-T4"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.pipelines import COMPILED, FAMILIES, Effort, Problem, find, fused_problem, serial_memory
+from dovetail.pipelines import COMPILED, FAMILIES, ScheduleProblem, SearchEffort, find, fused_problem, serial_memory
 
 ROWS = {
     "8/4 MB8": (8, 4, 8, 5, 2),
@@ -27,8 +27,8 @@ ANSWERS = {
 def test_the_search_finds_no_less_than_before(row, family):
     problem = fused_problem(*ROWS[row], critic_activation=0.5)
     serial = serial_memory(problem)
-    limited = Problem(problem.models, memory_limit=serial * 1.0045)
-    found = find(limited, FAMILIES[family], Effort(scale=0.02, exact=False, memory=False))
+    limited = ScheduleProblem(problem.models, memory_limit=serial * 1.0045)
+    found = find(limited, FAMILIES[family], SearchEffort(scale=0.02, exact=False, memory=False))
     makespan, peak = ANSWERS[row, family]
     assert found.makespan <= makespan * (1 + 1e-9)
     assert found.peak / serial <= peak + 5e-4

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from test_placement_job import A10, A100, SEPARATE, SMALL, group, spec
 
-from dovetail.cli.plan_tables import plan_tables
+from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.loop.stored_schedule import applies
 from dovetail.manifest.checks.rules import check
@@ -20,8 +20,8 @@ from dovetail.operator.reconcile.replan import Need, honoured, resized
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.recommend import fragment, recommend
-from dovetail.planner.plan import PlanError, make_plan
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Plan

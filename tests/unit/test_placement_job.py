@@ -12,9 +12,9 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool, read
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.configs import ConfigError, shapes
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
-from dovetail.planner.plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

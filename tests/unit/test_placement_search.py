@@ -12,9 +12,9 @@ from dovetail.planner.candidate import TRAINING, Placement
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.search import Effort, Search
-from dovetail.planner.placement.structures import structures
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.search import Effort, Search
+from dovetail.planner.placement.search.structures import structures
 from dovetail.planner.workload import Lengths, Workload
 from helpers.llama import llama
 from helpers.papers import strategies

@@ -9,7 +9,7 @@ from typing import Any
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.telemetry.telemetry import Status
 from dovetail.operator.reconcile import progress
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.prediction import Prediction
 from helpers.plain import plain_spec
 

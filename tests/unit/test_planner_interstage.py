@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.fusion.measurements import Measurements, rising
 from dovetail.planner.simulate import (
-    Prediction,
     ProfileError,
+    StagePrediction,
     StageProfile,
     ThresholdController,
     plan_migration,
@@ -36,7 +36,7 @@ def simulate(
     profiles: Sequence[StageProfile],
     threshold: int | None,
     early: bool = True,
-) -> Prediction:
+) -> StagePrediction:
     return scan(lengths, prompt_lengths, profiles, [threshold], early=early)[0]
 
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from dovetail.cli.prediction_tables import prediction_tables
+from dovetail.cli.common.prediction_tables import prediction_tables
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.planner.lag import choose
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate.lanes import Parts, steady
 from dovetail.protocol.prediction import PredictedLag, Prediction
 from helpers.example_jobs import EXAMPLES, hub_configs

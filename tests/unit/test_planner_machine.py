@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.local.calibrate.fit import FitError, Observed, fit, nonnegative
-from dovetail.planner.costs.cpu import Stage, Work, chunk_seconds, seconds, training_seconds
-from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
+from dovetail.local.calibrate.fit import FitError, MeasuredIteration, fit, nonnegative
+from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, chunk_seconds, seconds, training_seconds
+from dovetail.protocol.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 ALL = ("reference", "reward", "critic")
 MACHINE = Machine(
@@ -39,9 +39,9 @@ MACHINE = Machine(
 )
 
 
-def work(batch: int = 32, rollouts: int = 1, seed: int = 0, longest: int = 64, **changes: object) -> Work:
+def work(batch: int = 32, rollouts: int = 1, seed: int = 0, longest: int = 64, **changes: object) -> IterationWork:
     lengths = np.minimum(np.random.default_rng(seed).geometric(0.05, batch), longest)
-    made = Work(
+    made = IterationWork(
         prompts=(16,) * batch,
         responses=tuple(int(n) for n in lengths),
         scores=(ALL,) * rollouts,
@@ -52,9 +52,9 @@ def work(batch: int = 32, rollouts: int = 1, seed: int = 0, longest: int = 64, *
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def observed(each: Work, machine: Machine = MACHINE) -> Observed:
+def observed(each: IterationWork, machine: Machine = MACHINE) -> MeasuredIteration:
     """As it would be measured if the machine were exactly so."""
-    stage = Stage(each, machine, None)
+    stage = CpuStageTimes(each, machine, None)
     lengths = np.sort(each.responses)
     generation = machine.generation
     slower = max(1.0, each.ranks * machine.training.cores / machine.cores)
@@ -70,7 +70,7 @@ def observed(each: Work, machine: Machine = MACHINE) -> Observed:
         + np.minimum(lengths, n).sum() * generation.token
         for n in lengths
     ]
-    return Observed(
+    return MeasuredIteration(
         work=each,
         phases=seconds(each, machine) | {"generation": stage.generated},
         finished=[(float(end), len(lengths) - i - 1) for i, end in enumerate(ends)],
@@ -131,7 +131,7 @@ def test_no_stage_beats_its_cores(
     least as long on fewer cores; and every sample is scored."""
     each = replace(work(len(lengths), rollouts), responses=tuple(lengths), fusion=(fusion,), max_concurrent=slots)
     machine = MACHINE.model_copy(update={"cores": cores})
-    stage = Stage(each, machine, fusion)
+    stage = CpuStageTimes(each, machine, fusion)
     generation, scoring = machine.generation, machine.scoring
     tokens = sum(lengths) + sum(each.prompts)
     least = generation.cores * sum(lengths) * generation.token + scoring.cores * (
@@ -139,14 +139,14 @@ def test_no_stage_beats_its_cores(
     )
     assert stage.end >= least / cores
     assert stage.end >= stage.generated >= max(lengths) * generation.step
-    more = Stage(each, MACHINE.model_copy(update={"cores": cores + 1}), None)
-    assert more.end <= Stage(each, machine, None).end * (1 + 1e-9)
+    more = CpuStageTimes(each, MACHINE.model_copy(update={"cores": cores + 1}), None)
+    assert more.end <= CpuStageTimes(each, machine, None).end * (1 + 1e-9)
 
 
 def test_idle_scorers_work_while_others_generate() -> None:
     """One long response: the other rollout's scorer has the time."""
     each = replace(work(16, 2), responses=(60,) + (2,) * 15)
-    apart, fused = Stage(each, MACHINE, None), Stage(each, MACHINE, 0.0)
+    apart, fused = CpuStageTimes(each, MACHINE, None), CpuStageTimes(each, MACHINE, 0.0)
     assert fused.end < apart.end
     assert fused.end - fused.generated < apart.end - apart.generated
 

@@ -29,7 +29,7 @@ from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.budgets import OFFLOAD_NUMBERS
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora
-from dovetail.trainer.profile.passes import measure_model
+from dovetail.trainer.profile.pass_times import measure_model
 
 GIB = 2**30
 SMALL: dict[str, Any] = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.plan import PlanError, make_plan
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 from helpers.lockstep import hung
 from helpers.plain import plain_spec

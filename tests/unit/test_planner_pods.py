@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.pods import PROCESS_BYTES, SERVER_BYTES, memory_limit, pod_memory, quantity, too_small
-from dovetail.planner.plan import make_plan
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 
 GIB = 2**30

@@ -10,17 +10,17 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dovetail.cli.plan_tables import plan_tables
+from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from dovetail.planner.candidate import Candidate, Placement
 from dovetail.planner.costs.gpu import Estimate
-from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.search import Found, Rejected, Result, search_fewest_stages
-from dovetail.planner.plan import PlanError, make_plan
-from dovetail.protocol.env import ProcessEnv
+from dovetail.planner.make_plan import PlanError, make_plan
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.search import Found, Rejected, Result, search_fewest_stages
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.scoring import scorer
 from dovetail.rollout.serving import vllm_server as server
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.protocol.weights import Box, Layout, LayoutError, RoutingTable, Tensor, layer_range, route
+from dovetail.protocol.weights import Box, LayoutError, RankGrid, RoutingTable, Tensor, layer_range, route
 
 Arrays = dict[tuple[int, str], np.ndarray[Any, np.dtype[np.int64]]]
 
 
 @st.composite
-def layouts(draw: st.DrawFn, layers: int) -> Layout:
+def layouts(draw: st.DrawFn, layers: int) -> RankGrid:
     dp = draw(st.integers(1, 4))
-    return Layout(
+    return RankGrid(
         pp=draw(st.integers(1, min(4, layers))),
         tp=draw(st.integers(1, 4)),
         dp=dp,
@@ -121,7 +121,7 @@ def model(layers: int, hidden: int) -> list[Tensor]:
 def test_puzzles_own_example() -> None:
     """(P, D, T) from (4, 1, 1) to (2, 1, 2): Algorithm 1 sends rank r's layer to both ranks of stage r // 2."""
     tensors = [Tensor(f"w{k}", (4, 6), k, 0) for k in range(4)]
-    table = route(tensors, 4, Layout(pp=4), Layout(pp=2, tp=2))
+    table = route(tensors, 4, RankGrid(pp=4), RankGrid(pp=2, tp=2))
     for rank in range(4):
         reached = {d for t in table.transfers if t.source == rank for d in t.destinations}
         stayed = {r for name, _, r in table.kept if name == f"w{rank}"}
@@ -133,12 +133,12 @@ def test_puzzles_own_example() -> None:
 @pytest.mark.parametrize(
     ("source", "destination"),
     [
-        (Layout(pp=2, dp=4), Layout(dp=4, tp=2, first=8)),
-        (Layout(dp=8, sharded=True), Layout(dp=2, tp=4, first=8)),
-        (Layout(pp=4, tp=2, dp=2), Layout(tp=8, dp=2, first=16)),
+        (RankGrid(pp=2, dp=4), RankGrid(dp=4, tp=2, first=8)),
+        (RankGrid(dp=8, sharded=True), RankGrid(dp=2, tp=4, first=8)),
+        (RankGrid(pp=4, tp=2, dp=2), RankGrid(tp=8, dp=2, first=16)),
     ],
 )
-def test_senders_share_the_work(source: Layout, destination: Layout) -> None:
+def test_senders_share_the_work(source: RankGrid, destination: RankGrid) -> None:
     tensors = model(16, 1024)
     table = route(tensors, 16, source, destination)
     whole = sum(int(np.prod(t.shape)) * t.itemsize for t in tensors)
@@ -152,22 +152,22 @@ def test_senders_share_the_work(source: Layout, destination: Layout) -> None:
 
 def test_senders_on_the_receivers_node_are_preferred() -> None:
     # Two copies of everything, one a node of four; only the first node's ranks need more.
-    tensors, source, destination = model(8, 256), Layout(dp=2, tp=4), Layout(dp=2, tp=2)
+    tensors, source, destination = model(8, 256), RankGrid(dp=2, tp=4), RankGrid(dp=2, tp=2)
     assert {t.source // 4 for t in route(tensors, 8, source, destination).transfers} == {0, 1}
     assert {t.source // 4 for t in route(tensors, 8, source, destination, ranks_per_node=4).transfers} == {0}
 
 
 def test_seconds_follow_the_busiest_link() -> None:
     tensors = [Tensor("w", (1000, 500), itemsize=2)]
-    table = route(tensors, 1, Layout(), Layout(dp=2, first=1))
+    table = route(tensors, 1, RankGrid(), RankGrid(dp=2, first=1))
     assert table.bytes == 1_000_000
     assert table.seconds(8, 1e6, 1e5) == pytest.approx(1.0)
     assert table.seconds(1, 1e6, 1e5, latency=0.5) == pytest.approx(10.5)
-    assert route(tensors, 1, Layout(), Layout()).seconds(8, 1e6, 1e5) == 0.0
+    assert route(tensors, 1, RankGrid(), RankGrid()).seconds(8, 1e6, 1e5) == 0.0
 
 
 def test_stages_are_split_as_the_trainer_splits_them() -> None:
-    from dovetail.models.stage import layer_range as trainers
+    from dovetail.models.model_stage import layer_range as trainers
 
     for layers in range(1, 20):
         for size in range(1, layers + 1):
@@ -178,8 +178,8 @@ def test_stages_are_split_as_the_trainer_splits_them() -> None:
 
 def test_bad_layouts_are_refused() -> None:
     with pytest.raises(LayoutError, match="must not be less"):
-        Layout(pp=0)
+        RankGrid(pp=0)
     with pytest.raises(LayoutError, match="pp 3 needs at least 3 layers, the model has 2; lower pp"):
-        route([Tensor("w", (4,))], 2, Layout(pp=3), Layout())
+        route([Tensor("w", (4,))], 2, RankGrid(pp=3), RankGrid())
     with pytest.raises(LayoutError, match="w is of layer 2, but the model has 2"):
-        route([Tensor("w", (4,), 2)], 2, Layout(), Layout())
+        route([Tensor("w", (4,), 2)], 2, RankGrid(), RankGrid())

@@ -10,8 +10,8 @@ from dovetail.kube import names
 from dovetail.manifest.checks import pod_templates
 from dovetail.manifest.checks.validation import check
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.protocol import env
-from dovetail.protocol.process_names import CONTAINER
+from dovetail.protocol.process import env
+from dovetail.protocol.process.process_names import CONTAINER
 from helpers.plain import plain_spec
 
 

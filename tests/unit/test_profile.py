@@ -18,8 +18,8 @@ from dovetail.models import ModelError
 from dovetail.pipelines import FAMILIES, ProblemError, family_instance
 from dovetail.planner.measured import stage_layers
 from dovetail.planner.training_schedule import Times, profiled_problem, shared_layouts, training_problem
+from dovetail.protocol.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import ModelRef, StageTimes
-from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.profile import measure_link, measure_model
 
 CONFIG = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "pad_token_id": 0}
@@ -99,7 +99,7 @@ def model(layers=6, scale=1.0, sizes=(1, 4)):
 
 
 def profile(**models):
-    link = Link(latency=0.25, bytes_per_second=1024)
+    link = LinkTimes(latency=0.25, bytes_per_second=1024)
     return Profile(device="cpu", threads=1, tokens=16, models=models, link=link)
 
 

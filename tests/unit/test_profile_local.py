@@ -20,9 +20,9 @@ from dovetail.local.calibrate import calibration_jobs, observe, run_lengths
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.hardware import parse
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import Span
-from dovetail.protocol.profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.trace import chrome_trace
 from dovetail.trainer.profile import hardware_toml
 

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism, ScratchModel, Stage
 from dovetail.models import Outputs, PipelineStage, build_stage
+from dovetail.models.model_stage import Head
 from dovetail.models.recompute import recompute, recomputes
-from dovetail.models.stage import Head
 from dovetail.planner.costs.memory import Training, training_memory
 from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine import lora
-from dovetail.trainer.engine.measure import SavedBytes
+from dovetail.trainer.engine.action_measures import SavedBytes
 from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch, reward_batch, sft_batch

@@ -11,14 +11,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dovetail.cli.plan_tables import plan_tables
+from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.manifest import groups_inventory
 from dovetail.planner.placement.on_gpus import supervised
-from dovetail.planner.plan import PlanError, make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 A100 = "NVIDIA-A100-SXM4-80GB"

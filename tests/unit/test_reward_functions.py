@@ -29,9 +29,9 @@ from dovetail.coordinator.scoring.scoring import Finished, Scores
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RewardModel, RLHFJob
-from dovetail.planner.plan import make_plan
-from dovetail.protocol.env import ProcessEnv
-from dovetail.protocol.exit_codes import JOB_FAILED
+from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.trainer.rank.life import free_port
 from helpers.jobs import tiny_job
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.plan import Plan, Rollout
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.serving import token_check as auth
 from dovetail.rollout.serving import vllm_server as server
 from dovetail.rollout.serving.register import Registrar

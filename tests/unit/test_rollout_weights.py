@@ -17,10 +17,10 @@ import dovetail.trainer.weight_sender as sending
 from dovetail.coordinator.weights.offers import receive_for
 from dovetail.models.transfer import Deadline, Part, TransferError, checksum
 from dovetail.protocol.messages import Offer, Publish, Receiver
-from dovetail.protocol.weights import Layout, Tensor
+from dovetail.protocol.weights import RankGrid, Tensor
 from dovetail.protocol.weights.buckets import bucket_specs
 from dovetail.rollout.weight_receiver import WeightReceiver
-from dovetail.trainer.weight_sender import Parts, WeightSender
+from dovetail.trainer.weight_sender import WeightParts, WeightSender
 
 
 class World:
@@ -152,7 +152,7 @@ def test_stages_of_two_models_reach_their_receivers_whole() -> None:
     assert world.offers[0].segments[0].port == world.offers[1].segments[0].port, "communicators are kept"
 
 
-def split(named: dict[str, torch.Tensor], layout: Layout, rank: int) -> list[Part]:
+def split(named: dict[str, torch.Tensor], layout: RankGrid, rank: int) -> list[Part]:
     """What a rank holds of a stage's tensors; of "big" ones tp ranks share the columns, of "one" nothing."""
     found = []
     for name, tensor in named.items():
@@ -167,7 +167,7 @@ def split(named: dict[str, torch.Tensor], layout: Layout, rank: int) -> list[Par
     ("dp", "copies", "tp"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
 )
 def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int, tp: int) -> None:
-    layout = Layout(dp=dp, tp=tp, sharded=True, copies=copies)
+    layout = RankGrid(dp=dp, tp=tp, sharded=True, copies=copies)
     places = [(p, d, t) for p in range(2) for d in range(dp) for t in range(tp)]
     world = World([{"actor": place} for place in places])
     who = RECEIVERS[:2]
@@ -181,7 +181,8 @@ def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int
             named[f"one.{p}"] = torch.full((1, 3), float(version))
             stages.append(named)
         weights = [
-            {"actor": Parts(partial(split, stages[p], layout, layout.rank(0, d, t)), layout)} for p, d, t in places
+            {"actor": WeightParts(partial(split, stages[p], layout, layout.rank(0, d, t)), layout)}
+            for p, d, t in places
         ]
         sent, taken = run(world, weights, receivers, epoch=1, version=version, who=who)
         assert isinstance(sent[0], dict), sent[0]
@@ -195,10 +196,10 @@ def test_ranks_send_what_they_hold_once_and_in_equal_shares(dp: int, copies: int
 
 
 def test_ranks_beyond_the_layout_send_nothing() -> None:
-    layout = Layout(dp=1, sharded=True)
+    layout = RankGrid(dp=1, sharded=True)
     world = World([{"actor": (0, 0)}, {"actor": (0, 1)}])
     named = stage(3, range(2))
-    weights = [{"actor": Parts(partial(map, _held_whole, named.items()), layout)}] * 2
+    weights = [{"actor": WeightParts(partial(map, _held_whole, named.items()), layout)}] * 2
     sent, taken = run(world, weights, {"rollout-0": taker(WeightReceiver(), RECEIVERS[:1])}, epoch=1, who=RECEIVERS[:1])
     assert isinstance(sent[1], dict), sent[1]
     assert same(taken["rollout-0"], named)

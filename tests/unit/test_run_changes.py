@@ -13,7 +13,7 @@ from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, ad
 from dovetail.coordinator.store.store import Store, StoreError, open_records
 from dovetail.local.report.report import render_report
 from dovetail.manifest.checks.changes import Change, changes
-from dovetail.manifest.training import Optimizer
+from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
 from dovetail.trainer.engine.optim import learning_rate

@@ -7,10 +7,10 @@ import pytest
 from dovetail.pipelines import (
     CHUNKED,
     FAMILIES,
-    Effort,
-    Model,
-    Problem,
+    ModelPipelines,
     ScheduleError,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     document,
     evaluate,
@@ -23,11 +23,11 @@ from dovetail.pipelines import (
 )
 from dovetail.pipelines.simulate import KINDS
 
-QUICK = Effort(scale=0.05, workers=1, memory=False, exact=False)
+QUICK = SearchEffort(scale=0.05, workers=1, memory=False, exact=False)
 
 
 def speed_up(problem, found):
-    return find(problem, FAMILIES["serial"], Effort()).makespan / found.makespan
+    return find(problem, FAMILIES["serial"], SearchEffort()).makespan / found.makespan
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def speed_up(problem, found):
 def test_zb_v_twice_takes_what_it_takes_elsewhere(stages, count, expected):
     """The figures come from a simulation outside this project: F = I = W, no latency, two equal models."""
     problem = fused_problem(stages, stages, count, 1, 1)
-    found = find(problem, CHUNKED["zb-v"], Effort())
+    found = find(problem, CHUNKED["zb-v"], SearchEffort())
     check_steps(problem, steps(found))
     assert speed_up(problem, found) == pytest.approx(expected, abs=5e-4)
     assert found.peak <= serial_memory(problem) * (1 + 1e-9)
@@ -85,11 +85,11 @@ def test_the_memory_is_a_half_or_a_third_and_a_few_micro_batches(name, share, st
 @pytest.mark.parametrize(("stages", "count", "aim"), [(4, 4, 1.70), (8, 8, 1.80), (8, 16, 1.415), (16, 16, 1.84)])
 def test_a_v_of_each_model_in_opposite_directions_beats_what_torch_ships(stages, count, aim):
     free = fused_problem(stages, stages, count, 1, 1)
-    problem = Problem(free.models, memory_limit=serial_memory(free))
-    found = find(problem, CHUNKED["fused-v"], Effort(scale=0.3, workers=2, memory=False, exact=False))
+    problem = ScheduleProblem(free.models, memory_limit=serial_memory(free))
+    found = find(problem, CHUNKED["fused-v"], SearchEffort(scale=0.3, workers=2, memory=False, exact=False))
     check_steps(problem, steps(found))
     assert speed_up(free, found) >= aim
-    assert found.makespan < find(free, CHUNKED["zb-v"], Effort()).makespan
+    assert found.makespan < find(free, CHUNKED["zb-v"], SearchEffort()).makespan
 
 
 def replay(written):
@@ -138,8 +138,10 @@ def test_anyone_can_check_a_schedule_from_its_document(name):
 def test_times_given_by_parts_are_those_of_the_chunks():
     """An embedding and a head of their own cost: the last of eight parts takes three times as long."""
     times = [[[1.0], [1.0], [1.0], [1.0], [1.0], [1.0], [1.0], [3.0]]]
-    models = [Model(name, 4, 4, times, [[[2 * t[0]] for t in times[0]]], parts=2) for name in ("actor", "critic")]
-    problem = Problem((models[0], models[1]))
+    models = [
+        ModelPipelines(name, 4, 4, times, [[[2 * t[0]] for t in times[0]]], parts=2) for name in ("actor", "critic")
+    ]
+    problem = ScheduleProblem((models[0], models[1]))
     whole = family_instance(problem, FAMILIES["fused"])
     assert whole.duration[0, 0, :, 0].tolist() == [2, 2, 2, 4]
     vee = family_instance(problem, CHUNKED["fused-v"])

@@ -10,9 +10,9 @@ from test_schedules_search import exhaustive, problems
 
 from dovetail.pipelines import (
     FAMILIES,
-    Effort,
-    Model,
-    Problem,
+    ModelPipelines,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     evaluate,
     family_instance,
@@ -37,10 +37,10 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
 
     def model(label, m):
         f, b = (rng.integers(1, 6, (1, 2, m)).astype(float) for _ in range(2))
-        return Model(label, 2, m, f, b)
+        return ModelPipelines(label, 2, m, f, b)
 
     edges = rng.integers(0, 3, (2, 2)).astype(float)
-    instance = family_instance(Problem((model("actor", 2), model("critic", 1)), edges), FAMILIES[name])
+    instance = family_instance(ScheduleProblem((model("actor", 2), model("critic", 1)), edges), FAMILIES[name])
     best = exhaustive(instance)
     found = ExactSearch(instance, best, None).run(10, 0)
     assert evaluate(instance, found.orders).makespan == best
@@ -56,7 +56,7 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
 )
 def test_what_it_finds_holds(problem, name, data):
     instance = family_instance(problem, family_of(name))
-    known = find(problem, family_of(name), Effort(scale=0.003, workers=1, memory=False, exact=False))
+    known = find(problem, family_of(name), SearchEffort(scale=0.003, workers=1, memory=False, exact=False))
     limit = data.draw(st.sampled_from([None, known.peak]))
     answer = ExactSearch(instance, known.makespan, limit).run(2, 0)
     assert not answer.impossible, "the other searches found one"
@@ -71,7 +71,7 @@ def test_times_without_a_common_unit_are_searched_but_nothing_is_proved():
     problem = fused_problem(2, 2, 2, np.pi, np.e)
     instance = family_instance(problem, FAMILIES["fused"])
     assert time_unit(instance) is None
-    known = find(problem, FAMILIES["fused"], Effort(scale=0.003, exact=False)).makespan
+    known = find(problem, FAMILIES["fused"], SearchEffort(scale=0.003, exact=False)).makespan
     answer = ExactSearch(instance, known * 1.001, None).run(5, 0)
     assert evaluate(instance, answer.orders).makespan <= known * 1.001
     assert not ExactSearch(instance, known / 2, None).run(5, 0).impossible
@@ -81,7 +81,7 @@ def test_what_is_proved_becomes_the_bound():
     """Two stages, two micro-batches each way: the arithmetic bound cannot be met."""
     for forward, count in itertools.product(((1, 1), (2, 1), (3, 2)), (1, 2)):
         problem = fused_problem(2, 2, count, *forward, memory_limit=2 * max(forward))
-        found = find(problem, FAMILIES["fused"], Effort(scale=0.1, memory=False))
+        found = find(problem, FAMILIES["fused"], SearchEffort(scale=0.1, memory=False))
         assert found.at_bound
         assert found.bound == found.makespan
 
@@ -103,7 +103,7 @@ def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
     family = FAMILIES["fused"]
     fewer = shorten(problem, family)
     assert fewer.models[0].micro_batches < problem.models[0].micro_batches
-    short = find(fewer, family, Effort(scale=0.002, exact=False))
+    short = find(fewer, family, SearchEffort(scale=0.002, exact=False))
     found = unroll(problem, family, short)
     check_steps(problem, steps(found))
     assert found.makespan >= found.bound
@@ -119,7 +119,7 @@ def test_few_micro_batches_are_not_unrolled():
 
 def test_the_front_gives_memory_for_time():
     problem = fused_problem(4, 4, 8, 2, 1)
-    found = pareto(problem, "fused", Effort(scale=0.01), points=4)
+    found = pareto(problem, "fused", SearchEffort(scale=0.01), points=4)
     assert len(found) >= 2
     for fast, small in itertools.pairwise(found):
         assert fast.makespan < small.makespan
@@ -127,4 +127,4 @@ def test_the_front_gives_memory_for_time():
     for schedule in found:
         check_steps(problem, steps(schedule))
     assert front([*found, *found[::-1]]) == found
-    assert len(pareto(problem, "stitched", Effort())) == 1
+    assert len(pareto(problem, "stitched", SearchEffort())) == 1

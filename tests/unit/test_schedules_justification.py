@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from dovetail.pipelines import (
     FAMILIES,
-    Effort,
     Family,
-    Model,
-    Problem,
+    ModelPipelines,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     evaluate,
     family_instance,
@@ -25,7 +25,7 @@ from dovetail.pipelines import (
 from dovetail.pipelines.instance import mirror, unmirror
 from dovetail.pipelines.search.rounds import Rounds
 
-QUICK = Effort(scale=0.01, workers=1, memory=False)
+QUICK = SearchEffort(scale=0.01, workers=1, memory=False)
 SEARCHED = ["fused", "fused-rolled", "fused-split", "fused-split-rolled", "shared"]
 
 
@@ -39,10 +39,10 @@ def problems(draw):
     def model(name, pipelines, m):
         shape = (pipelines, ranks // pipelines, m * count)
         f, b, a = (rng.integers(1, 6, shape).astype(float) for _ in range(3))
-        return Model(name, ranks // pipelines, m, f, b, a, pipelines, optimizer_step=2.0)
+        return ModelPipelines(name, ranks // pipelines, m, f, b, a, pipelines, optimizer_step=2.0)
 
     latency = rng.integers(0, 3, (ranks, ranks)).astype(float)
-    return Problem((model("actor", 1, k * each), model("critic", k, each)), latency, count)
+    return ScheduleProblem((model("actor", 1, k * each), model("critic", k, each)), latency, count)
 
 
 def plain(problem, name):
@@ -81,7 +81,7 @@ def test_justification_fills_bubbles_that_rules_leave():
     problem = fused_problem(8, 8, 16, 5, 2, critic_activation=0.5)
     family, limit = FAMILIES["fused-split"], serial_memory(problem)
     with ThreadPoolExecutor(1) as pool:
-        rounds = Rounds(family_instance(problem, family), family, Effort(scale=0.1, workers=1), pool)
+        rounds = Rounds(family_instance(problem, family), family, SearchEffort(scale=0.1, workers=1), pool)
         rules = rounds.rules(limit, rounds.bound, 0.1)
         best = min(s.makespan for s in rules)
         found = rounds.justify(rules, limit, rounds.bound, 1.0)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from dovetail.pipelines import (
     CHUNKED,
     FAMILIES,
-    Effort,
-    Model,
-    Problem,
+    ModelPipelines,
+    RankPass,
     ScheduleError,
-    Step,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     family_of,
     find,
@@ -21,7 +21,7 @@ from dovetail.pipelines import (
     steps,
 )
 
-QUICK = Effort(scale=0.01, workers=1, memory=False)
+QUICK = SearchEffort(scale=0.01, workers=1, memory=False)
 
 
 @st.composite
@@ -29,8 +29,11 @@ def small(draw):
     ranks = draw(st.sampled_from([1, 2, 4]))
     k = draw(st.sampled_from([k for k in (1, 2) if ranks % k == 0]))
     count = k * draw(st.integers(1, 2))
-    models = (Model("actor", ranks, count, 2.0, 4.0), Model("critic", ranks // k, count // k, 1.0, 2.0, pipelines=k))
-    return Problem(models, mini_batches=draw(st.integers(1, 2)))
+    models = (
+        ModelPipelines("actor", ranks, count, 2.0, 4.0),
+        ModelPipelines("critic", ranks // k, count // k, 1.0, 2.0, pipelines=k),
+    )
+    return ScheduleProblem(models, mini_batches=draw(st.integers(1, 2)))
 
 
 def simulate(problem, lists, rng):
@@ -121,7 +124,7 @@ def lists():
 
 def test_a_missing_pass_is_named(lists):
     problem, mine = lists
-    mine[0] = [s for s in mine[0] if s != Step("actor", 0, 0, 1, "B")]
+    mine[0] = [s for s in mine[0] if s != RankPass("actor", 0, 0, 1, "B")]
     with pytest.raises(ScheduleError, match=r"actor's micro-batch 1 lacks B \(or I and W\) in stage 0 of pipeline 0"):
         check_steps(problem, mine)
 
@@ -135,14 +138,14 @@ def test_a_pass_run_twice_is_named(lists):
 
 def test_a_pass_that_does_not_exist_is_named(lists):
     problem, mine = lists
-    mine[1].append(Step("critic", 0, 0, 9, "F"))
+    mine[1].append(RankPass("critic", 0, 0, 9, "F"))
     with pytest.raises(ScheduleError, match=r"rank 1 runs F of critic's micro-batch 9 .* not part of the problem"):
         check_steps(problem, mine)
 
 
 def test_a_stage_on_two_ranks_is_refused(lists):
     problem, mine = lists
-    step = Step("actor", 0, 0, 1, "F")
+    step = RankPass("actor", 0, 0, 1, "F")
     mine[0].remove(step)
     mine[1].insert(0, step)
     with pytest.raises(ScheduleError, match="ranks 0 and 1 both run stage 0 of actor's pipeline 0"):
@@ -151,7 +154,7 @@ def test_a_stage_on_two_ranks_is_refused(lists):
 
 def test_a_cycle_is_refused(lists):
     problem, mine = lists
-    actor = Step("actor", 0, 0, 0, "F")
+    actor = RankPass("actor", 0, 0, 0, "F")
     mine[0].remove(actor)
     mine[0].append(actor)
     with pytest.raises(ScheduleError, match=r"disagree|deadlocks"):

@@ -11,10 +11,10 @@ from dovetail.pipelines import (
     CHUNKED,
     FAMILIES,
     DeadlockError,
-    Effort,
-    Model,
-    Problem,
+    ModelPipelines,
     ProblemError,
+    ScheduleProblem,
+    SearchEffort,
     cached_find,
     check_steps,
     choose,
@@ -33,7 +33,7 @@ from dovetail.pipelines import (
 )
 from dovetail.pipelines.search.steady_state import drop, restore
 
-QUICK = Effort(scale=0.003, workers=1, memory=False)
+QUICK = SearchEffort(scale=0.003, workers=1, memory=False)
 
 
 @st.composite
@@ -50,10 +50,12 @@ def problems(draw):
     def model(name, k):
         shape = (k, ranks // k * parts, total // k * count)
         f, b, a = (rng.integers(1, 6, shape).astype(float) for _ in range(3))
-        return Model(name, ranks // k, total // k, f, b, a, k, optimizer_step=float(rng.integers(0, 3)), parts=parts)
+        return ModelPipelines(
+            name, ranks // k, total // k, f, b, a, k, optimizer_step=float(rng.integers(0, 3)), parts=parts
+        )
 
     latency = rng.integers(0, 3, (ranks, ranks)).astype(float) if draw(st.booleans()) else float(rng.integers(0, 3))
-    return Problem((model("actor", k1), model("critic", k2)), latency, count)
+    return ScheduleProblem((model("actor", k1), model("critic", k2)), latency, count)
 
 
 def slow_makespan(schedule):
@@ -128,7 +130,7 @@ def test_every_family_trains_everything_within_its_bounds(problem, name):
 @given(problems(), st.floats(1.0, 1.5), st.sampled_from(["fused", "fused-rolled", "shared", "fused-v", "v-half"]))
 def test_a_memory_limit_is_never_exceeded(problem, slack, name):
     limit = problem.least_memory * slack
-    limited = Problem(problem.models, problem.communication, problem.mini_batches, limit)
+    limited = ScheduleProblem(problem.models, problem.communication, problem.mini_batches, limit)
     try:
         found = find(limited, family_of(name), QUICK)
     except ProblemError:
@@ -158,11 +160,11 @@ def test_the_search_finds_the_optimum_of_tiny_problems(name, seed):
 
     def model(label, m):
         f, b = (rng.integers(1, 6, (1, 2, m)).astype(float) for _ in range(2))
-        return Model(label, 2, m, f, b)
+        return ModelPipelines(label, 2, m, f, b)
 
-    problem = Problem((model("actor", 2), model("critic", 1)), communication=1.0)
+    problem = ScheduleProblem((model("actor", 2), model("critic", 1)), communication=1.0)
     best = exhaustive(family_instance(problem, FAMILIES[name]))
-    assert find(problem, FAMILIES[name], Effort(scale=0.01, workers=1)).makespan == best
+    assert find(problem, FAMILIES[name], SearchEffort(scale=0.01, workers=1)).makespan == best
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_bounds_of_the_papers_table(actor, critic, count, forward, bound):
 
 def test_the_fused_search_reaches_the_papers_bound_at_serial_memory():
     problem = fused_problem(8, 8, 8, 5, 2, critic_activation=0.5)
-    found = find(problem, FAMILIES["fused"], Effort(scale=0.1))
+    found = find(problem, FAMILIES["fused"], SearchEffort(scale=0.1))
     assert found.at_bound
     assert found.peak <= serial_memory(problem)
 
@@ -201,19 +203,19 @@ def test_rolled_stitching_beats_the_fused_bound_for_equal_models_and_six_mini_ba
 def test_zero_bubble_reaches_its_formula():
     """ZB1P of M micro-batches on P stages: (3 M + P - 1) f for forward = input gradient = weight gradient = f."""
     problem = fused_problem(4, 4, 6, 3, 1)
-    found = find(problem, FAMILIES["zero-bubble"], Effort(scale=0.1))
+    found = find(problem, FAMILIES["zero-bubble"], SearchEffort(scale=0.1))
     assert found.makespan == (3 * 6 + 3) * 3 + (3 * 6 + 3) * 1
 
 
 def test_the_answer_depends_on_the_seed_and_not_on_the_number_of_threads():
     problem = fused_problem(4, 2, 8, 5, 3, communication=0.5)
-    found = [find(problem, FAMILIES["fused"], Effort(scale=0.005, workers=w, seed=3)) for w in (1, 2, 4)]
+    found = [find(problem, FAMILIES["fused"], SearchEffort(scale=0.005, workers=w, seed=3)) for w in (1, 2, 4)]
     assert all((f.orders == found[0].orders).all() for f in found)
 
 
 def test_a_deadline_ends_the_search_with_the_best_so_far():
     ticks = itertools.count()
-    effort = Effort(seconds=3, clock=lambda: next(ticks), scale=0.01)
+    effort = SearchEffort(seconds=3, clock=lambda: next(ticks), scale=0.01)
     problem = fused_problem(8, 8, 32, 5, 2)
     found = find(problem, FAMILIES["fused"], effort)
     check_steps(problem, steps(found))
@@ -222,7 +224,9 @@ def test_a_deadline_ends_the_search_with_the_best_so_far():
 
 def test_progress_is_shown():
     seen = []
-    effort = Effort(scale=0.01, progress=lambda what, makespan, peak: seen.append((what, makespan, peak)), seconds=1)
+    effort = SearchEffort(
+        scale=0.01, progress=lambda what, makespan, peak: seen.append((what, makespan, peak)), seconds=1
+    )
     best = find(fused_problem(4, 4, 4, 2, 1), FAMILIES["fused"], effort)
     assert (seen[-1][1], seen[-1][2]) == (best.makespan, best.peak)
 
@@ -294,8 +298,8 @@ def test_fixed_orders_of_serial_are_1f1b():
 
 def test_a_known_schedule_is_a_start_and_no_more():
     problem = fused_problem(8, 8, 16, 5, 2)
-    nothing = Effort(seconds=0, clock=itertools.count().__next__, memory=False)
-    best = find(problem, FAMILIES["fused"], Effort(scale=0.1, memory=False))
+    nothing = SearchEffort(seconds=0, clock=itertools.count().__next__, memory=False)
+    best = find(problem, FAMILIES["fused"], SearchEffort(scale=0.1, memory=False))
     again = find(problem, FAMILIES["fused"], nothing, start=best)
     assert again.makespan == best.makespan
     other = find(fused_problem(4, 4, 4, 5, 2), FAMILIES["fused"], QUICK)

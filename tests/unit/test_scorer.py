@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient
 
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import pack
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.rollout.scoring.scorer_app import ScorerService
 from helpers.scorers import (

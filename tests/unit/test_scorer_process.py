@@ -17,8 +17,8 @@ import pytest
 from aiohttp import web
 
 from dovetail.manifest.types import API_VERSION, KIND, Dtype, ScratchModel
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import ModelRef, Register
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.wire import pack, unpack
 from dovetail.rollout.scoring import scorer
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import KEYS, SamplesToScore, packs
 from helpers.scorers import VOCABULARY, exported, trainers_numbers
 

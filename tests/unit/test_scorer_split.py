@@ -12,7 +12,7 @@ import torch
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import PipelineStage, build_stage
 from dovetail.protocol.messages import ModelRef
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring import scorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.rollout.scoring.split import SplitModel, StagePass, build_split

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dovetail.manifest.types import Group, RLHFJob
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan, Rollout
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.sampling import SERVED_TEMPERATURE
 from dovetail.rollout.kv.kv_config import KVSetup
 from dovetail.rollout.serving import vllm_server as server

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.models import Outputs, build_stage
-from dovetail.models.stage import VALUE_HEAD_FILE
+from dovetail.models.model_stage import VALUE_HEAD_FILE
 from dovetail.protocol.messages import Export, Load, ModelRef, Save
 from dovetail.protocol.wire import Arrays, pack, unpack
 from helpers.local_trainer import LocalTrainer

@@ -11,8 +11,8 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.recommend import fragment, recommend
-from dovetail.planner.plan import PlanError, make_plan
 from helpers.manifests import changed
 
 A100 = "NVIDIA-A100-SXM4-80GB"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.protocol.exit_codes import SUPERSEDED
 from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
+from dovetail.protocol.process.exit_codes import SUPERSEDED
 from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.rank import coordinator_client as client_module
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration

@@ -238,7 +238,7 @@ def test_a_step_without_the_whole_logits_changes_nothing_but_rounding(monkeypatc
     found = []
     for whole in (True, False):
         if not whole:
-            monkeypatch.setattr("dovetail.models.stage.predict", chunked)
+            monkeypatch.setattr("dovetail.models.model_stage.predict", chunked)
         with LocalTrainer(job(**changed)) as trainer:
             trainer.metrics(load_command(Stage.PPO))
             steps = [trainer.metrics(ppo_step(trainer, ["actor", "critic"], ppo_batch(1, ptx=8))) for _ in range(2)]

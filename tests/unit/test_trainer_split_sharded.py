@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import Outputs, PipelineStage, build_stage
-from dovetail.models.stage import Head
+from dovetail.models.model_stage import Head
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
 from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard, take_gradients, take_split_gradients

@@ -19,8 +19,8 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, e
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.pipelines import Effort
-from dovetail.planner.plan import make_plan
+from dovetail.pipelines import SearchEffort
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.training_schedule import (
     PINS,
     Times,
@@ -30,9 +30,9 @@ from dovetail.planner.training_schedule import (
     shared_layouts,
     training_problem,
 )
+from dovetail.protocol.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at
-from dovetail.protocol.profile import Link, ModelTimes, PassTimes, Profile
 from dovetail.trainer.engine.executor import check_actions
 
 
@@ -87,7 +87,7 @@ def test_rank_lists_are_what_the_executor_accepts(
     counts = {name: sequences // layout.dp for name, layout in placed.items()}
     problem = training_problem(placed, counts, mini_batches)
     families = ["serial", "overlapped", "stitched", "stitched-rolled"]
-    choice = choose_schedule(problem, families, Effort(scale=0.01), reverse)
+    choice = choose_schedule(problem, families, SearchEffort(scale=0.01), reverse)
     for found in choice.schedules.values():
         lists = rank_actions(found, placed)
         assert len(lists) == world_size(placed["actor"])
@@ -326,7 +326,7 @@ def test_a_profile_gives_the_first_schedule_its_times(tmp_path: Path) -> None:
         layer_times=[row],
         head_times=[row],
     )
-    link = Link(latency=1e-4, bytes_per_second=1e9)
+    link = LinkTimes(latency=1e-4, bytes_per_second=1e9)
     profile = Profile(device="cpu", threads=1, tokens=16, models={"actor": model, "critic": model}, link=link)
     (tmp_path / "profile.json").write_text(profile.model_dump_json(by_alias=True))
     scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)

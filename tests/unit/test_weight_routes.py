@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.models.links.routes import Place, routes
+from dovetail.models.links.link_choice import Place, routes
 
 SENDER = Place("GPU-0", 22907)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import COORDINATOR_PORT, HUB_CACHE
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.env import COORDINATOR_PORT, HUB_CACHE
+from dovetail.protocol.process.process_names import COORDINATOR
 
 FIELD_MANAGER = "dovetail-operator"
 TOKEN_KEY = "token"  # of the token's Secret

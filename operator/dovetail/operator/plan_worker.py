@@ -25,7 +25,7 @@ from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.planner.hardware import GPU, estimate, is_known
-from dovetail.planner.placement.images import ANY, image_errors
+from dovetail.planner.hardware.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
 REMEMBERED = 5000
@@ -51,7 +51,7 @@ def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefuse
 def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: Mapping[str, GPU]) -> None:
     """The worker process: specs in, plans or sentences out."""
     # Here only: it takes more memory than the rest of the operator.
-    from dovetail.planner.plan import PlanError, make_plan
+    from dovetail.planner.make_plan import PlanError, make_plan
 
     while True:
         try:
@@ -126,8 +126,8 @@ def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
 
 class Planner:
     """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
-    without work. `make` must be importable; default: `dovetail.planner.plan.make_plan`. `problems`: sentences for a job
-    that is not planned, as its images do not serve its GPUs."""
+    without work. `make` must be importable; default: `dovetail.planner.make_plan.make_plan`. `problems`: sentences for
+    a job that is not planned, as its images do not serve its GPUs."""
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.kinds import until_served
 from dovetail.operator.cluster.leader import LEASE, Lock, lead
-from dovetail.operator.controller import Controller
 from dovetail.operator.handlers import watch_jobs
+from dovetail.operator.job_controller import Controller
 from dovetail.operator.log import log, log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings

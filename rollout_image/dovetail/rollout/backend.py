@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dovetail.manifest.callables import load_callable
 from dovetail.manifest.types import Group, RLHFJob
-from dovetail.protocol.env import ProcessEnv
+from dovetail.protocol.process.env import ProcessEnv
 
 # module:class of another backend than vLLM.
 VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
@@ -52,7 +52,7 @@ class RolloutBackend(Protocol):
 
     def serve(self, plan: ServerPlan) -> int:
         """Register with the coordinator every two seconds and serve at `plan.env.host` and `plan.env.port` until
-        SIGTERM; returns the exit code (`dovetail.protocol.exit_codes`)."""
+        SIGTERM; returns the exit code (`dovetail.protocol.process.exit_codes`)."""
         ...
 
 

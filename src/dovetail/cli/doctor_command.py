@@ -35,7 +35,7 @@ def doctor(ctx: click.Context, gpu: bool, as_json: bool) -> None:
     """
     if not gpu:
         raise UsageError("dovetail doctor checks GPUs; give --gpu.")
-    from dovetail.local.doctor.gpu import check_gpus
+    from dovetail.local.doctor.gpu_checks import check_gpus
 
     if as_json:
         made = report(check_gpus())

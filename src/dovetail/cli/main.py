@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 
 import click
 
+from dovetail.cli.common.extras import version as installed_version
 from dovetail.cli.debug import debug
 from dovetail.cli.doctor_command import doctor
-from dovetail.cli.extras import version as installed_version
 from dovetail.cli.init_command import init
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
 from dovetail.cli.profile_command import profile
-from dovetail.cli.results import chat, report
+from dovetail.cli.results_command import chat, report
 from dovetail.cli.run import INTERRUPTED, run
-from dovetail.cli.samples import samples
+from dovetail.cli.samples_command import samples
 from dovetail.cli.schedule_command import schedule
 from dovetail.manifest.documents import ManifestError
 from dovetail.supervision.errors import RunError, UsageError
@@ -46,7 +46,7 @@ class _Group(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        from dovetail.planner.plan import PlanError
+        from dovetail.planner.make_plan import PlanError
 
         try:
             return super().invoke(ctx)

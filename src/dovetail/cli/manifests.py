@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.job import load_job, manifest_argument, set_option
+from dovetail.cli.job_arguments import load_job, manifest_argument, set_option
 from dovetail.supervision.errors import UsageError
 
 

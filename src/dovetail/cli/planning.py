@@ -13,9 +13,9 @@ import click
 import yaml
 from rich.console import Console
 
-from dovetail.cli.job import load_job, manifest_argument, new_file, read_job, set_option
-from dovetail.cli.plan_tables import plan_tables
-from dovetail.cli.prediction_tables import pod_memory_table, prediction_tables
+from dovetail.cli.common.plan_tables import plan_tables
+from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
+from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware import GPU, HardwareError, described, parse
@@ -25,8 +25,8 @@ from dovetail.planner.placement.on_cpus import mismatch
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.placed import Chosen, Infeasible
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.profile import Profile
 from dovetail.supervision.errors import RunError, UsageError
 
 KUBECTL_SECONDS = 60.0
@@ -266,7 +266,7 @@ def plan(
     \b
       dovetail plan job.yaml --inventory gpus.yaml --html plan.html
     """
-    from dovetail.planner.plan import PlanError
+    from dovetail.planner.make_plan import PlanError
 
     if inventory_path is not None and cluster:
         raise UsageError("--inventory and --cluster both name the GPUs; give one of them")

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.cli.extras import Extra, require
+from dovetail.cli.common.extras import Extra, require
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
+from dovetail.protocol.machine_profile import Machine, ModelTimes, Profile
 from dovetail.protocol.messages import ModelRef
-from dovetail.protocol.profile import Machine, ModelTimes, Profile
 from dovetail.supervision.errors import RunError, UsageError
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dovetail.cli.extras import Extra, require
-from dovetail.cli.job import load_job, manifest_argument, seed_option, set_option
+from dovetail.cli.common.extras import Extra, require
+from dovetail.cli.job_arguments import load_job, manifest_argument, seed_option, set_option
 from dovetail.coordinator.store.sample_files import files
 from dovetail.local.launcher import Launcher
-from dovetail.local.progress import Display, make_display
+from dovetail.local.progress_bars import Display, make_display
 from dovetail.local.report.report import write_report
 from dovetail.local.report.run_summary import read_summary, show
-from dovetail.local.samples import facts_of, texts_of
-from dovetail.local.status import StatusPoller
+from dovetail.local.sample_texts import facts_of, texts_of
+from dovetail.local.status_poll import StatusPoller
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.profile import Profile
 from dovetail.supervision.errors import RunError, UsageError
 
 INTERRUPTED = 130

@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.extras import DISTRIBUTION
+from dovetail.cli.common.extras import DISTRIBUTION
 from dovetail.pipelines import (
     CHUNKED,
     COMPILED,
     DEDICATED,
     FAMILIES,
     Choice,
-    Effort,
-    Problem,
     ProblemError,
     Schedule,
+    ScheduleProblem,
+    SearchEffort,
     cached_find,
     check_steps,
     choose,
@@ -138,11 +138,11 @@ def schedule(
     def progress(what: str, makespan: float, peak: float) -> None:
         status.update(f"{what}: makespan {makespan:g}, peak activation {peak:g}")
 
-    effort = Effort(seconds, time.monotonic, workers or os.cpu_count() or 1, seed, progress=progress)
+    effort = SearchEffort(seconds, time.monotonic, workers or os.cpu_count() or 1, seed, progress=progress)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dovetail" / "schedules"
     store = {} if no_cache else _FolderStore(folder)
 
-    def finder(p: Problem, name: str, e: Effort) -> Schedule:
+    def finder(p: ScheduleProblem, name: str, e: SearchEffort) -> Schedule:
         return cached_find(p, name, e, store)
 
     try:
@@ -172,14 +172,14 @@ def schedule(
         console.print(f"Written: {path}", highlight=False, soft_wrap=True)
 
 
-def _problem(memory: float | None, **numbers: Any) -> Problem:
+def _problem(memory: float | None, **numbers: Any) -> ScheduleProblem:
     for name in ("actor_forward", "critic_forward"):
         if numbers[name] is None:
             raise UsageError(f"--{name.replace('_', '-')} is missing; give it, or measured times with --profile.")
     return fused_problem(memory_limit=memory, **numbers)
 
 
-def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> Problem:
+def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> ScheduleProblem:
     from dovetail.cli.profile_command import read_profile
     from dovetail.planner.training_schedule import profiled_problem
 
@@ -195,7 +195,7 @@ def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers
     )
 
 
-def _show_front(console: Console, problem: Problem, choice: Choice, effort: Effort, finder: Any) -> None:
+def _show_front(console: Console, problem: ScheduleProblem, choice: Choice, effort: SearchEffort, finder: Any) -> None:
     family = choice.best.family
     found = pareto(problem, family, effort, finder=finder)
     serial = choice.schedules.get("serial")
@@ -209,7 +209,7 @@ def _show_front(console: Console, problem: Problem, choice: Choice, effort: Effo
     console.print(table)
 
 
-def _others(problem: Problem, names: list[str], effort: Effort, finder: Any) -> dict[str, Schedule]:
+def _others(problem: ScheduleProblem, names: list[str], effort: SearchEffort, finder: Any) -> dict[str, Schedule]:
     try:
         return choose(problem, effort, names, finder).schedules
     except ProblemError:  # none of the fixed families fits; the searched one does
@@ -220,7 +220,7 @@ def _json(found: Schedule) -> str:
     return json.dumps(document(found)) + "\n"
 
 
-def _show(console: Console, problem: Problem, choice: Choice) -> None:
+def _show(console: Console, problem: ScheduleProblem, choice: Choice) -> None:
     serial = choice.schedules.get("serial")
     baseline = serial.makespan if serial else _serial(problem)
     unit = serial_memory(problem)
@@ -267,8 +267,8 @@ def _show(console: Console, problem: Problem, choice: Choice) -> None:
         console.print(line, no_wrap=True, overflow="crop")
 
 
-def _serial(problem: Problem) -> float:
-    return find(replace(problem, memory_limit=None), FAMILIES["serial"], Effort()).makespan
+def _serial(problem: ScheduleProblem) -> float:
+    return find(replace(problem, memory_limit=None), FAMILIES["serial"], SearchEffort()).makespan
 
 
 class _FolderStore(MutableMapping[str, str]):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from dovetail.cli.prediction_tables import (
+from dovetail.cli.common.prediction_tables import (
     alternative_row,
     gpu_range,
     memory_row,
@@ -50,7 +50,7 @@ def timeline_page(name: str, chosen: Chosen, notes: Sequence[str] = ()) -> str:
     found, simulated = chosen.prediction, played(chosen)
     shown = _shown(found, chosen.costs.inventory.gpus)
     bars = [
-        charts.Bar(f"{b.pool} {b.gpu}", b.name, b.start, b.end, b.lane)
+        charts.ChartBar(f"{b.pool} {b.gpu}", b.name, b.start, b.end, b.lane)
         for b in simulated.bars
         if shown is None or (b.pool, b.gpu) in shown
     ]

@@ -24,11 +24,11 @@ from dovetail.coordinator.store.results import write_final_summary
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.debugger import wait_for_debugger
-from dovetail.protocol.env import ProcessEnv
-from dovetail.protocol.exit_codes import JOB_FAILED
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.pulse import Pulse
+from dovetail.protocol.process.debugger import wait_for_debugger
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.exit_codes import JOB_FAILED
+from dovetail.protocol.process.pulse import Pulse
 
 CRASHED = 1
 # In a pod, Kubernetes takes the reason of a failure, or the last figures, from this file.

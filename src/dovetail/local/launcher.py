@@ -18,13 +18,13 @@ from dovetail.local.open_files import allow_files, files_needed
 from dovetail.local.rundir import RunDir
 from dovetail.local.stopwatch import Stopwatch
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import COORDINATOR
-from dovetail.protocol.profile import Profile
-from dovetail.protocol.pulse import PULSE
+from dovetail.protocol.process.process_names import COORDINATOR
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
-from dovetail.supervision.liveness import Limits, Liveness, Pulses
+from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.supervision.ports import PortReservation
 from dovetail.supervision.processes import HOST, ProcessSpec, process_names, render
 from dovetail.supervision.spawn import ExecSpawner, ForkSpawner, Spawner
@@ -240,7 +240,7 @@ class Launcher:
             policy.max_restarts,
             failure_reason=self._failure_reason,
             tell=self._tell,
-            liveness=Liveness(Limits.of(policy.peer_timeout_seconds), pulses.mark),
+            liveness=Liveness(LivenessLimits.of(policy.peer_timeout_seconds), pulses.mark),
         )
 
     def _failure_reason(self) -> str | None:

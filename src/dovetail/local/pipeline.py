@@ -32,9 +32,9 @@ from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
 from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.processes import HOST

@@ -28,7 +28,7 @@ from dovetail.coordinator.data.prepare import model_sources, own_model
 from dovetail.coordinator.loop.model_sources import ModelSources, optimizer_steps
 from dovetail.coordinator.loop.ppo_stage import stored_step
 from dovetail.coordinator.loop.stored_schedule import applies
-from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import KEY
 from dovetail.coordinator.store.manifest_changes import Settled
@@ -40,7 +40,7 @@ from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol import serving
 from dovetail.protocol.messages import Command, CommandResult, Export, Load, ModelRef, Offer, Register, Save, Step
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.ports import PortReservation
@@ -239,21 +239,21 @@ class _Host:
 
 
 @dataclass
-class Outcome:
+class Replayed:
     """What the replay left: a checkpoint or exported models below `folder`, and each iteration's metrics."""
 
     folder: Path
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def run_replay(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Outcome:
+def run_replay(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Replayed:
     """Start the run's trainer ranks on this machine and let them do it again, everything new below `folder`.
 
     Raises RunError with one sentence when a rank fails; its log is in `folder`/logs."""
     return asyncio.run(_run(replay, folder, tell))
 
 
-async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Outcome:
+async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Replayed:
     token = secrets.token_hex(16)
     group = TrainerGroup(
         world_size=replay.plan.world_size,
@@ -289,8 +289,8 @@ async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Out
         reservation.close()
 
 
-async def _work(replay: Replay, folder: Path, group: TrainerGroup, tell: Callable[[str], None]) -> Outcome:
-    outcome = Outcome(folder)
+async def _work(replay: Replay, folder: Path, group: TrainerGroup, tell: Callable[[str], None]) -> Replayed:
+    outcome = Replayed(folder)
 
     async def execute(command: Command) -> CommandResult:
         try:

@@ -20,9 +20,9 @@ from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.durable import sync
-from dovetail.protocol.env import token_problem
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.profile import Profile
+from dovetail.protocol.process.env import token_problem
 from dovetail.supervision.errors import RunError, UsageError
 
 # Any of these files shows that a run has begun here.

@@ -1,10 +1,13 @@
-"""GPUs that a manifest asks for explicitly, and the same job without GPUs. Pure."""
+"""What a manifest says of GPUs: where it asks for them, the same job without them, and servers that leave them to
+others. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dovetail.manifest.types import GPU, Group, RLHFJobSpec
+from dovetail.manifest.types import Group, GroupGPU, RLHFJobSpec, Role
+
+SLEEP = "--enable-sleep-mode"
 
 
 def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
@@ -37,5 +40,11 @@ def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
 
 def on_cpus(spec: RLHFJobSpec) -> RLHFJobSpec:
     """`spec` with all groups on CPUs: the same number of pods, with one trainer rank in each."""
-    groups = [group.model_copy(update={"gpu": GPU(product=None, per_pod=0)}) for group in spec.groups]
+    groups = [group.model_copy(update={"gpu": GroupGPU(product=None, per_pod=0)}) for group in spec.groups]
     return spec.model_copy(update={"groups": groups})
+
+
+def sleeps(group: Group) -> bool:
+    """Whether the group's vLLM servers sleep while the scorers or trainers beside them work. Those beside trainers
+    always do, others if `vllmArgs` says so. Only servers on GPUs can."""
+    return not group.on_cpu and (Role.TRAINER in group.roles or SLEEP in group.vllm_args)

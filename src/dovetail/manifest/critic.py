@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.manifest.training import SHARED_VALUE_COEF
+from dovetail.manifest.training_types import SHARED_VALUE_COEF
 from dovetail.manifest.types import RLHFJobSpec
 
 

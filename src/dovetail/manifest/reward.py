@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.manifest.training import REWARD_CLIP
+from dovetail.manifest.training_types import REWARD_CLIP
 from dovetail.manifest.types import PPO, RLHFJobSpec, Stage
 
 

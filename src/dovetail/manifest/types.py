@@ -23,11 +23,10 @@ from dovetail.manifest.base import (
 )
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.status import RLHFJobStatus
-from dovetail.manifest.training import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
+from dovetail.manifest.training_types import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
 
 __all__ = [
     "API_VERSION",
-    "GPU",
     "KIND",
     "KL",
     "PPO",
@@ -41,7 +40,8 @@ __all__ = [
     "Fraction",
     "Generation",
     "Group",
-    "Hub",
+    "GroupGPU",
+    "HubAccess",
     "ImportanceSampling",
     "LoRA",
     "Model",
@@ -337,7 +337,7 @@ class Data(Model):
 # ---------------------------------------------------------------- placement
 
 
-class GPU(Model):
+class GroupGPU(Model):
     """The accelerators of a group's pods."""
 
     product: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
@@ -365,7 +365,7 @@ class Group(Model):
         description="trainer, rollout, or both: the same pods take turns (colocated).",
         json_schema_extra={"x-kubernetes-list-type": "set"},
     )
-    gpu: GPU = Field(default_factory=GPU, description="Accelerators; default: none, a CPU group.")
+    gpu: GroupGPU = Field(default_factory=GroupGPU, description="Accelerators; default: none, a CPU group.")
     replicas: PodCount | None = Field(default=None, description="Pods; default: minReplicas, else 1.")
     min_replicas: PodCount | None = Field(
         default=None, description="Smallest number of rollout pods with which the job runs."
@@ -421,7 +421,7 @@ class SecretKey(Model):
     )
 
 
-class Hub(Model):
+class HubAccess(Model):
     """How models and data sets of a Hugging Face hub are fetched. HF_ENDPOINT names another hub than the public one."""
 
     token_secret: SecretKey | None = Field(
@@ -661,7 +661,7 @@ class RLHFJobSpec(Model):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     coordinator: Coordinator = Field(default_factory=Coordinator, description="The coordinator's pod on a cluster.")
-    hub: Hub = Field(default_factory=Hub, description="How models and data sets of a hub are fetched.")
+    hub: HubAccess = Field(default_factory=HubAccess, description="How models and data sets of a hub are fetched.")
     plan: PlanPins = Field(default_factory=PlanPins, description="Decisions that the planner must not change.")
     trainer: Trainer = Field(default_factory=Trainer, description="How trainer ranks compute on GPUs.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="When to save, and where.")

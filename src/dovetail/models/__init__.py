@@ -3,6 +3,6 @@
 from dovetail.models.build import build_stage
 from dovetail.models.config import ModelError, load_config
 from dovetail.models.export import HuggingFaceWriter
-from dovetail.models.stage import Outputs, PipelineStage, layer_range
+from dovetail.models.model_stage import Outputs, PipelineStage, layer_range
 
 __all__ = ["HuggingFaceWriter", "ModelError", "Outputs", "PipelineStage", "build_stage", "layer_range", "load_config"]

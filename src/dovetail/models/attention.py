@@ -20,7 +20,7 @@ NAME = "dovetail"
 _LARGEST_HEAD = 192
 
 
-class Scores(NamedTuple):
+class ScoreSettings(NamedTuple):
     """How queries and keys meet. `scaling` of their products (None: by the width of a head); `window`: a token attends
     to itself and the `window` - 1 tokens before it (None: to all before it); `softcap`: the bound of scores, by tanh;
     `sinks` (heads,): scores of a key that has no value."""
@@ -50,8 +50,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query (1, heads, total, D), key and value (1, key heads, total, D): sequences as `packing` says. Without it: (B,
     heads, T, D), every row a sequence. Returns (1 or B, total or T, heads, D) as transformers wants it. There is no
-    dropout. The last three arguments are named by transformers: see `Scores`."""
-    scores = Scores(scaling, sliding_window, softcap, s_aux)
+    dropout. The last three arguments are named by transformers: see `ScoreSettings`."""
+    scores = ScoreSettings(scaling, sliding_window, softcap, s_aux)
     if packing is None:
         return _rows(module, query, key, value, attention_mask, scores), None
     lengths = packing.lengths
@@ -80,7 +80,7 @@ def in_one_call(dtype: torch.dtype, width: int) -> bool:
 
 
 def _rows(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scores: Scores
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scores: ScoreSettings
 ) -> Tensor:
     """Every row is a sequence."""
     if not scores.fused(query.shape[2]):
@@ -89,7 +89,7 @@ def _rows(
     return output
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: Scores) -> Tensor:
+def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: ScoreSettings) -> Tensor:
     """One sequence, or rows of as many tokens, with `before` tokens before it that have keys and values only."""
     mask = None
     if before is not None or not scores.fused(key.shape[2]):
@@ -99,7 +99,7 @@ def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: 
     return _masked(query, key, value, mask, scores)
 
 
-def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: ScoreSettings) -> Tensor:
     """`attend` of sequences of similar lengths together, padded: what a GPU does where no kernel takes all sequences in
     one call (float16 and float32, bounded scores, sinks)."""
     blocks, order = packing.blocks
@@ -123,7 +123,7 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, score
     return torch.cat(outputs)[order].unsqueeze(0)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: ScoreSettings) -> Tensor:
     """(B, T, heads, D). `mask`: which keys a query attends to, (T, keys) or (B, 1, T, keys); None: causal."""
     if mask is not None and (scores.softcap is not None or scores.sinks is not None):
         scaling = scores.scaling or query.shape[-1] ** -0.5

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dovetail.models.compat import local_box
 from dovetail.models.config import ModelError, is_tied, load_config
+from dovetail.models.model_stage import VALUE_HEAD, PipelineStage
 from dovetail.models.source import Folder, Seed, Source
-from dovetail.models.stage import VALUE_HEAD, PipelineStage
 from dovetail.protocol.messages import ModelRef
 
 

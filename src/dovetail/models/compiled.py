@@ -11,7 +11,7 @@ import torch
 
 from dovetail.models.attention import NAME, attend
 from dovetail.models.compat import run_what_does_not_compile
-from dovetail.models.stage import PipelineStage
+from dovetail.models.model_stage import PipelineStage
 
 
 class _Compiled:

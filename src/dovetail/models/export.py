@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.models.stage import SCORE_BIAS, VALUE_HEAD_FILE, Head
+from dovetail.models.model_stage import SCORE_BIAS, VALUE_HEAD_FILE, Head
 from dovetail.protocol.durable import sync
 
 _TOKENIZER_FILES = (

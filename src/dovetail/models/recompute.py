@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.models.stage import PipelineStage
+from dovetail.models.model_stage import PipelineStage
 
 
 class _Recomputed(nn.Module):

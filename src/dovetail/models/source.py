@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dovetail.manifest.model_families import ModelFamily
 from dovetail.models.config import ModelError
-from dovetail.models.names import saved_name, stacked
-from dovetail.models.stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
+from dovetail.models.model_stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
+from dovetail.models.tensor_names import saved_name, stacked
 
 
 class Source(Protocol):

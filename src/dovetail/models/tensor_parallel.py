@@ -11,7 +11,7 @@ from torch import nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError
-from dovetail.models.stage import PipelineStage
+from dovetail.models.model_stage import PipelineStage
 from dovetail.models.vocabulary import share_rows
 
 

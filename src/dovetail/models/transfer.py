@@ -1,8 +1,8 @@
 """The wire of weight transfers, common to sender (trainer) and receiver (vLLM worker, scorer).
 
 A *channel* is one sender's: rank 0 broadcasts, the others receive. For CPU tensors it is Gloo over TCP. For CUDA
-tensors it reaches each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.routes`). A bucket travels as one
-message: its packed tensors, then 16 bytes of checksum."""
+tensors it reaches each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.link_choice`). A bucket travels as
+one message: its packed tensors, then 16 bytes of checksum."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from dovetail.models.links.cuda_ipc import IpcReceiver, IpcSender, mailbox_handle
 from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line
 from dovetail.models.links.gloo import GlooLink
+from dovetail.models.links.link_choice import Place, Way, routes
 from dovetail.models.links.nccl import NcclLink, nccl_version
 from dovetail.models.links.rendezvous import Rendezvous
-from dovetail.models.links.routes import Place, Way, routes
 from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box

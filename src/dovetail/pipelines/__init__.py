@@ -1,9 +1,10 @@
 """Pipeline schedules that train two models at once on the same ranks: a library that imports nothing else of Dovetail.
 
-A `Problem` goes in: two models, their stages, times and memory. A `Schedule` comes out: a list of passes for each rank.
+A `ScheduleProblem` goes in: two models, their stages, times and memory. A `Schedule` comes out: a list of passes for
+each rank.
 
     problem = fused_problem(8, 4, 16, actor_forward=5, critic_forward=2)
-    found = find(problem, FAMILIES["fused"], Effort(seconds=5, clock=time.monotonic))
+    found = find(problem, FAMILIES["fused"], SearchEffort(seconds=5, clock=time.monotonic))
     check_steps(problem, steps(found))
     print(found.makespan, found.bound, found.peak)
     Path("schedule.svg").write_text(svg(found))
@@ -12,10 +13,9 @@ A `Problem` goes in: two models, their stages, times and memory. A `Schedule` co
 `choose` compares families and `pareto` memory limits. docs/schedules.md explains the problem, the families and the
 search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
 
-from dovetail.pipelines.check import ScheduleError, Step, check_steps, steps
+from dovetail.pipelines.check import RankPass, ScheduleError, check_steps, steps
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.draw import svg, text_rows
-from dovetail.pipelines.export import document
 from dovetail.pipelines.families import (
     CHUNKED,
     DEDICATED,
@@ -29,12 +29,13 @@ from dovetail.pipelines.families import (
     fixed_orders,
     zero_bubble_limit,
 )
-from dovetail.pipelines.instance import Coupling, Instance, Placement, Shape, lower_bound
-from dovetail.pipelines.problem import Model, Problem, ProblemError, fused_problem, serial_memory
+from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement, lower_bound
+from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem, fused_problem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, evaluate
+from dovetail.pipelines.schedule_json import document
 from dovetail.pipelines.search.compare import Choice, cached_find, choose, front, pareto
 from dovetail.pipelines.search.find import find
-from dovetail.pipelines.search.rounds import Effort
+from dovetail.pipelines.search.rounds import SearchEffort
 from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b, simulate_1f1b
 
 __all__ = [
@@ -45,20 +46,20 @@ __all__ = [
     "Choice",
     "Coupling",
     "DeadlockError",
-    "Effort",
     "Family",
     "Floats",
-    "Instance",
     "Ints",
-    "Model",
+    "ModelPipelines",
     "Pass",
-    "Placement",
-    "Problem",
     "ProblemError",
+    "RankPass",
     "Schedule",
     "ScheduleError",
+    "ScheduleProblem",
+    "SearchEffort",
+    "SearchInstance",
     "Shape",
-    "Step",
+    "StagePlacement",
     "cached_find",
     "check_steps",
     "choose",

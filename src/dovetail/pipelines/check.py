@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dovetail.pipelines.problem import Problem
+from dovetail.pipelines.problem import ScheduleProblem
 from dovetail.pipelines.schedule import Schedule
 
 
@@ -15,7 +15,7 @@ class ScheduleError(ValueError):
     """A schedule that would not run. The message names the rank and the pass."""
 
 
-class Step(NamedTuple):
+class RankPass(NamedTuple):
     """One pass in a rank's list. `kind`: F, B, I or W."""
 
     model: str
@@ -28,15 +28,15 @@ class Step(NamedTuple):
 Key = tuple[str, int, int, int, str]
 
 
-def steps(schedule: Schedule) -> list[list[Step]]:
+def steps(schedule: Schedule) -> list[list[RankPass]]:
     """A schedule as lists of steps, one list a rank."""
-    lists: list[list[Step]] = [[] for _ in range(schedule.instance.ranks)]
+    lists: list[list[RankPass]] = [[] for _ in range(schedule.instance.ranks)]
     for p in schedule.passes():
-        lists[p.rank].append(Step(p.model, p.pipeline, p.stage, p.micro_batch, p.kind))
+        lists[p.rank].append(RankPass(p.model, p.pipeline, p.stage, p.micro_batch, p.kind))
     return lists
 
 
-def check_steps(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
+def check_steps(problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]]) -> None:
     """Raise ScheduleError, with the reason, unless the lists train both models and cannot deadlock.
 
     Every pass of every micro-batch must be there once, and each stage on one rank. Both ends of a channel must have the
@@ -49,7 +49,7 @@ def check_steps(problem: Problem, lists: Sequence[Sequence[Step]]) -> None:
     _cycles(problem, lists, places, stages)
 
 
-def _stages(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[str, int]:
+def _stages(problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]]) -> dict[str, int]:
     """Stages of each model's pipelines: as many as a pipeline has ranks, or a multiple where ranks hold chunks."""
     highest = {m.name: m.stages - 1 for m in problem.models}
     for step in itertools.chain.from_iterable(lists):
@@ -62,7 +62,9 @@ def _stages(problem: Problem, lists: Sequence[Sequence[Step]]) -> dict[str, int]
     return {name: last + 1 for name, last in highest.items()}
 
 
-def _places(problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str, int]) -> dict[Key, tuple[int, int]]:
+def _places(
+    problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]], stages: dict[str, int]
+) -> dict[Key, tuple[int, int]]:
     if len(lists) != problem.ranks:
         raise ScheduleError(f"the schedule has {len(lists)} ranks, the problem {problem.ranks}")
     models = {m.name: m for m in problem.models}
@@ -100,7 +102,7 @@ def _places(problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str,
     return found
 
 
-def _channels(lists: Sequence[Sequence[Step]]) -> None:
+def _channels(lists: Sequence[Sequence[RankPass]]) -> None:
     """Neighbouring stages must agree on the order of micro-batches, for each model, pipeline and direction."""
     orders: dict[tuple[str, int, int, str], list[int]] = {}
     for mine in lists:
@@ -118,7 +120,7 @@ def _channels(lists: Sequence[Sequence[Step]]) -> None:
             )
 
 
-def _memory(problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str, int]) -> None:
+def _memory(problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]], stages: dict[str, int]) -> None:
     limit = problem.memory_limit
     if limit is None:
         return
@@ -139,7 +141,10 @@ def _memory(problem: Problem, lists: Sequence[Sequence[Step]], stages: dict[str,
 
 
 def _cycles(
-    problem: Problem, lists: Sequence[Sequence[Step]], places: dict[Key, tuple[int, int]], stages: dict[str, int]
+    problem: ScheduleProblem,
+    lists: Sequence[Sequence[RankPass]],
+    places: dict[Key, tuple[int, int]],
+    stages: dict[str, int],
 ) -> None:
     """No pass may depend on itself: Kahn's algorithm on the graph of passes."""
     models = {m.name: m for m in problem.models}
@@ -182,7 +187,7 @@ def _cycles(
         )
 
 
-def _needs(step: Step, stages: int, places: dict[Key, tuple[int, int]]) -> list[Key]:
+def _needs(step: RankPass, stages: int, places: dict[Key, tuple[int, int]]) -> list[Key]:
     model, pipeline, stage, q, kind = step
     if kind == "F":
         return [(model, pipeline, stage - 1, q, "F")] if stage else []
@@ -195,7 +200,7 @@ def _needs(step: Step, stages: int, places: dict[Key, tuple[int, int]]) -> list[
     return needs
 
 
-def _name(step: Step) -> str:
+def _name(step: RankPass) -> str:
     return (
         f"{step.kind} of {step.model}'s micro-batch {step.micro_batch} (pipeline {step.pipeline}, stage {step.stage})"
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from functools import lru_cache
 
-from dovetail.pipelines.instance import Instance
+from dovetail.pipelines.instance import SearchInstance
 from dovetail.pipelines.simulate import KINDS, B, F, W
 
 
-def interleaved(instance: Instance, rank: int, m: int) -> list[int]:
+def interleaved(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """Interleaved 1F1B: forwards of one chunk for as many micro-batches as there are ranks, then of the next chunk.
 
     Where the micro-batches are no multiple of the ranks, the last round is shorter."""
@@ -30,7 +30,7 @@ def interleaved(instance: Instance, rank: int, m: int) -> list[int]:
     return order
 
 
-def zb_v(instance: Instance, rank: int, m: int) -> list[int]:
+def zb_v(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """ZB-V. Without bubbles after the warm-up where forward, input gradient and weight gradient take equal times."""
     p, place = instance.place(rank, m)
     down, up = (KINDS * c for c in instance.chunks(m))
@@ -52,17 +52,17 @@ def zb_v(instance: Instance, rank: int, m: int) -> list[int]:
     return kept
 
 
-def v_half(instance: Instance, rank: int, m: int) -> list[int]:
+def v_half(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """V-Half: half of the activation memory of 1F1B."""
     return _repeated(instance, rank, m, (2, 1))
 
 
-def v_min(instance: Instance, rank: int, m: int) -> list[int]:
+def v_min(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """V-Min: a third of the activation memory of 1F1B."""
     return _repeated(instance, rank, m, (1, 1))
 
 
-def one_by_one(instance: Instance, rank: int, m: int) -> list[int]:
+def one_by_one(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """One micro-batch after the other: the least memory of all, with any number of chunks."""
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
     backwards = [KINDS * c + kind for c in chunks[::-1] for kind in range(B, instance.kinds)]
@@ -73,7 +73,7 @@ PERIOD = 6
 """Time units between two micro-batches: a rank runs three kinds of passes in two chunks, one unit each."""
 
 
-def _repeated(instance: Instance, rank: int, m: int, pace: tuple[int, int]) -> list[int]:
+def _repeated(instance: SearchInstance, rank: int, m: int, pace: tuple[int, int]) -> list[int]:
     p, place = instance.place(rank, m)
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
     block = _building_block(p, pace)[place]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dovetail.pipelines.chunked import interleaved, one_by_one, v_half, v_min, zb_v
-from dovetail.pipelines.instance import Coupling, Instance, Placement, Shape, make_instance, work
-from dovetail.pipelines.problem import Model, Problem, ProblemError
+from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement, make_instance, work
+from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem
 from dovetail.pipelines.schedule import Schedule, evaluate
 from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
 
@@ -32,8 +32,8 @@ class Family:
     capped: bool = False
 
     @property
-    def placement(self) -> Placement:
-        return Placement(self.reverse, self.chunks, self.shape)
+    def placement(self) -> StagePlacement:
+        return StagePlacement(self.reverse, self.chunks, self.shape)
 
 
 FAMILIES = {
@@ -81,24 +81,24 @@ def family_of(name: str) -> Family:
     return DEDICATED if name == DEDICATED.name else {**FAMILIES, **CHUNKED}[name]
 
 
-def family_names(problem: Problem, chunked: bool = False) -> list[str]:
+def family_names(problem: ScheduleProblem, chunked: bool = False) -> list[str]:
     """The families that make sense for the problem: rolled ones need a border to roll over. `chunked`: also those that
     lay several stages on a rank, which Dovetail's trainers do not run yet."""
     names = [*FAMILIES, *(CHUNKED if chunked else ())]
     return [n for n in names if problem.mini_batches > 1 or not n.endswith("-rolled")]
 
 
-def family_instance(problem: Problem, family: Family) -> Instance:
+def family_instance(problem: ScheduleProblem, family: Family) -> SearchInstance:
     return make_instance(problem, family.placement, split=family.split, coupling=family.coupling)
 
 
-def zero_bubble_limit(problem: Problem) -> float:
+def zero_bubble_limit(problem: ScheduleProblem) -> float:
     """The work of the busiest rank, in the best of the families' placements. No schedule of any family is faster."""
     placements = {family.placement for family in (*FAMILIES.values(), *CHUNKED.values())}
     return min(float(work(problem, placement).max()) for placement in placements)
 
 
-def starts(instance: Instance) -> Iterator[Ints]:
+def starts(instance: SearchInstance) -> Iterator[Ints]:
     """Orders that a rule builds of an instance's passes: what a search may start from, the fastest rules first."""
     chunks = instance.placement.chunks
     names = {1: ["overlapped"], 2: ["zb-v", "v-half", "v-min", "one by one"]}.get(chunks, ["one by one"])
@@ -106,7 +106,7 @@ def starts(instance: Instance) -> Iterator[Ints]:
         yield fixed_orders(instance, Family(name, "", instance.coupling))
 
 
-def fixed_schedule(problem: Problem, family: Family) -> Schedule:
+def fixed_schedule(problem: ScheduleProblem, family: Family) -> Schedule:
     """The schedule of a family that is built by rule. Raises ProblemError for other families, and where it exceeds the
     problem's memory limit."""
     if family is DEDICATED:
@@ -122,10 +122,10 @@ def fixed_schedule(problem: Problem, family: Family) -> Schedule:
     return found
 
 
-_Rule = Callable[[Instance, int, int], list[int]]
+_Rule = Callable[[SearchInstance, int, int], list[int]]
 
 
-def fixed_orders(instance: Instance, family: Family) -> Ints:
+def fixed_orders(instance: SearchInstance, family: Family) -> Ints:
     """The orders (N, length) of a family that is built by rule and shares all ranks."""
     mini_batches = instance.problem.mini_batches
     rows: list[list[int]] = []
@@ -142,14 +142,14 @@ def fixed_orders(instance: Instance, family: Family) -> Ints:
     return np.array(rows, dtype=np.int64)
 
 
-def _one_f_one_b(instance: Instance, rank: int, m: int) -> list[int]:
+def _one_f_one_b(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """1F1B of one mini-batch of one model on one rank."""
     (ranks, place), chunk = instance.place(rank, m), instance.chunks(m).start
     count = instance.problem.models[m].micro_batches
     return [KINDS * chunk + kind for kind in one_f_one_b(ranks, place, count, range(B, instance.kinds))]
 
 
-def _stitched(instance: Instance, rank: int, mini_batches: int) -> list[int]:
+def _stitched(instance: SearchInstance, rank: int, mini_batches: int) -> list[int]:
     """One 1F1B over the micro-batches of actor and critic in turn (PUZZLE section 4.2, figure 5b).
 
     Where one model has no forwards left, the next model's forwards fill its cool-down. Where the models have different
@@ -184,7 +184,7 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def dedicated(problem: Problem) -> Schedule:
+def dedicated(problem: ScheduleProblem) -> Schedule:
     """Each model on ranks of its own, both at once: the fastest division of the ranks of a problem whose models share
     all ranks (PUZZLE section 3: single-model-dedicated-device; APP: interleaving).
 
@@ -205,7 +205,7 @@ def dedicated(problem: Problem) -> Schedule:
     return min(found, key=lambda s: (round(s.makespan, 9), s.peak))
 
 
-def dedicated_schedule(problem: Problem) -> Schedule:
+def dedicated_schedule(problem: ScheduleProblem) -> Schedule:
     """1F1B of both models of a problem in which each model has ranks of its own. Raises ProblemError above the memory
     limit."""
     instance = family_instance(problem, DEDICATED)
@@ -226,7 +226,7 @@ def dedicated_schedule(problem: Problem) -> Schedule:
     return found
 
 
-def _divided(problem: Problem, actor: int) -> Problem:
+def _divided(problem: ScheduleProblem, actor: int) -> ScheduleProblem:
     """The problem with the first `actor` ranks for the actor alone and the others for the critic."""
     models = []
     for index, (first, ranks) in enumerate(((0, actor), (actor, problem.ranks - actor))):
@@ -236,7 +236,7 @@ def _divided(problem: Problem, actor: int) -> Problem:
             float(problem.array(index, field).sum()) / count / ranks for field in ("forward", "backward", "activation")
         )
         models.append(
-            Model(
+            ModelPipelines(
                 m.name,
                 ranks,
                 m.micro_batches * m.pipelines,

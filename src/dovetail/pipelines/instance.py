@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 
-from dovetail.pipelines.problem import Problem
+from dovetail.pipelines.problem import ScheduleProblem
 from dovetail.pipelines.simulate import KINDS, B, F, Floats, Ints, W
 
 
@@ -27,7 +27,7 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """Where the stages of both models are. `reverse`: the critic's pipelines run against the actor's, inside each block
     of ranks. `chunks`: stages of a model on each of its ranks."""
 
@@ -35,7 +35,7 @@ class Placement:
     chunks: int = 1
     shape: Shape = Shape.ZIGZAG
 
-    def path(self, problem: Problem, model: int, pipeline: int) -> list[int]:
+    def path(self, problem: ScheduleProblem, model: int, pipeline: int) -> list[int]:
         """The rank of every stage of a pipeline."""
         m = problem.models[model]
         block = list(m.ranks[pipeline * m.stages : (pipeline + 1) * m.stages])
@@ -46,7 +46,7 @@ class Placement:
 
 
 @dataclass(frozen=True, eq=False)
-class Instance:
+class SearchInstance:
     """What `simulate` takes, and what a search needs beside. With v chunks a rank, chunks 0 to v - 1 are the actor's,
     and v to 2v - 1 the critic's.
 
@@ -54,8 +54,8 @@ class Instance:
     least time from a pass's end to the last end that depends on it. `mirrored`: the kinds are in the order of the
     mirror image in time. For the other arrays see `simulate`."""
 
-    problem: Problem
-    placement: Placement
+    problem: ScheduleProblem
+    placement: StagePlacement
     split: bool
     coupling: Coupling
     duration: Floats
@@ -114,7 +114,9 @@ class Instance:
         return all(np.array_equal(np.bincount(order, minlength=len(counts)), counts) for order in orders)
 
 
-def make_instance(problem: Problem, placement: Placement, *, split: bool, coupling: Coupling) -> Instance:
+def make_instance(
+    problem: ScheduleProblem, placement: StagePlacement, *, split: bool, coupling: Coupling
+) -> SearchInstance:
     """Arrays of a problem whose stages are where `placement` says."""
     n, count, v = problem.ranks, problem.mini_batches, placement.chunks
     owner = np.repeat([0, 1], v)
@@ -153,7 +155,7 @@ def make_instance(problem: Problem, placement: Placement, *, split: bool, coupli
                     wait[c, k, o] = k
                 if coupling is Coupling.SERIAL and (mine, other) == (1, 0):
                     wait[c, k, o] = k + 1
-    instance = Instance(
+    instance = SearchInstance(
         problem,
         placement,
         split,
@@ -175,7 +177,7 @@ def make_instance(problem: Problem, placement: Placement, *, split: bool, coupli
     return instance
 
 
-def _fill_tails(instance: Instance) -> None:
+def _fill_tails(instance: SearchInstance) -> None:
     d, t, latency = instance.duration, instance.tail, instance.latency
     for m in (0, 1):
         nodes = instance.nodes(m)
@@ -192,7 +194,7 @@ def _fill_tails(instance: Instance) -> None:
                 t[c, F, rank] = latency[p, F, onward] + d[p, F, onward] + t[p, F, onward]
 
 
-def lower_bound(instance: Instance) -> float:
+def lower_bound(instance: SearchInstance) -> float:
     """A makespan that no schedule of the instance beats (RLHFuse section 7.3; its printed values also need the bound of
     one model alone).
 
@@ -235,7 +237,7 @@ def lower_bound(instance: Instance) -> float:
     return max(float((rank_arrival + rank_work + rank_tail).max()), chains)
 
 
-def work(problem: Problem, placement: Placement) -> Floats:
+def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
     """Time of all passes of both models, for each rank (N,)."""
     result = np.zeros(problem.ranks)
     for index, m in enumerate(problem.models):
@@ -246,7 +248,7 @@ def work(problem: Problem, placement: Placement) -> Floats:
     return result
 
 
-def _arrival(instance: Instance, m: int, q: int) -> Floats:
+def _arrival(instance: SearchInstance, m: int, q: int) -> Floats:
     """Earliest start of a forward of a model's micro-batch q on each rank."""
     starts = np.full((len(instance.total), instance.ranks), np.inf)
     for c, rank in instance.nodes(m):
@@ -257,7 +259,7 @@ def _arrival(instance: Instance, m: int, q: int) -> Floats:
     return np.where(np.isinf(earliest), 0.0, earliest)
 
 
-def mirror(instance: Instance) -> Instance:
+def mirror(instance: SearchInstance) -> SearchInstance:
     """The instance run backwards in time: the first and the last kind of passes change places. This is valid only where
     barriers between mini-batches look the same from both ends."""
     duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
@@ -276,7 +278,7 @@ def mirror(instance: Instance) -> Instance:
     return replace(instance, duration=duration, activation=activation, latency=latency, mirrored=True)
 
 
-def unmirror(instance: Instance, orders: Ints) -> Ints:
+def unmirror(instance: SearchInstance, orders: Ints) -> Ints:
     """Orders of the instance itself, from those of its mirror image."""
     codes = orders[:, ::-1]
     return np.ascontiguousarray(KINDS * (codes // KINDS) + instance.kinds - 1 - codes % KINDS)

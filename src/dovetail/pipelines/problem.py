@@ -23,7 +23,7 @@ class ProblemError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class ModelPipelines:
     """One model's pipelines. Arrays broadcast to (pipelines, stages * parts, micro-batches of all mini-batches).
 
     `stages`: ranks of a pipeline. `parts`: in how many equal shares of layers the arrays give each rank's stage. With 2
@@ -55,7 +55,7 @@ class Model:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class ScheduleProblem:
     """Two models, on the same ranks or each on its own; the first is the actor. Raises ProblemError if the numbers do
     not fit together.
 
@@ -63,7 +63,7 @@ class Problem:
     number, or an array (N, N) from rank to rank where edges differ.
     `memory_limit`: of activations, per rank."""
 
-    models: tuple[Model, Model]
+    models: tuple[ModelPipelines, ModelPipelines]
     communication: float | Floats = 0.0
     mini_batches: int = 1
     memory_limit: float | None = None
@@ -139,7 +139,7 @@ def fused_problem(
     communication: float = 0.0,
     mini_batches: int = 1,
     memory_limit: float | None = None,
-) -> Problem:
+) -> ScheduleProblem:
     """A problem of uniform stages in the terms of RLHFuse's Table 3.
 
     Forward times and activations are those of a stage where both models have max(actor_stages, critic_stages) stages; a
@@ -170,10 +170,10 @@ def fused_problem(
     if critic_activation is None:
         critic_activation = actor_activation * (critic_forward / actor_forward if actor_forward else 1.0)
 
-    def model(name: str, stages: int, k: int, count: int, f: float, b: float | None, a: float) -> Model:
-        return Model(name, stages, count, f * k, (2 * f if b is None else b) * k, a * k, k)
+    def model(name: str, stages: int, k: int, count: int, f: float, b: float | None, a: float) -> ModelPipelines:
+        return ModelPipelines(name, stages, count, f * k, (2 * f if b is None else b) * k, a * k, k)
 
-    return Problem(
+    return ScheduleProblem(
         (
             model("actor", actor_stages, k1, micro_batches, actor_forward, actor_backward, actor_activation),
             model(
@@ -196,7 +196,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: ScheduleProblem) -> None:
     first, second = problem.models
     for m in problem.models:
         counts = {"stages": m.stages, "pipelines": m.pipelines, "micro-batches": m.micro_batches, "parts": m.parts}
@@ -233,7 +233,7 @@ def _check(problem: Problem) -> None:
         )
 
 
-def _check_values(problem: Problem, index: int, m: Model) -> None:
+def _check_values(problem: ScheduleProblem, index: int, m: ModelPipelines) -> None:
     for field, lowest in (("forward", "above 0"), ("backward", "above 0"), ("activation", "0 or more")):
         try:
             values = problem.along(index, field, m.parts)
@@ -250,7 +250,7 @@ def _check_values(problem: Problem, index: int, m: Model) -> None:
         raise ProblemError(f"{m.name}'s optimizer_step is {m.optimizer_step}; it must be 0 or more")
 
 
-def serial_memory(problem: Problem) -> float:
+def serial_memory(problem: ScheduleProblem) -> float:
     """Peak activation memory of a rank under serial 1F1B: the first stage holds min(M, pp) micro-batches."""
     peak = 0.0
     for index, m in enumerate(problem.models):

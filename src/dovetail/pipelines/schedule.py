@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dovetail.pipelines.instance import Instance, lower_bound
+from dovetail.pipelines.instance import SearchInstance, lower_bound
 from dovetail.pipelines.simulate import KINDS, Floats, Ints, order_peak, run_orders
 
 
@@ -34,7 +34,7 @@ class Schedule:
     that found it. `proved`: no schedule of the family within the problem's memory limit is faster than this."""
 
     family: str
-    instance: Instance
+    instance: SearchInstance
     orders: Ints
     finish: Floats
     makespan: float
@@ -81,7 +81,7 @@ class DeadlockError(ValueError):
     """Orders that never finish."""
 
 
-def evaluate(instance: Instance, orders: Ints, family: str = "", how: str = "rule") -> Schedule:
+def evaluate(instance: SearchInstance, orders: Ints, family: str = "", how: str = "rule") -> Schedule:
     """The schedule of these orders. Raises DeadlockError where they cannot run to their end."""
     finish = np.zeros_like(instance.duration)
     makespan = run_orders(orders, *timing_arguments(instance), finish)
@@ -91,12 +91,12 @@ def evaluate(instance: Instance, orders: Ints, family: str = "", how: str = "rul
     return Schedule(family, instance, orders, finish, float(makespan), np.array(peaks), how)
 
 
-def timing_arguments(i: Instance) -> tuple[object, ...]:
+def timing_arguments(i: SearchInstance) -> tuple[object, ...]:
     """What the kernels take of an instance."""
     return (i.duration, i.before, i.after, i.total, i.group, i.wait, steps_argument(i), i.latency, i.split)
 
 
-def steps_argument(i: Instance) -> object:
+def steps_argument(i: SearchInstance) -> object:
     """The optimizer steps for the kernels: a tuple where ranks hold one chunk of each model, which makes them faster,
     and else an array. So they are compiled for these two cases, not for each number of chunks."""
     return tuple(i.step) if len(i.step) == 2 else i.step

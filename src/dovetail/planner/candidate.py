@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from dovetail.planner.hashing import hashed_once
-from dovetail.protocol.weights import Layout
+from dovetail.protocol.weights import RankGrid
 
 # As in dovetail.protocol.plan.Task, without the supervised stages. `critic` is the critic's inference.
 Task = Literal["generation", "reference", "reward", "critic", "actor_training", "critic_training"]
@@ -63,9 +63,9 @@ class Share:
         return range(self.first, self.first + self.gpus)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankGrid:
         """Among the pool's GPUs as ranks."""
-        return Layout(pp=self.pp, tp=self.tp, dp=self.dp, first=self.first, sharded=self.fsdp == 3)
+        return RankGrid(pp=self.pp, tp=self.tp, dp=self.dp, first=self.first, sharded=self.fsdp == 3)
 
     def at(self, first: int) -> Share:
         """The same from GPU `first` on."""

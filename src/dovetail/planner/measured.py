@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dovetail.pipelines import Floats, ProblemError
-from dovetail.protocol.profile import ModelTimes, PassTimes, Profile
+from dovetail.protocol.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.weights import layer_range
 
 # Seconds, where nothing was measured: a problem's times are above 0.

@@ -15,13 +15,13 @@ from dovetail.pipelines import (
     DEDICATED,
     FAMILIES,
     Choice,
-    Effort,
     Family,
     Floats,
-    Model,
-    Problem,
+    ModelPipelines,
     ProblemError,
     Schedule,
+    ScheduleProblem,
+    SearchEffort,
     check_steps,
     choose,
     dedicated_schedule,
@@ -30,9 +30,9 @@ from dovetail.pipelines import (
     steps,
 )
 from dovetail.planner.measured import stage_times, transfer_seconds
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at
-from dovetail.protocol.profile import Profile
 
 # What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.
 SPLIT_OVERHEAD = 0.1
@@ -201,7 +201,7 @@ def training_problem(
     communication: float | None = None,
     memory_limit: float | None = None,
     whole: float | None = None,
-) -> Problem:
+) -> ScheduleProblem:
     """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `communication`: seconds
     of a message, by default what `times` knows of it. `whole`: units of a whole model's forward where no times are
     known (default: the positions). Raises ProblemError where the numbers do not fit together."""
@@ -211,7 +211,7 @@ def training_problem(
     if not known.complete("F", layouts, micro_batches):
         known = Times()  # seconds of one model and units of the other would not go together
 
-    def model(name: str) -> Model:
+    def model(name: str) -> ModelPipelines:
         layout, count = layouts[name], micro_batches[name]
 
         def values(kind: str) -> Floats | None:
@@ -235,7 +235,7 @@ def training_problem(
             share[:, 0, :] = NO_INPUT_GRADIENT
             halves = longer * share, longer * (1 - share)
         size = sizes.array(name, "bytes", layout, count, mini_batches) if sized else None
-        return Model(
+        return ModelPipelines(
             name,
             layout.pp,
             count,
@@ -250,7 +250,7 @@ def training_problem(
     apart = _apart(layouts)
     positions = sum(layout.pp * layout.pipelines for layout in layouts.values()) // (1 if apart else 2)
     latency = known.communication(positions, apart) if communication is None else communication
-    return Problem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
+    return ScheduleProblem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
 
 
 def profiled_problem(
@@ -261,7 +261,7 @@ def profiled_problem(
     *,
     mini_batches: int = 1,
     memory_limit: float | None = None,
-) -> Problem:
+) -> ScheduleProblem:
     """The problem of training actor and critic by a profile's times, in seconds and bytes.
 
     `stages` pp1, pp2; `micro_batches`: of an actor pipeline and mini-batch, of `micro_batch` sequences; the critic's
@@ -282,12 +282,14 @@ def profiled_problem(
     return training_problem(layouts, counts, mini_batches, times, memory_limit=memory_limit)
 
 
-def choose_schedule(problem: Problem, families: Sequence[str], effort: Effort, reverse: bool | None = None) -> Choice:
+def choose_schedule(
+    problem: ScheduleProblem, families: Sequence[str], effort: SearchEffort, reverse: bool | None = None
+) -> Choice:
     """The fastest of `families` that fits. `reverse`: only those of that placement (a
     serial schedule runs in both). Raises ProblemError where none fits."""
     names = [n for n in family_names(problem) if n in families and placeable(FAMILIES[n], reverse)]
 
-    def finder(_: Problem, name: str, share: Effort) -> Schedule:
+    def finder(_: ScheduleProblem, name: str, share: SearchEffort) -> Schedule:
         family = FAMILIES[name]
         # A serial schedule is the same either way; its words are placed as the ranks are.
         return find(problem, replace(family, reverse=bool(reverse)) if is_serial(family) else family, share)
@@ -305,7 +307,7 @@ def choose_dedicated(
 ) -> tuple[Schedule, dict[str, Layout]]:
     """The fastest of `divisions` that fits, and its schedule. Raises ProblemError if none fits.
 
-    `divisions`: as `dovetail.planner.placement.division` makes them. `micro_batches`: of a mini-batch and all ranks.
+    `divisions`: as `dovetail.planner.placement.layouts` makes them. `micro_batches`: of a mini-batch and all ranks.
     `whole`: as in `training_problem`."""
     found, reasons = [], ["there are too few ranks for either to have some alone"]
     for layouts in divisions:

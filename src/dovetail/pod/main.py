@@ -27,14 +27,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dovetail.manifest.types import Group, RLHFJob, Role
-from dovetail.protocol import env
-from dovetail.protocol.env import ProcessEnv
-from dovetail.protocol.exit_codes import BAD_CONFIGURATION
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import SCORER_MODULE, SERVER_MODULE, TRAINER_MODULE, rollout_name, scorer_name
-from dovetail.protocol.pulse import PULSE
+from dovetail.protocol.process import env
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
+from dovetail.protocol.process.process_names import (
+    SCORER_MODULE,
+    SERVER_MODULE,
+    TRAINER_MODULE,
+    rollout_name,
+    scorer_name,
+)
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.liveness import Limits, Liveness, Pulses
+from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.supervision.proctree import descendants, snapshot
 from dovetail.supervision.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
 
@@ -119,7 +125,7 @@ class Pod:
         processes: Sequence[PodProcess],
         environ: Mapping[str, str],
         grace: float = GRACE_SECONDS,
-        limits: Limits | None = None,
+        limits: LivenessLimits | None = None,
         restarts: int = 0,
         steady: float = STEADY_SECONDS,
     ) -> None:
@@ -281,7 +287,7 @@ class PodSettings:
 
     processes: list[PodProcess]
     base: ProcessEnv
-    limits: Limits
+    limits: LivenessLimits
     restarts: int
 
 
@@ -301,7 +307,7 @@ def read_pod(environ: Mapping[str, str]) -> PodSettings:
     processes = pod_processes(job, plan, group, index, base, devices, cpu_threads(count))
     # Beside trainers a server's memory is not free at any time.
     restarts = 0 if Role.TRAINER in group.roles else policy.max_restarts
-    return PodSettings(processes, base, Limits.of(policy.peer_timeout_seconds), restarts)
+    return PodSettings(processes, base, LivenessLimits.of(policy.peer_timeout_seconds), restarts)
 
 
 def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.protocol.messages import Span
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 # Perfetto sorts processes by this index: who decides first, then who trains, then who generates.
 _ORDER = (COORDINATOR, "trainer")

@@ -3,8 +3,8 @@
 There are two signs. Both are of the process itself and not of its connections (docs/architecture.md, "Deadlines"):
 
 - *Stopped*: the process, or one below it (vLLM's engine core, a worker), is in the kernel's state T, as after SIGSTOP.
-- *Silent*: its pulse (`dovetail.protocol.pulse`) was not touched. The pulse may be late while the process uses the CPU
-  or waits for a disk. Before the first beat it is not expected: a process may take any time to start if it does
+- *Silent*: its pulse (`dovetail.protocol.process.pulse`) was not touched. The pulse may be late while the process uses
+  the CPU or waits for a disk. Before the first beat it is not expected: a process may take any time to start if it does
   something."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PREFIX, _LOCK = "dovetail-pulse-", "lock"
 
 
 @dataclass(frozen=True)
-class Limits:
+class LivenessLimits:
     """The seconds after which a process is killed. `stopped`: it is stopped. `silent`: it is silent and idle. `busy`:
     it is silent and busy (this does not count while it starts). `starting`: it is idle before its first beat."""
 
@@ -43,10 +43,10 @@ class Limits:
     starting: float
 
     @staticmethod
-    def of(peer_timeout: float) -> Limits:
+    def of(peer_timeout: float) -> LivenessLimits:
         """The limits that follow from `failurePolicy.peerTimeoutSeconds`."""
         long = max(10 * peer_timeout, LEAST_BUSY_SECONDS)
-        return Limits(peer_timeout, max(2 * peer_timeout, LEAST_SILENT_SECONDS), long, long)
+        return LivenessLimits(peer_timeout, max(2 * peer_timeout, LEAST_SILENT_SECONDS), long, long)
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Liveness:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: LivenessLimits,
         mark: Callable[[str], int | None],
         clock: Callable[[], float] = time.monotonic,
         snapshot: Callable[[], Iterable[Process]] = proctree.snapshot,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan, Rollout, TrainerRank
-from dovetail.protocol.process_names import (
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.process_names import (
     COORDINATOR,
     COORDINATOR_MODULE,
     SCORER_MODULE,

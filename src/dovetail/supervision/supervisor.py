@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.supervision import logs
 from dovetail.supervision.liveness import Liveness
 from dovetail.supervision.processes import ProcessSpec

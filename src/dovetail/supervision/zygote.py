@@ -28,7 +28,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from dovetail.protocol.pulse import Pulse
+from dovetail.protocol.process.pulse import Pulse
 from dovetail.supervision.proctree import (
     Process,
     adopt_orphans,

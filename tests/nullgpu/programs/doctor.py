@@ -11,7 +11,7 @@ from worker import Place
 def finds(place: Place, visible: str, **claimed: str) -> dict[str, Any]:
     """The report. `claimed`: variables of the null GPU."""
     from dovetail.local.doctor.finding import report
-    from dovetail.local.doctor.gpu import check_gpus
+    from dovetail.local.doctor.gpu_checks import check_gpus
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": visible, **claimed}
     return report(check_gpus())
@@ -19,7 +19,7 @@ def finds(place: Place, visible: str, **claimed: str) -> dict[str, Any]:
 
 def asks(place: Place, **claimed: str) -> str:
     """The least capability, or why a process ends."""
-    from dovetail.gpus.process import my_capability
+    from dovetail.gpus.kernel_check import my_capability
 
     os.environ |= claimed
     try:

@@ -19,8 +19,8 @@ from dovetail.models.predictions import Predictions, Vocabulary, predict
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
+from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.rollout.scoring.passes import ModelScorer
 from dovetail.trainer.algorithms.policy import load_loss
 from dovetail.trainer.engine import engine_model
 from dovetail.trainer.engine.engine import Engine

@@ -18,13 +18,13 @@ from programs.trainer import LLAMA, counts
 from worker import DEADLINE, Place
 
 from dovetail.manifest.types import ScratchModel
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.wire import Arrays, pack, unpack
 from dovetail.rollout.scoring import scorer
+from dovetail.rollout.scoring.forward_passes import HEADS, ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.rollout.scoring.passes import HEADS, ModelScorer
 
 TOKEN = "a-test-token"
 

@@ -11,9 +11,9 @@ import torch
 
 from dovetail.models.transfer import Part
 from dovetail.protocol.messages import Probe
-from dovetail.protocol.weights.layout import Layout
+from dovetail.protocol.weights.layout import RankGrid
 from dovetail.trainer.engine.engine import Engine
-from dovetail.trainer.weight_sender import Parts, whole_part
+from dovetail.trainer.weight_sender import WeightParts, whole_part
 
 Copies = dict[tuple[str, str], torch.Tensor]  # by model and name
 
@@ -24,7 +24,7 @@ class Kept:
     why the version cannot be sent, or None."""
 
     version: int
-    models: dict[str, Parts]
+    models: dict[str, WeightParts]
     probe: Probe | None
     problem: str | None
     copies: Copies = field(default_factory=dict)
@@ -93,14 +93,14 @@ class KeptWeights:
                     kept.users -= 1
 
     @staticmethod
-    def _copied(engine: Engine, model: str, senders: int, free: Copies, copies: Copies) -> Parts:
+    def _copied(engine: Engine, model: str, senders: int, free: Copies, copies: Copies) -> WeightParts:
         source = engine.sendable(model, senders)
         groups = engine.models[model].groups
-        if isinstance(source, Parts):
+        if isinstance(source, WeightParts):
             layout, parts = source.layout, source.iterate()
         else:
             assert callable(source)
-            layout, parts = Layout(), map(whole_part, source())
+            layout, parts = RankGrid(), map(whole_part, source())
         sends = groups.dp_rank < layout.dp and groups.tp_rank < layout.tp
         held: list[Part] = []
         for part in parts:  # to the end on every rank: it may be a collective
@@ -113,4 +113,4 @@ class KeptWeights:
             copy.copy_(tensor, non_blocking=True)
             copies[model, part.name] = copy
             held.append(part._replace(tensor=copy))
-        return Parts(lambda: iter(held), layout)
+        return WeightParts(lambda: iter(held), layout)

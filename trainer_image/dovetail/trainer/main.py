@@ -11,13 +11,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dovetail.gpus.process import my_capability
+from dovetail.gpus.kernel_check import my_capability
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
-from dovetail.protocol.allocator import use_expandable_segments
-from dovetail.protocol.debugger import wait_for_debugger
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.allocator import use_expandable_segments
+from dovetail.protocol.process.debugger import wait_for_debugger
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused
 from dovetail.trainer.rank.events import Events
 

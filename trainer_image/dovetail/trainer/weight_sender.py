@@ -24,8 +24,8 @@ from dovetail.models.transfer import (
     message_bytes,
     pack_into,
 )
-from dovetail.protocol.env import HOST
 from dovetail.protocol.messages import Bucket, Offer, Publish, Receiver, Segment
+from dovetail.protocol.process.env import HOST
 from dovetail.protocol.weights.buckets import (
     CPU_BUCKET_BYTES,
     GPU_BUCKET_BYTES,
@@ -34,7 +34,7 @@ from dovetail.protocol.weights.buckets import (
     plan_buckets,
     share_buckets,
 )
-from dovetail.protocol.weights.layout import Box, Layout, volume
+from dovetail.protocol.weights.layout import Box, RankGrid, volume
 
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
 # Senders of one stage. A communicator each: NCCL's take device memory, on vLLM's side too.
@@ -44,7 +44,7 @@ SLOWEST: dict[Backend, float] = {"gloo": 50e6, "nccl": 500e6}
 
 
 @dataclass(frozen=True)
-class Parts:
+class WeightParts:
     """A model of which each rank of a stage holds, and can send, only parts.
 
     `iterate` starts an iteration over what this rank holds of every tensor of its stage, in the same order each time
@@ -52,7 +52,7 @@ class Parts:
     send nothing."""
 
     iterate: Callable[[], Iterable[Part]]
-    layout: Layout
+    layout: RankGrid
 
 
 class ModelRank(Protocol):
@@ -111,7 +111,7 @@ class WeightSender:
         # By model: the stage's buckets, whole, and what the stage's senders send of each.
         self._wholes: dict[str, list[Bucket]] = {}
         self._shares: dict[str, dict[int, list[Bucket]]] = {}
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, RankGrid] = {}
         self._dtypes: dict[str, str | None] = {}  # in which matrices are sent, None: as they are
         self._lines: dict[str, _Line] = {}
         self._buffers: list[torch.Tensor] = []
@@ -121,7 +121,7 @@ class WeightSender:
         """Most ranks of a stage that may send."""
         return MAX_SENDERS[self._backend]
 
-    def publish(self, command: Publish, weights: Mapping[str, Source | Parts]) -> dict[str, float]:
+    def publish(self, command: Publish, weights: Mapping[str, Source | WeightParts]) -> dict[str, float]:
         """Send each model of `weights` that has receivers. Returns `bytes` (sent by all senders together), `seconds`
         (from the offer to the last byte) and `gigabytes_per_second` (bytes / seconds / 1e9; each byte counted once,
         however many receivers take it).
@@ -212,10 +212,10 @@ class WeightSender:
 
     # ------------------------------------------------------------ parts of publish
 
-    def _plan(self, model: str, source: Source | Parts, dtype: str | None) -> Iterable[Part]:
+    def _plan(self, model: str, source: Source | WeightParts, dtype: str | None) -> Iterable[Part]:
         """Make sure that the model's bucket plan is known, with matrices in `dtype`; returns the iteration to send."""
-        layout = source.layout if isinstance(source, Parts) else Layout()
-        if isinstance(source, Parts):
+        layout = source.layout if isinstance(source, WeightParts) else RankGrid()
+        if isinstance(source, WeightParts):
             iterate = source.iterate
         elif callable(source):
             start = source

@@ -17,7 +17,7 @@ from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile import progress
 from dovetail.operator.reconcile.children import Children, is_over
 from dovetail.operator.reconcile.history import JobHistory
-from dovetail.protocol.env import COORDINATOR_PORT
+from dovetail.protocol.process.env import COORDINATOR_PORT
 
 TIMEOUT_SECONDS = 3.0
 CATCH_UP_SECONDS = 10.0

@@ -20,7 +20,7 @@ PAGE = 100
 REFUSED_SECONDS = 600.0
 
 
-class Steady:
+class SteadyNodes:
     """`value` is the first value, then each value that was offered twice in a row. So a node that comes and goes
     changes nothing."""
 
@@ -46,7 +46,7 @@ class Nodes:
         self._client = client
         self._seconds = seconds
         self._changed = changed
-        self._steady = Steady()
+        self._steady = SteadyNodes()
         self.refused = False
         self.found: Callable[[Mapping[str, GPU]], None] = lambda _: None
         self.unknown: dict[str, GPU] = {}

@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.owners import controlled_by, controller, labelled_for
 from dovetail.kube.resources import JOB, JOBSET, POD, VOLUME_CLAIM
-from dovetail.protocol.process_names import CONTAINER
+from dovetail.protocol.process.process_names import CONTAINER
 
 Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name

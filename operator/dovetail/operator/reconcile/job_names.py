@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dovetail.operator.reconcile.children import Object
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def parts(document: Object) -> list[str]:

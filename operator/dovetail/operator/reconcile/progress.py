@@ -18,7 +18,7 @@ from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object, label
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.volume_claim import claim_name
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 # Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
 _MOST = 2**53

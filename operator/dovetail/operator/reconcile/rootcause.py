@@ -24,7 +24,7 @@ from dovetail.operator.reconcile.children import (
     sizes,
 )
 from dovetail.operator.reconcile.refusals import taken
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)

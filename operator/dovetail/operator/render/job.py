@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dovetail.operator.render.context import Object
-from dovetail.protocol.exit_codes import BAD_CONFIGURATION
-from dovetail.protocol.process_names import CONTAINER
+from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
+from dovetail.protocol.process.process_names import CONTAINER
 
 # A Job counts failures over its whole life. Those of an hour are counted by the operator, which ends the job.
 NO_LIMIT = 2**31 - 1

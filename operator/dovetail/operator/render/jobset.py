@@ -12,8 +12,8 @@ from dovetail.operator.render import gang
 from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.job import job_spec
 from dovetail.operator.render.pod import coordinator_pod, group_pod
-from dovetail.protocol.exit_codes import BAD_CONFIGURATION, JOB_FAILED
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
+from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def _of_groups(spec: RLHFJobSpec) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from dovetail.manifest.sleep import SLEEP
+from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.types import Group, Role
 from dovetail.protocol.plan import Plan
 

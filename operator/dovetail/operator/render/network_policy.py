@@ -6,7 +6,7 @@ from dovetail.kube import names
 from dovetail.kube.resources import NETWORK_POLICY
 from dovetail.manifest.types import Role
 from dovetail.operator.render.context import Object, RenderContext
-from dovetail.protocol import env
+from dovetail.protocol.process import env
 
 _COMPONENT = "app.kubernetes.io/component"
 

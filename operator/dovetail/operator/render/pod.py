@@ -12,8 +12,8 @@ from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.memory_request import memory_request
 from dovetail.operator.render.volume_claim import claim_name
 from dovetail.planner.placement.pods import memory_limit
-from dovetail.protocol import env
-from dovetail.protocol.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
+from dovetail.protocol.process import env
+from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 
 GRACE_SECONDS = 45
 GPU_RESOURCE = "nvidia.com/gpu"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dovetail.kube import names
 from dovetail.kube.resources import SERVICE
 from dovetail.operator.render.context import Object, RenderContext
-from dovetail.protocol.env import COORDINATOR_PORT
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.env import COORDINATOR_PORT
+from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def service(context: RenderContext) -> Object:

@@ -30,8 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from dovetail.protocol.env import TOKEN
 from dovetail.protocol.kv import HOLD, PULL, KVHold, KVPull
+from dovetail.protocol.process.env import TOKEN
 from dovetail.rollout.compat import tensor_parallel_rank, was_aborted
 from dovetail.rollout.kv.held import Held, HeldBlocks
 from dovetail.rollout.kv.kv_wire import HeldServer, PullError, pull

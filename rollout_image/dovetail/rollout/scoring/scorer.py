@@ -23,19 +23,19 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from dovetail.gpus.dtypes import serving_dtype
-from dovetail.gpus.process import my_capability
-from dovetail.manifest.sleep import sleeps
+from dovetail.gpus.kernel_check import my_capability
+from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol import serving
-from dovetail.protocol.allocator import use_expandable_segments
 from dovetail.protocol.budgets import SCORER_TOKENS
-from dovetail.protocol.debugger import wait_for_debugger
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.pulse import Pulse
+from dovetail.protocol.process.allocator import use_expandable_segments
+from dovetail.protocol.process.debugger import wait_for_debugger
+from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.pulse import Pulse
+from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies
-from dovetail.rollout.scoring.passes import ModelScorer
 from dovetail.rollout.scoring.scorer_app import Log, Metrics, ScorerService, make_app
 
 REGISTER_SECONDS = 2.0

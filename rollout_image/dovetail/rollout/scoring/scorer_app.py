@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dovetail.protocol import serving
 from dovetail.protocol.messages import ModelRef, Receive
-from dovetail.protocol.pulse import ThreadProgress
+from dovetail.protocol.process.pulse import ThreadProgress
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
+from dovetail.rollout.scoring.forward_passes import ModelScorer, NotReady
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.rollout.scoring.passes import ModelScorer, NotReady
 from dovetail.rollout.weight_receiver import TransferError, WeightReceiver
 
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})

@@ -7,8 +7,8 @@ import threading
 import urllib.error
 import urllib.request
 
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Register
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.serving.routes import ServerState
 
 PERIOD_SECONDS = 2.0

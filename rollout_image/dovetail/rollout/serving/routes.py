@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dovetail.protocol.kv import KVAbility
-from dovetail.protocol.pulse import BEAT_SECONDS, Pulse
+from dovetail.protocol.process.pulse import BEAT_SECONDS, Pulse
 from dovetail.protocol.sampling import Sampler
 from dovetail.rollout.compat import uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS

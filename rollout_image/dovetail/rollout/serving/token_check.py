@@ -8,8 +8,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dovetail.protocol.env import TOKEN
 from dovetail.protocol.probe import HEADER
+from dovetail.protocol.process.env import TOKEN
 from dovetail.rollout.serving.routes import STATE
 
 Scope = MutableMapping[str, Any]

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.gpus.dtypes import serving_dtype
-from dovetail.gpus.process import my_capability
+from dovetail.gpus.kernel_check import my_capability
+from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import replay_error
-from dovetail.manifest.sleep import SLEEP
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.sampling import SERVED_TEMPERATURE, served_temperature
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare

@@ -21,7 +21,7 @@ from dovetail.coordinator.data import hub_client
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.hub_client import FINAL, INDEX, Request, small_files, weight_files
 from dovetail.coordinator.telemetry.summary import write_whole
-from dovetail.manifest.types import Hub as HubSpec
+from dovetail.manifest.types import HubAccess as HubSpec
 
 COMMITS = "hub.json"
 MAIN = "main"

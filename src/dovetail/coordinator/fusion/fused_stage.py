@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from dovetail.coordinator.fusion.fusion import StageFusion
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Finished
 from dovetail.coordinator.store.samples import Sample, SampleTable, State

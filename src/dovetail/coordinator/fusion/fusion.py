@@ -19,7 +19,7 @@ from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.simulate import Decision, StageProfile, ThresholdController, plan_migration
 from dovetail.protocol.messages import Span
-from dovetail.protocol.process_names import rollout_of
+from dovetail.protocol.process.process_names import rollout_of
 
 STORED = "ppo/fusion"
 # Stands in for what a run has not measured yet, on the premise that a step takes almost as long with some dozens

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import aiohttp
 
 from dovetail.coordinator.fleet.fleet import Fleet, Instance
-from dovetail.protocol.process_names import scorer_name
+from dovetail.protocol.process.process_names import scorer_name
 
 SECONDS = 120.0
 

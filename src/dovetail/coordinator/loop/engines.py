@@ -40,7 +40,7 @@ from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.coordinator.serving.routes import make_app
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
@@ -53,11 +53,11 @@ from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol import serving
-from dovetail.protocol.env import HUB_CACHE
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import scorer_name
+from dovetail.protocol.process.env import HUB_CACHE
+from dovetail.protocol.process.process_names import scorer_name
 
 # For trainers to join and a first rollout to come up, where the manifest does not say.
 START_SECONDS = 900.0

@@ -20,16 +20,16 @@ from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.generation.drawing import KIND as ROLLOUT
-from dovetail.coordinator.generation.generation import Generator
+from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewards
-from dovetail.coordinator.scoring.lanes import Lane, Lanes
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
+from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.store.experience_files import experience_arrays
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import StoreError
@@ -39,7 +39,7 @@ from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import rollout_of
+from dovetail.protocol.process.process_names import rollout_of
 from dovetail.protocol.sampling import asked_of_servers
 
 # The limit of the time without a single scored sample.
@@ -256,7 +256,7 @@ class ExperienceMaker:
         prompts: Sequence[PromptRecord],
         fusion: StageFusion,
         on_span: Callable[[Span], None],
-    ) -> Lanes | WithRewards:
+    ) -> ScorerLanes | WithRewards:
         """Scores finished samples and stores their scores; with reward functions, once these have answered too."""
         fleet, records = self._fleet, self._records
         version = self._spec.ppo.weight_version(iteration)
@@ -283,7 +283,7 @@ class ExperienceMaker:
             )
 
         if self._calls is None:
-            return Lanes(self._models.lanes, lane_inference, keep)
+            return ScorerLanes(self._models.lanes, lane_inference, keep)
         rewards = Rewards(
             iteration,
             self._calls,
@@ -294,7 +294,7 @@ class ExperienceMaker:
             joined.reward,
             lambda span: records.timeline.add([span]),
         )
-        return WithRewards(Lanes(self._models.lanes, lane_inference, joined.scores), rewards)
+        return WithRewards(ScorerLanes(self._models.lanes, lane_inference, joined.scores), rewards)
 
     def _out_of_the_way(self, scorer: Scorer, fusion: StageFusion) -> bool:
         """A freed rollout that can sleep must do so first."""

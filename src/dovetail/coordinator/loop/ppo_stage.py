@@ -30,7 +30,7 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Span, Step
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.wire import Arrays, unpack
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.protocol.messages import Span
-from dovetail.protocol.process_names import COORDINATOR, rollout_of
+from dovetail.protocol.process.process_names import COORDINATOR, rollout_of
 
 TOTALS = "ppo/fusion/totals"
 LEFT = "samples left"

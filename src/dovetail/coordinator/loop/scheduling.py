@@ -23,16 +23,16 @@ from dovetail.pipelines import (
     DEDICATED,
     FAMILIES,
     Choice,
-    Effort,
     Family,
-    Problem,
     ProblemError,
     Schedule,
+    ScheduleProblem,
+    SearchEffort,
     document,
     family_of,
     serial_memory,
 )
-from dovetail.planner.placement.division import divisions, same_batches
+from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.planner.training_schedule import (
     PINS,
     Times,
@@ -44,10 +44,10 @@ from dovetail.planner.training_schedule import (
     shared_layouts,
     training_problem,
 )
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.messages import CommandResult
 from dovetail.protocol.plan import Layout, Plan
-from dovetail.protocol.process_names import trainer_name
-from dovetail.protocol.profile import Profile
+from dovetail.protocol.process.process_names import trainer_name
 
 # A schedule is replaced between iterations when the new one is faster by this part; ranks are divided between the
 # models only for as much, since a job then keeps to that.
@@ -185,7 +185,7 @@ class Scheduling:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
 
-    def _limit(self, problem: Problem, in_bytes: bool) -> float | None:
+    def _limit(self, problem: ScheduleProblem, in_bytes: bool) -> float | None:
         """The manifest's, where sizes are known to compare it with; else on GPUs, what serial 1F1B takes. None where
         the plan gave each model ranks that 1F1B fits on."""
         given = self._spec.plan.activation_memory
@@ -212,7 +212,7 @@ class Scheduling:
         in_bytes = times.complete("bytes", either, counts)
         limit = self._limit(free, in_bytes)
         problem = replace(free, memory_limit=limit)
-        effort = Effort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
+        effort = SearchEffort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
         pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
         split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
         names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
@@ -272,7 +272,7 @@ class Scheduling:
                 best = other
         return family_of(best.family)
 
-    def _turned(self, found: Schedule, problem: Problem, effort: Effort) -> Schedule:
+    def _turned(self, found: Schedule, problem: ScheduleProblem, effort: SearchEffort) -> Schedule:
         """A serial schedule, which runs either way, for the way that the stages are placed."""
         if self._apart or found.instance.placement.reverse == self._reverse:
             return found

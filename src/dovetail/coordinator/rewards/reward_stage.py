@@ -11,11 +11,11 @@ from typing import Any
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.rewards.calls import Call, Calls
-from dovetail.coordinator.scoring.lanes import Lanes
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scores
+from dovetail.coordinator.scoring.scoring_lanes import ScorerLanes
 from dovetail.coordinator.store.samples import Key, SampleTable, ScoreRow
 from dovetail.protocol.messages import Span
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
@@ -175,7 +175,7 @@ class Joined:
 class WithRewards:
     """Inference and reward functions together, with the interface of `Inference`."""
 
-    def __init__(self, inference: Inference | Lanes, rewards: Rewards) -> None:
+    def __init__(self, inference: Inference | ScorerLanes, rewards: Rewards) -> None:
         self._inference = inference
         self._rewards = rewards
 

@@ -19,7 +19,7 @@ from dovetail.coordinator.rewards import worker as worker_module
 from dovetail.coordinator.rewards.calls import Call, CallFailed, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.values import FRAMES
 from dovetail.manifest.types import RewardModel
-from dovetail.protocol.env import TOKEN
+from dovetail.protocol.process.env import TOKEN
 
 # A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0

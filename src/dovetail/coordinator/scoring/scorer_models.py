@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import aiohttp
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.scoring.lanes import Lane, lanes_of
 from dovetail.coordinator.scoring.scoring import Scorer, load_models
+from dovetail.coordinator.scoring.scoring_lanes import Lane, lanes_of
 from dovetail.protocol.messages import ModelRef
-from dovetail.protocol.process_names import rollout_of
+from dovetail.protocol.process.process_names import rollout_of
 
 LOAD_SECONDS = 600.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.protocol.messages import Span
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.trace import chrome_trace
 
 

@@ -24,7 +24,7 @@ from dovetail.protocol.messages import (
     NextReply,
     NextRequest,
 )
-from dovetail.protocol.process_names import trainer_name
+from dovetail.protocol.process.process_names import trainer_name
 
 POLL_SECONDS = 20.0
 

@@ -21,7 +21,7 @@ from dovetail.coordinator.trainers.trainer_group import (
     TrainerLost,
     TrainerPosition,
 )
-from dovetail.manifest.training import kept_versions
+from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Layout

@@ -1,7 +1,7 @@
 """Whole iterations of a job's models in a few shapes, run on this machine to learn what they cost."""
 
-from dovetail.local.calibrate.jobs import Shape, calibration_jobs, variant, warmup
 from dovetail.local.calibrate.measure import measure_machine
 from dovetail.local.calibrate.observe import observe, run_lengths
+from dovetail.local.calibrate.short_jobs import JobShape, calibration_jobs, variant, warmup
 
-__all__ = ["Shape", "calibration_jobs", "measure_machine", "observe", "run_lengths", "variant", "warmup"]
+__all__ = ["JobShape", "calibration_jobs", "measure_machine", "observe", "run_lengths", "variant", "warmup"]

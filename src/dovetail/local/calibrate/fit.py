@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.planner.costs.cpu import Stage, Work, exposed_messages, training_seconds
-from dovetail.protocol.profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
+from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, exposed_messages, training_seconds
+from dovetail.protocol.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 # A process that shares nothing keeps one core busy; one that waits all the time none.
 _CORES = np.linspace(0.3, 3.0, 109)
@@ -19,13 +19,13 @@ class FitError(ValueError):
 
 
 @dataclass(frozen=True)
-class Observed:
+class MeasuredIteration:
     """An iteration that was measured, without fusion. `phases`: seconds by name. `finished`: seconds since generation
     began and responses left, each time some ended. `chunks`: models, tokens and seconds of what was scored together.
     `passes`: seconds of a rank's forwards and backwards by model, the mean over ranks. `waited`: by how many seconds
     those of the slowest rank were longer, summed over the optimizer steps, after each of which ranks meet."""
 
-    work: Work
+    work: IterationWork
     phases: Mapping[str, float]
     finished: Sequence[tuple[float, int]]
     chunks: Sequence[tuple[tuple[str, ...], int, float]]
@@ -33,7 +33,7 @@ class Observed:
     waited: float = 0.0
 
 
-def fit(seen: Sequence[Observed], cores: int, end_rate: float | None = None) -> Machine:
+def fit(seen: Sequence[MeasuredIteration], cores: int, end_rate: float | None = None) -> Machine:
     """`seen`: iterations with one rollout and one rank, of at least two shapes, which tell what a process takes alone;
     with several of both, which tell what sharing costs; with pipeline stages and unlike scorers. Raises FitError."""
     alone = [o for o in seen if o.work.rollouts == 1 and o.work.ranks == 1]
@@ -65,7 +65,7 @@ def fit(seen: Sequence[Observed], cores: int, end_rate: float | None = None) -> 
     machine = _trained(seen, machine)
     # What two servers, then two scorers, want of the cores they share.
     several = [o for o in seen if o.work.rollouts > 1]
-    machine = _search(machine, several, "generation", lambda o, m: Stage(o.work, m, None).generated)
+    machine = _search(machine, several, "generation", lambda o, m: CpuStageTimes(o.work, m, None).generated)
     return _scored(machine, seen)
 
 
@@ -87,7 +87,7 @@ def nonnegative(
     return [float(v) for v in found]
 
 
-def _generation(alone: Sequence[Observed]) -> GenerationCosts:
+def _generation(alone: Sequence[MeasuredIteration]) -> GenerationCosts:
     """The response of length l ends after begin + samples x sample + l x step + (tokens made until then) x token."""
     features, target = [], []
     for each in alone:
@@ -105,7 +105,7 @@ def _generation(alone: Sequence[Observed]) -> GenerationCosts:
     return GenerationCosts(begin=begin, sample=sample, step=step, token=token, cores=1.0)
 
 
-def _scoring(seen: Sequence[Observed], cores: int) -> ScoringCosts:
+def _scoring(seen: Sequence[MeasuredIteration], cores: int) -> ScoringCosts:
     """Chunks of scorers with all models, alone; a token's seconds are shared out as scorers with some models took."""
     everything = max((c[0] for o in seen for c in o.chunks), key=len)
     alone = [c for o in seen if o.work.rollouts == 1 for c in o.chunks]
@@ -129,7 +129,7 @@ def _scoring(seen: Sequence[Observed], cores: int) -> ScoringCosts:
     )
 
 
-def _passes(alone: Sequence[Observed]) -> dict[str, Cost]:
+def _passes(alone: Sequence[MeasuredIteration]) -> dict[str, Cost]:
     found = {}
     for model in alone[0].passes:
         features = [[o.work.executed, o.work.tokens] for o in alone]
@@ -138,7 +138,7 @@ def _passes(alone: Sequence[Observed]) -> dict[str, Cost]:
     return found
 
 
-def _busy(shared: Sequence[Observed], alone: Sequence[Observed], cores: int) -> float:
+def _busy(shared: Sequence[MeasuredIteration], alone: Sequence[MeasuredIteration], cores: int) -> float:
     """Cores that a trainer rank wants: passes on all ranks at once over passes alone."""
     costs = _passes(alone)
     ratios = []
@@ -149,7 +149,7 @@ def _busy(shared: Sequence[Observed], alone: Sequence[Observed], cores: int) -> 
     return max(0.3, float(np.median(ratios)))
 
 
-def _trained(seen: Sequence[Observed], machine: Machine) -> Machine:
+def _trained(seen: Sequence[MeasuredIteration], machine: Machine) -> Machine:
     """What a training phase takes beside its passes."""
     features, target = [], []
     for o in seen:
@@ -162,7 +162,10 @@ def _trained(seen: Sequence[Observed], machine: Machine) -> Machine:
 
 
 def _search(
-    machine: Machine, seen: Sequence[Observed], phase: str, predict: Callable[[Observed, Machine], float]
+    machine: Machine,
+    seen: Sequence[MeasuredIteration],
+    phase: str,
+    predict: Callable[[MeasuredIteration, Machine], float],
 ) -> Machine:
     """The phase's `cores` with the least squares of relative errors."""
 
@@ -177,11 +180,11 @@ def _search(
     return with_cores(min(_CORES, key=error))
 
 
-def _scored(machine: Machine, seen: Sequence[Observed]) -> Machine:
+def _scored(machine: Machine, seen: Sequence[MeasuredIteration]) -> Machine:
     """What an inference phase takes beside its chunks."""
     rest = []
     for o in seen:
-        stage = Stage(o.work, machine, None)
+        stage = CpuStageTimes(o.work, machine, None)
         rest.append(o.phases["inference"] - (stage.end - stage.generated))
     costs = machine.scoring.model_copy(update={"begin": max(0.0, float(np.median(rest)))})
     return machine.model_copy(update={"scoring": costs})

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dovetail.local.calibrate.fit import FitError, Observed, fit
-from dovetail.local.calibrate.jobs import calibration_jobs, warmup
+from dovetail.local.calibrate.fit import FitError, MeasuredIteration, fit
 from dovetail.local.calibrate.observe import observe
+from dovetail.local.calibrate.short_jobs import calibration_jobs, warmup
 from dovetail.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.machine_profile import Machine
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.profile import Machine
 from dovetail.supervision.errors import RunError
 
 DEADLINE_SECONDS = 1800.0
@@ -23,7 +23,7 @@ DEADLINE_SECONDS = 1800.0
 
 def measure_machine(job: RLHFJob, layers: int, folder: Path, tell: Callable[[str], None]) -> Machine:
     """`job`: its sizes are those of the largest iterations that run. `folder`: for run directories. Raises RunError."""
-    seen: list[Observed] = []
+    seen: list[MeasuredIteration] = []
     jobs = calibration_jobs(job, layers)
     for number, each in enumerate(jobs):
         tell(f"running job {number + 1} of {len(jobs)}")
@@ -54,7 +54,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def end_rate(seen: list[Observed]) -> float:
+def end_rate(seen: list[MeasuredIteration]) -> float:
     """Of all tokens, how many were a response's last and not the last allowed."""
     ended = tokens = 0
     for each in seen:

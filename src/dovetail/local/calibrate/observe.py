@@ -12,18 +12,18 @@ from statistics import NormalDist
 from typing import Any
 
 from dovetail.coordinator.store.experience_files import ExperienceFiles
-from dovetail.local.calibrate.fit import Observed
+from dovetail.local.calibrate.fit import MeasuredIteration
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.placement.on_cpus import work_of
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import COORDINATOR, is_scorer, is_trainer
+from dovetail.protocol.process.process_names import COORDINATOR, is_scorer, is_trainer
 from dovetail.protocol.wire import unpack
 
 PHASES = ("generation", "inference", "training", "weights", "other")
 
 
-def observe(spec: RLHFJobSpec, plan: Plan, run_dir: Path, skip: int) -> list[Observed]:
+def observe(spec: RLHFJobSpec, plan: Plan, run_dir: Path, skip: int) -> list[MeasuredIteration]:
     """Every iteration of a run after the first `skip`; its checkpoints must not have covered them. Raises OSError or
     KeyError where a file is missing or not a run's."""
     layout = plan.parallelism["actor"]
@@ -59,7 +59,7 @@ def _placement(plan: Plan) -> str:
 
 def _iteration(
     spec: RLHFJobSpec, layout: Parallelism, run_dir: Path, number: int, metrics: dict[str, float]
-) -> Observed:
+) -> MeasuredIteration:
     arrays = unpack(ExperienceFiles(run_dir).read(number))
     trace = json.loads((run_dir / "traces" / f"iteration-{number:04d}.json").read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in trace if e["ph"] == "M" and e["name"] == "process_name"}
@@ -74,7 +74,7 @@ def _iteration(
         if e["ph"] == "C" and e["name"] == "samples left"
     ]
     passes = {model: sum(e["dur"] for e in _actions(spans, processes, model)) / 1e6 / work.ranks for model in models}
-    return Observed(
+    return MeasuredIteration(
         work=replace(work, fusion=(None,)),
         phases={name: float(metrics[f"seconds_{name}"]) for name in PHASES},
         finished=[(at, count) for at, count in left if count < len(work.responses)],

@@ -162,7 +162,7 @@ def _kind(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     """One bar of a Gantt chart, in seconds from the chart's start."""
 
     track: str
@@ -172,7 +172,7 @@ class Bar:
     detail: str = ""
 
 
-def gantt(title: str, bars: Sequence[Bar], kinds: Sequence[str], width: int = 940) -> str:
+def gantt(title: str, bars: Sequence[ChartBar], kinds: Sequence[str], width: int = 940) -> str:
     """Bars by track, tracks in order of first appearance, coloured by name (`kinds` come first, in fixed colours).
 
     Short bars are kept visible, and at most 4000 bars drawn, the longest."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.local.report import charts
-from dovetail.local.report.charts import Bar, Series
+from dovetail.local.report.charts import ChartBar, Series
 from dovetail.local.report.report_samples import read_samples, samples_section
 from dovetail.local.report.report_schedule import read_schedule, schedule_section
 from dovetail.local.report.run_summary import (
@@ -127,7 +127,7 @@ def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def trace_bars(trace: Mapping[str, Any]) -> list[Bar]:
+def trace_bars(trace: Mapping[str, Any]) -> list[ChartBar]:
     """The bars of a Chrome trace, in seconds, on tracks 'process / lane' in the trace's own order."""
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
@@ -140,7 +140,7 @@ def trace_bars(trace: Mapping[str, Any]) -> list[Bar]:
 
     spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["pid"], e["tid"], e["ts"]))
     return [
-        Bar(track(e), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, _detail(e.get("args") or {}))
+        ChartBar(track(e), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, _detail(e.get("args") or {}))
         for e in spans
     ]
 

@@ -17,7 +17,7 @@ from dovetail.coordinator.store.sample_files import (
     read_rows,
     shortened,
 )
-from dovetail.local.samples import facts_of
+from dovetail.local.sample_texts import facts_of
 
 # Held-out prompts in the report.
 PROMPTS = 4

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dovetail.local.report.charts import Bar, gantt
+from dovetail.local.report.charts import ChartBar, gantt
 
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -22,14 +22,14 @@ def read_schedule(run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "after" in found and "before" in found else None
 
 
-def schedule_bars(document: Mapping[str, Any]) -> list[Bar]:
+def schedule_bars(document: Mapping[str, Any]) -> list[ChartBar]:
     """A schedule document (`dovetail schedule -o`) as bars, one track for each rank."""
     bars = []
     for rank, actions in enumerate(document["actions"]):
         for action in actions:
             name = f"{action['model']} {_KINDS[action['kind']]}"
             where = f"micro-batch {action['micro_batch']}, stage {action['stage']}"
-            bars.append(Bar(f"rank {rank}", name, float(action["start"]), float(action["end"]), where))
+            bars.append(ChartBar(f"rank {rank}", name, float(action["start"]), float(action["end"]), where))
     return bars
 
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dovetail.pipelines.families import DEDICATED, family_instance, family_names, family_of
-from dovetail.pipelines.problem import Problem, ProblemError
+from dovetail.pipelines.problem import ProblemError, ScheduleProblem
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.find import find
-from dovetail.pipelines.search.rounds import Effort
+from dovetail.pipelines.search.rounds import SearchEffort
 
 VERSION = 2
 """Of the search. Answers that an older search has kept are not used."""
-Finder = Callable[[Problem, str, Effort], Schedule]
+Finder = Callable[[ScheduleProblem, str, SearchEffort], Schedule]
 
 
-def _find(problem: Problem, family: str, effort: Effort) -> Schedule:
+def _find(problem: ScheduleProblem, family: str, effort: SearchEffort) -> Schedule:
     return find(problem, family_of(family), effort)
 
 
@@ -37,7 +37,9 @@ class Choice:
         return self.schedules[family].makespan / self.best.makespan - 1
 
 
-def choose(problem: Problem, effort: Effort, families: Sequence[str] | None = None, finder: Finder = _find) -> Choice:
+def choose(
+    problem: ScheduleProblem, effort: SearchEffort, families: Sequence[str] | None = None, finder: Finder = _find
+) -> Choice:
     """The fastest of `families` (default: all) within the memory limit. Of equally fast ones the one of less memory is
     taken, then the first.
 
@@ -58,7 +60,9 @@ def choose(problem: Problem, effort: Effort, families: Sequence[str] | None = No
     return Choice(best, found, refused)
 
 
-def pareto(problem: Problem, family: str, effort: Effort, points: int = 6, finder: Finder = _find) -> list[Schedule]:
+def pareto(
+    problem: ScheduleProblem, family: str, effort: SearchEffort, points: int = 6, finder: Finder = _find
+) -> list[Schedule]:
     """The front of makespan against peak activation memory of one family: no schedule of it is both faster and smaller
     than another. The fastest comes first.
 
@@ -90,7 +94,9 @@ def front(schedules: list[Schedule]) -> list[Schedule]:
     return kept
 
 
-def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMapping[str, str]) -> Schedule:
+def cached_find(
+    problem: ScheduleProblem, family: str, effort: SearchEffort, store: MutableMapping[str, str]
+) -> Schedule:
     """`find`, whose answer is kept in `store` under a hash of problem, family and effort.
 
     A kept answer is simulated again. An entry that is damaged or belongs to another problem is searched for anew."""
@@ -107,7 +113,7 @@ def cached_find(problem: Problem, family: str, effort: Effort, store: MutableMap
     return found
 
 
-def _read(problem: Problem, family: str, text: str | None) -> Schedule | None:
+def _read(problem: ScheduleProblem, family: str, text: str | None) -> Schedule | None:
     """A kept answer, or None where it does not belong to the problem."""
     try:
         entry = json.loads(text or "")

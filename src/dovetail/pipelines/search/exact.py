@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.pipelines.instance import Instance
+from dovetail.pipelines.instance import SearchInstance
 from dovetail.pipelines.simulate import KINDS, B, F, Ints, W
 
 _SCALES = (1, 2, 4, 5, 8, 10, 20, 25, 40, 50, 100, 1000, 10_000)
@@ -27,7 +27,7 @@ def available() -> bool:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Proof:
     """`orders` of a schedule, or None. `impossible`: it is proved that there is none."""
 
     orders: Ints | None
@@ -41,7 +41,7 @@ class ExactSearch:
     unit are rounded up to a millionth of the target, and sizes to a ten-thousandth of the limit. What is then found is
     valid, but nothing is proved."""
 
-    def __init__(self, instance: Instance, target: float, limit: float | None) -> None:
+    def __init__(self, instance: SearchInstance, target: float, limit: float | None) -> None:
         from ortools.sat.python import cp_model
 
         self.instance, self._api = instance, cp_model
@@ -67,18 +67,18 @@ class ExactSearch:
         for rank in range(instance.ranks):
             self._rank(rank, limit)
 
-    def run(self, work: float, seed: int, stopped: Callable[[], bool] = lambda: False) -> Answer:
+    def run(self, work: float, seed: int, stopped: Callable[[], bool] = lambda: False) -> Proof:
         """The answer, by one thread. `work`: limit in CP-SAT's deterministic seconds, each some seconds of a core.
 
         Equal arguments give equal answers, unless `stopped` or `stop` ends the run."""
         if stopped():
-            return Answer(None)
+            return Proof(None)
         p = self._solver.parameters
         p.num_workers, p.random_seed, p.max_deterministic_time = 1, seed % (2**31 - 1), work
         status = self._solver.solve(self._model)
         if status in (self._api.OPTIMAL, self._api.FEASIBLE):
-            return Answer(self._orders())
-        return Answer(None, impossible=self._exact and status == self._api.INFEASIBLE)
+            return Proof(self._orders())
+        return Proof(None, impossible=self._exact and status == self._api.INFEASIBLE)
 
     def stop(self) -> None:
         self._solver.stop_search()
@@ -199,13 +199,13 @@ class ExactSearch:
         return np.array([[code for _, _, code in sorted(row)] for row in ordered], dtype=np.int64)
 
 
-def time_unit(instance: Instance) -> float | None:
+def time_unit(instance: SearchInstance) -> float | None:
     """A unit of which all times are multiples, and so is every makespan; None where there is none."""
     scale, exact = _scale(_times(instance), 1.0, _TIMES)
     return 1 / scale if exact else None
 
 
-def _times(instance: Instance) -> Any:
+def _times(instance: SearchInstance) -> Any:
     return np.concatenate([instance.duration.ravel(), instance.latency.ravel(), instance.step])
 
 

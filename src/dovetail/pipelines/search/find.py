@@ -15,7 +15,7 @@ import numpy as np
 
 from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule, starts
 from dovetail.pipelines.instance import lower_bound
-from dovetail.pipelines.problem import Problem, ProblemError, serial_memory
+from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.exact import time_unit
 from dovetail.pipelines.search.levels import (
@@ -29,7 +29,7 @@ from dovetail.pipelines.search.levels import (
     THINNED,
     Level,
 )
-from dovetail.pipelines.search.rounds import UNLIMITED, Effort, Rounds, rank
+from dovetail.pipelines.search.rounds import UNLIMITED, Rounds, SearchEffort, rank
 from dovetail.pipelines.search.steady_state import drop, restore, shorten, unroll
 from dovetail.pipelines.simulate import Ints
 
@@ -154,7 +154,7 @@ class _Search(Rounds):
                         break
 
 
-def _unrolled(problem: Problem, family: Family, effort: Effort, pool: ThreadPoolExecutor) -> Ints | None:
+def _unrolled(problem: ScheduleProblem, family: Family, effort: SearchEffort, pool: ThreadPoolExecutor) -> Ints | None:
     """Orders from a schedule of fewer micro-batches, found in a third of the time."""
     fewer = shorten(problem, family)
     if fewer is None:
@@ -165,7 +165,7 @@ def _unrolled(problem: Problem, family: Family, effort: Effort, pool: ThreadPool
     return None if longer is None else longer.orders
 
 
-def find(problem: Problem, family: Family, effort: Effort, start: Schedule | None = None) -> Schedule:
+def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: Schedule | None = None) -> Schedule:
     """The family's best schedule within the problem's memory limit: the fastest, and of those the one with the lowest
     peak memory.
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.families import Family
-from dovetail.pipelines.instance import Coupling, Instance, lower_bound, mirror, unmirror
+from dovetail.pipelines.instance import Coupling, SearchInstance, lower_bound, mirror, unmirror
 from dovetail.pipelines.schedule import Schedule, evaluate, steps_argument, timing_arguments
 from dovetail.pipelines.search.annealing import anneal
-from dovetail.pipelines.search.exact import Answer, ExactSearch, available
+from dovetail.pipelines.search.exact import ExactSearch, Proof, available
 from dovetail.pipelines.search.levels import Level
 from dovetail.pipelines.search.listing import justify, search_rules
 from dovetail.pipelines.simulate import Ints
@@ -34,7 +34,7 @@ Progress = Callable[[str, float, float], None]
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """How long and how hard to search.
 
     The search ends `seconds` after its start by `clock`, within a tenth of a second or the time of the first and
@@ -58,9 +58,9 @@ class Rounds:
 
     `proved`: no schedule within the problem's own memory limit is faster than this."""
 
-    instance: Instance
+    instance: SearchInstance
     family: Family
-    effort: Effort
+    effort: SearchEffort
     pool: ThreadPoolExecutor
     best: Schedule | None = None
     started: float = 0.0
@@ -171,7 +171,7 @@ class Rounds:
 
         return self._kept(task, target, "annealing")
 
-    def exact(self, limit: float, target: float, work: float, tasks: int) -> Answer:
+    def exact(self, limit: float, target: float, work: float, tasks: int) -> Proof:
         """CP-SAT's answer. A schedule that it finds is kept.
 
         Its times to an answer differ by orders of magnitude, so `tasks` short runs of different seeds find more than a
@@ -184,14 +184,14 @@ class Rounds:
             or not available()
             or self.left() <= 1e-3 * self.size
         ):
-            return Answer(None)
+            return Proof(None)
         self.rounds += 1
         cap = None if limit >= UNLIMITED else limit
         searches: list[ExactSearch | None] = [None] * tasks
 
-        def task(number: int, stop: Ints) -> Answer:
+        def task(number: int, stop: Ints) -> Proof:
             if stop[:number].any() or stop[-1]:
-                return Answer(None)
+                return Proof(None)
             search = ExactSearch(self.instance, target, cap)
             searches[number] = search
             answer = search.run(work, self.seed(number), stopped=lambda: bool(stop[:number].any() or stop[-1]))
@@ -211,7 +211,7 @@ class Rounds:
                 return answer
             if answer.impossible:
                 return answer
-        return Answer(None)
+        return Proof(None)
 
     def _run(
         self, task: Callable[[int, Ints], T], count: int, poll: Callable[[Ints], None] | None = None

@@ -13,15 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from dovetail.pipelines.families import Family, family_instance
-from dovetail.pipelines.instance import Instance
-from dovetail.pipelines.problem import Model, Problem
+from dovetail.pipelines.instance import SearchInstance
+from dovetail.pipelines.problem import ModelPipelines, ScheduleProblem
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.simulate import KINDS, Floats, Ints
 
 _CUTS = 24
 
 
-def shorten(problem: Problem, family: Family) -> Problem | None:
+def shorten(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
     """The problem with fewer micro-batches, from whose schedule one of `problem` can be unrolled, or None.
 
     Only for one mini-batch with at least five times as many micro-batches as there are ranks. Times are the mean over
@@ -36,7 +36,7 @@ def shorten(problem: Problem, family: Family) -> Problem | None:
     return replace(problem, models=models)
 
 
-def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None:
+def unroll(problem: ScheduleProblem, family: Family, short: Schedule) -> Schedule | None:
     """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model. None where no
     stretch can be repeated."""
     instance, unit, old = family_instance(problem, family), _unit(problem), short.instance
@@ -60,7 +60,7 @@ def unroll(problem: Problem, family: Family, short: Schedule) -> Schedule | None
     return _fastest(instance, repeated(), problem.memory_limit, family.name, "period")
 
 
-def drop(problem: Problem, spare: int = 1) -> Problem | None:
+def drop(problem: ScheduleProblem, spare: int = 1) -> ScheduleProblem | None:
     """The problem without the larger model's steady state, or None where this leaves out only a few micro-batches.
 
     Where memory is scarce, the larger model runs 1F1B, and the smaller one fits in its warm-up and cool-down. Between
@@ -77,7 +77,7 @@ def drop(problem: Problem, spare: int = 1) -> Problem | None:
     return replace(problem, models=(models[0], models[1]))
 
 
-def restore(instance: Instance, short: Schedule, limit: float) -> Ints | None:
+def restore(instance: SearchInstance, short: Schedule, limit: float) -> Ints | None:
     """Orders of `instance` from a schedule of its problem without the steady state (`drop`).
 
     One micro-batch's passes of the larger model, which are neighbours on every rank, are repeated. The result is the
@@ -98,7 +98,7 @@ def restore(instance: Instance, short: Schedule, limit: float) -> Ints | None:
 
 
 def _fastest(
-    instance: Instance, tried: Iterable[Ints | None], limit: float | None, family: str = "", how: str = "rule"
+    instance: SearchInstance, tried: Iterable[Ints | None], limit: float | None, family: str = "", how: str = "rule"
 ) -> Schedule | None:
     """The fastest schedule of these orders that runs and fits, and of equally fast ones the one of least memory."""
     best: Schedule | None = None
@@ -115,14 +115,14 @@ def _fastest(
     return best
 
 
-def _unit(problem: Problem) -> list[int]:
+def _unit(problem: ScheduleProblem) -> list[int]:
     """Micro-batches of the two models' pipelines that belong together: K1 * M1 = K2 * M2."""
     k = [m.pipelines for m in problem.models]
     common = math.lcm(*k)
     return [common // k[0], common // k[1]]
 
 
-def _mean(problem: Problem, index: int, count: int) -> Model:
+def _mean(problem: ScheduleProblem, index: int, count: int) -> ModelPipelines:
     m = problem.models[index]
 
     def shrunk(field: str) -> Floats:
@@ -158,7 +158,7 @@ def _stretches(short: Schedule, ends: list[Floats], period: list[int], moment: f
     return found
 
 
-def _repeat(i: Instance, orders: Ints, stretches: list[Spans], copies: int) -> Ints | None:
+def _repeat(i: SearchInstance, orders: Ints, stretches: list[Spans], copies: int) -> Ints | None:
     """The orders with these stretches repeated, or None where they overlap."""
     rows = []
     for rank in range(i.ranks):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from dovetail.planner.chunks import chunk_rows
-from dovetail.planner.costs.steps import Step, together
-from dovetail.protocol.profile import Machine
+from dovetail.planner.costs.steps import StepTimes, together
+from dovetail.protocol.machine_profile import Machine
 
 NEVER = float("inf")
 _TINY = 1e-9
@@ -22,7 +22,7 @@ FILLING = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
+class IterationWork:
     """`prompts`, `responses`: tokens of each sample. `scores`: the models of each rollout's scorer. `models`: those
     that are trained, on `dp` ranks or, with `pp` above 1, in as many pipeline stages. `fusion`: shares of the samples
     left at which generation's tail may gather, 0: scorers of idle rollouts work, but nobody migrates, None: scoring
@@ -102,12 +102,12 @@ class _Scorer:
     left: float = NEVER
 
 
-class Stage:
+class CpuStageTimes:
     """One generation and inference stage. `generated`: when the last response ended; `end`: when all samples were
     scored. `working`: how long a rollout generated or scored, mean over the rollouts. `core_seconds`: how long the
     machine's cores were busy, all together. Seconds."""
 
-    def __init__(self, work: Work, machine: Machine, fusion: float | None) -> None:
+    def __init__(self, work: IterationWork, machine: Machine, fusion: float | None) -> None:
         self._work, self._machine, self._fusion = work, machine, fusion
         count = len(work.responses)
         self._left = count
@@ -211,17 +211,17 @@ def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> flo
     return machine.scoring.chunk + tokens * sum(machine.scoring.token[m] for m in models)
 
 
-def best_stage(work: Work, machine: Machine) -> Stage:
+def best_stage(work: IterationWork, machine: Machine) -> CpuStageTimes:
     """The stage with the threshold that ends first."""
-    return min((Stage(work, machine, f) for f in work.fusion), key=lambda s: s.end)
+    return min((CpuStageTimes(work, machine, f) for f in work.fusion), key=lambda s: s.end)
 
 
-def seconds(work: Work, machine: Machine) -> dict[str, float]:
+def seconds(work: IterationWork, machine: Machine) -> dict[str, float]:
     """Seconds of the phases, one after the other, by the coordinator's names."""
     return phases(best_stage(work, machine), work, machine)
 
 
-def phases(stage: Stage, work: Work, machine: Machine) -> dict[str, float]:
+def phases(stage: CpuStageTimes, work: IterationWork, machine: Machine) -> dict[str, float]:
     """`seconds` of an iteration with this stage."""
     return {
         "generation": stage.generated,
@@ -232,7 +232,7 @@ def phases(stage: Stage, work: Work, machine: Machine) -> dict[str, float]:
     }
 
 
-def training_seconds(work: Work, machine: Machine) -> float:
+def training_seconds(work: IterationWork, machine: Machine) -> float:
     """Seconds of all optimizer steps. The last update is part of the weights' phase."""
     costs = machine.training
     exchange = costs.exchange if work.dp > 1 else 0.0
@@ -242,21 +242,21 @@ def training_seconds(work: Work, machine: Machine) -> float:
     return costs.begin + work.steps * (costs.step + exchange) + passes
 
 
-def forward_seconds(work: Work, machine: Machine) -> float:
+def forward_seconds(work: IterationWork, machine: Machine) -> float:
     """Seconds of a forward pass of the actor over all samples, which recomputes the old log-probabilities."""
     cost = machine.training.models["actor"]
     alone = (work.executed * cost.fixed + work.tokens * cost.each) / work.passes / 3 / work.pp
     return alone * slowdown(work.ranks * machine.training.cores, machine.cores)
 
 
-def _passes(work: Work, machine: Machine) -> float:
+def _passes(work: IterationWork, machine: Machine) -> float:
     """Seconds of the passes of all optimizer steps on an idle machine: model by model (Serial), both models on the same
     ranks (TimeSharing, Fused), or each on its own (Dedicated)."""
     steps = []
     for model in work.models:
         cost, count = machine.training.models[model], work.steps * work.micro_batches
         each = (work.executed * cost.fixed + work.tokens * cost.each) / (work.pp * count)
-        steps.append(Step(work.pp, work.micro_batches, each / 3, 2 * each / 3, 0.0, 0.0))
+        steps.append(StepTimes(work.pp, work.micro_batches, each / 3, 2 * each / 3, 0.0, 0.0))
     messages = exposed_messages(work) * machine.training.message
     if len(steps) == 1:
         return work.steps * steps[0].alone + messages
@@ -267,13 +267,13 @@ def _passes(work: Work, machine: Machine) -> float:
     return work.steps * together(actor, critic, work.schedule, FILLING) + messages
 
 
-def _on(work: Work, step: Step, ranks: int) -> float:
+def _on(work: IterationWork, step: StepTimes, ranks: int) -> float:
     """Seconds of a step on some of the ranks."""
     longer = work.ranks / ranks
     stages = max(1, min(work.pp, ranks // work.dp))
     return replace(step, stages=stages, forward=longer * step.forward, backward=longer * step.backward).alone
 
 
-def exposed_messages(work: Work) -> int:
+def exposed_messages(work: IterationWork) -> int:
     """Messages that nothing hides: there and back through the stages, in every optimizer step of each model."""
     return 2 * (work.pp - 1) * work.steps * len(work.models)

@@ -43,7 +43,7 @@ class Servers:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GenerationTimes:
     """Seconds since generation began. `gathered`: when the tail left for `destinations` servers (of `servers`), which
     is also when the others are free; with no migration, the end."""
 
@@ -59,7 +59,7 @@ def generate(
     prompt: Lengths,
     response: Lengths,
     migration: float | None = None,
-) -> Generated:
+) -> GenerationTimes:
     """The servers share `batch` samples by their speed. `migration`: fraction of the samples at which the tail
     gathers."""
     instances = sum(s.count for s in servers)
@@ -69,12 +69,12 @@ def generate(
     fastest = servers[max(range(len(servers)), key=lambda i: dealt[i])]
     destinations = _destinations(fastest, instances, left, prompt.longest + response.longest)
     if not left or destinations is None:
-        return Generated(end, end, instances, instances)
+        return GenerationTimes(end, end, instances, instances)
     # The samples that are left are the longest of the batch: it is gathered when the next shorter one is done.
     done = float(quantiles(response, batch)[-left])
     begun = max(_reached(s, n, batch, prompt, response, done) for s, n in zip(servers, dealt, strict=True))
     tail = _tail(fastest, batch, left, destinations, prompt, response)
-    return Generated(begun + tail, begun, destinations, instances)
+    return GenerationTimes(begun + tail, begun, destinations, instances)
 
 
 def deal(servers: Sequence[Servers], batch: int) -> list[int]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import Generated, Servers, expected_longest, generate
+from dovetail.planner.costs.generation import GenerationTimes, Servers, expected_longest, generate
 from dovetail.planner.costs.gpu_memory import Footprint, GPUMemory, GPUMemoryModel
 from dovetail.planner.costs.memory import ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.overlap import exposed_inference
@@ -25,7 +25,7 @@ from dovetail.planner.costs.passes import (
     shared_prompt,
     straggling,
 )
-from dovetail.planner.costs.steps import Step, together
+from dovetail.planner.costs.steps import StepTimes, together
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape
@@ -143,7 +143,7 @@ class GPUCosts:
         """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
         return servers(share.at(0), self.inventory[share.pool], self.work, room, self._max_samples)
 
-    def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> Generated:
+    def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         """Generation on these shares, each with its servers' tokens of KV cache."""
         each = [self.servers(share, room) for share, room in shares]
         return generate(each, self.work.batch, self.work.prompt, self.work.response, migration)
@@ -191,7 +191,7 @@ class GPUCosts:
         same = mine.pool == other.pool and mine.range == other.range and mine.tp == other.tp
         return self.work.steps * together(actor, critic, candidate.schedule if same else "Serial")
 
-    def steps(self, candidate: Candidate) -> tuple[Step | None, Step | None]:
+    def steps(self, candidate: Candidate) -> tuple[StepTimes | None, StepTimes | None]:
         """An optimizer step of the actor and of the critic."""
         actor, critic = candidate.actor_training, candidate.critic_training
         return (
@@ -200,7 +200,7 @@ class GPUCosts:
         )
 
     @known_share
-    def step(self, task: Task, share: Share) -> Step:
+    def step(self, task: Task, share: Share) -> StepTimes:
         """An optimizer step of the model that a training task trains, by 1F1B.
 
         A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
@@ -227,7 +227,7 @@ class GPUCosts:
         # Of ranks with equal work the one with the longest sample of all ends last.
         longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
         skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch
-        return Step(pp, -(-mini // (dp * share.micro_batch)), max(stage, gather), backwards, hop, fixed, skew)
+        return StepTimes(pp, -(-mini // (dp * share.micro_batch)), max(stage, gather), backwards, hop, fixed, skew)
 
     def straggling(self, dp: int) -> float:
         """Tokens of the data-parallel rank with most of a mini-batch, over those of the mean rank."""

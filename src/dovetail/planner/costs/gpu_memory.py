@@ -60,7 +60,7 @@ class GPUMemory:
 
 
 @dataclass(frozen=True)
-class Load:
+class TaskMemory:
     """Bytes by part of one task on one GPU: those that stay, those that it needs while it works, and those on the
     host. `gradients`: bytes of `works` that are there while another model trains, and when a server wakes up, because
     the last step is applied while the weights are sent."""
@@ -103,7 +103,7 @@ class Alone:
     footprint: Footprint
 
 
-Loads = list[tuple[Task, Share, Load]]
+Loads = list[tuple[Task, Share, TaskMemory]]
 
 
 class GPUMemoryModel:
@@ -262,13 +262,15 @@ class GPUMemoryModel:
         """Of one forward pass of a scorer."""
         return max(self.work.longest, SCORER_TOKENS // share.pp)
 
-    def load(self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None) -> Load:
+    def load(
+        self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None
+    ) -> TaskMemory:
         """One task's. `candidate`: what else runs there; it makes no difference, as each process has its weights.
         `stage`: of training; without, the stage that holds most."""
         return self.training_load(task, share, stage) if task in TRAINING else self.serving_load(task, share)
 
     @known_share
-    def training_load(self, task: Task, share: Share, stage: int | None) -> Load:
+    def training_load(self, task: Task, share: Share, stage: int | None) -> TaskMemory:
         # The first stage keeps most micro-batches, the last has the logits.
         stages = {0, share.pp - 1} if stage is None else {stage}
         loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]
@@ -296,17 +298,17 @@ class GPUMemoryModel:
             outputs=min(share.micro_batch, sequences) * self.work.response.longest,
         )
 
-    def stage_load(self, job: Training, stage: int) -> Load:
+    def stage_load(self, job: Training, stage: int) -> TaskMemory:
         found = training_memory(job, stage)
         parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
         dp = job.layout.dp if job.fsdp > 1 else 1
         stays = {name: size for name, size in parts.items() if name in _STAYS}
         works = {name: size for name, size in parts.items() if name not in _STAYS}
         works["fragments"] = FRAGMENTS * sum(works.values())
-        return Load(stays, works, found.host, 4 * trained_parameters(job, stage)[1] / dp)
+        return TaskMemory(stays, works, found.host, 4 * trained_parameters(job, stage)[1] / dp)
 
     @known_share
-    def serving_load(self, task: Task, share: Share) -> Load:
+    def serving_load(self, task: Task, share: Share) -> TaskMemory:
         """Generation without its cache, or inference."""
         shape, head = self.work.needed(task)
         b, last = ITEMSIZE[self.inventory[share.pool].gpu.dtype], share.pp - 1
@@ -330,8 +332,8 @@ class GPUMemoryModel:
             # A whole version is put together beside the old one, when no pass runs.
             works["new weights"] = max(0.0, size - sum(works.values()))
         if share.offload:
-            return Load({}, {**works, "weights": size}, {"weights": size})
-        return Load({"weights": size}, works)
+            return TaskMemory({}, {**works, "weights": size}, {"weights": size})
+        return TaskMemory({"weights": size}, works)
 
 
 def _range(candidate: Candidate, task: Task, share: Share) -> range:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from dovetail.planner.candidate import Candidate, Share, Task
-from dovetail.planner.costs.generation import Generated
+from dovetail.planner.costs.generation import GenerationTimes
 
 
 def busiest(work: Iterable[tuple[Share, float]]) -> float:
@@ -25,7 +25,7 @@ def busiest(work: Iterable[tuple[Share, float]]) -> float:
 
 
 def exposed_inference(
-    candidate: Candidate, batch: int, generated: Generated, scored: Sequence[tuple[Task, Share, float]]
+    candidate: Candidate, batch: int, generated: GenerationTimes, scored: Sequence[tuple[Task, Share, float]]
 ) -> float:
     """Seconds after generation. Fused: shares beside the servers score while samples still come, all but the last;
     shares on their GPUs from the gathering on, on the part of them that is free by then."""
@@ -42,7 +42,7 @@ def exposed_inference(
     return most
 
 
-def _hidden(candidate: Candidate, generated: Generated, tasks: Sequence[tuple[Share, float]]) -> float:
+def _hidden(candidate: Candidate, generated: GenerationTimes, tasks: Sequence[tuple[Share, float]]) -> float:
     """Seconds of tasks on one GPU that are done by the end of generation. A copy of a model that is split over GPUs
     works when all of these are free, whichever servers the tail gathers on."""
     beside, after = [], []

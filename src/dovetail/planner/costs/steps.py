@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """One optimizer step of a model in a share. `forward`, `backward`: seconds of a micro-batch in the slowest stage;
     `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap. `skew`: the longest micro-batch over the
     mean one: a pipeline fills and drains at the pace of the longest."""
@@ -44,7 +44,7 @@ class Step:
         return (self.stages - 1) * self.both * self.skew
 
 
-def together(actor: Step, critic: Step, schedule: str, filling: float | None = None) -> float:
+def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float | None = None) -> float:
     """Seconds of one optimizer step of both models on the same ranks.
 
     TimeSharing: PUZZLE's equation 1, M (T1 + T2) + (P - 1) max(T1, T2), T = f + b. Fused: RLHFuse's lower bound

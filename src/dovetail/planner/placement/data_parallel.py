@@ -9,7 +9,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules, pinned_lay
 from dovetail.manifest.sizes import trained_models, trainer_world, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.manifest import allowed_layouts
+from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Infeasible, Placed
 
 

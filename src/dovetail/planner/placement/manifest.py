@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
+from dovetail.manifest.accelerators import sleeps
+from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.sizes import pod_count, trained_models
-from dovetail.manifest.sleep import sleeps
-from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role
-from dovetail.planner.candidate import Placement, Schedule, Task
+from dovetail.manifest.types import Group, RLHFJobSpec, Role
+from dovetail.planner.candidate import Placement, Schedule
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
-from dovetail.planner.placement.division import divisions
-from dovetail.planner.placement.limits import MIGRATIONS, Limits, every_layout
-from dovetail.planner.placement.structures import part_sizes
+from dovetail.planner.placement.layouts import TRAINING_TASKS, pinned_shares, tensor_degrees, trainable_layouts
+from dovetail.planner.placement.search.limits import MIGRATIONS, Limits, every_layout
+from dovetail.planner.placement.search.structures import part_sizes
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload
 
@@ -27,7 +27,6 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Serial": ("Serial",),
 }
 RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
-_TRAINING: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
 
 
 def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
@@ -128,7 +127,7 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
         rollouts.append(trainers.name)
         servers[trainers.name] = both[0].gpu.per_pod
     optimizers = {"actor": spec.ppo.actor_optimizer, "critic": spec.ppo.critic_optimizer}
-    trained = [model for model in trained_models(spec) if model in _TRAINING]
+    trained = [model for model in trained_models(spec) if model in TRAINING_TASKS]
     return replace(
         pinned(spec, Limits().executed()),
         trainers=(trainers.name,),
@@ -137,22 +136,22 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
         micro_batch=spec.ppo.micro_batch_size,
         servers=servers,
         asleep=tuple(trainers.name if g in both else g.name for g in spec.groups if sleeps(g)),
-        offload={_TRAINING[m]: (optimizers[m].offload,) for m in trained},
-        layouts={_TRAINING[m]: tuple(trainable_layouts(spec, m, trainers, shapes[m])) for m in trained},
+        offload={TRAINING_TASKS[m]: (optimizers[m].offload,) for m in trained},
+        layouts={TRAINING_TASKS[m]: tuple(trainable_layouts(spec, m, trainers, shapes[m])) for m in trained},
     )
 
 
 def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
     """`limits` with layouts on a part of the trainer ranks, if actor and critic may have their own ranks: every
     layout that shares PPO's mini-batch evenly, or the divisions of pinned layouts
-    (`dovetail.planner.placement.division`)."""
+    (`dovetail.planner.placement.layouts.divisions`)."""
     if True not in limits.apart or "critic_training" not in limits.layouts:
         return limits
     trainers, pins = inventory.pools[0], pinned_shares(spec)
     micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     found = dict(limits.layouts)
-    for model, task in _TRAINING.items():
-        degrees = _degrees(spec, model, trainers, shapes[model])
+    for model, task in TRAINING_TASKS.items():
+        degrees = tensor_degrees(spec, model, trainers, shapes[model])
         every = (e for part in part_sizes(trainers) for e in every_layout(part, degrees, shapes[model].layers))
         found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
     return replace(limits, layouts=found)
@@ -175,44 +174,3 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         shared_body=shares_body(spec),
         recompute=RECOMPUTE[spec.plan.recompute],
     )
-
-
-def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
-    """Layouts that spec.plan.parallelism allows for actor and critic training. Empty: all."""
-    pins = pinned_layouts(spec)
-    if pins is None:
-        return {}
-    whole = {model: pins[model][1] for model in _TRAINING}
-    if spec.plan.intra_stage_fusion != "Dedicated" or not has_critic(spec):
-        return {task: (whole[model],) for model, task in _TRAINING.items()}
-    parts = divisions(whole, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size)
-    return {
-        task: tuple(Parallelism(pp=part[model].pp, tp=part[model].tp, dp=part[model].dp) for part in parts)
-        for model, task in _TRAINING.items()
-    }
-
-
-def trainable_layouts(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[Parallelism]:
-    """`allowed_layouts` on all GPUs of a pool."""
-    return allowed_layouts(spec, model, pool.gpus, shape.layers, _degrees(spec, model, pool, shape))
-
-
-def _degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[int]:
-    """Tensor parallel degrees of a trained model: within a node, and with equal parts of a layer. A model with
-    adapters is not split."""
-    most = 1 if getattr(spec.models, model).lora is not None else pool.per_node
-    return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
-
-
-def allowed_layouts(
-    spec: RLHFJobSpec, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
-) -> list[Parallelism]:
-    """(pp, tp, dp) over `ranks`, tp one of `degrees`, that share every batch of the model in every stage evenly; the
-    pinned one, if any."""
-    rules = [rule for rule in batch_rules(spec) if rule.model == model]
-    pins = pinned_layouts(spec)
-    return [
-        layout
-        for layout in every_layout(ranks, degrees, layers or ranks)
-        if all(rule.problem(layout.dp) is None for rule in rules) and (pins is None or pins[model][1] == layout)
-    ]

@@ -11,15 +11,15 @@ import numpy as np
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.costs.cpu import Work, best_stage, chunk_seconds, forward_seconds, phases, seconds
+from dovetail.planner.costs.cpu import IterationWork, best_stage, chunk_seconds, forward_seconds, phases, seconds
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.manifest import allowed_layouts
+from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.workload import Lengths
+from dovetail.protocol.machine_profile import Machine, Profile
 from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
-from dovetail.protocol.profile import Machine, Profile
 
 # Iterations whose lengths are drawn; a prediction is their mean.
 DRAWS = 8
@@ -79,12 +79,12 @@ PlacementName = Literal["Flattening", "Interleaving", "Separation"]
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedIteration:
     """`work`: of the first lengths that were drawn. `phases`: seconds by the coordinator's names."""
 
     placement: PlacementName
     layout: Parallelism
-    work: Work
+    work: IterationWork
     phases: Mapping[str, float]
 
     @property
@@ -108,23 +108,25 @@ def _placements(spec: RLHFJobSpec) -> Iterator[PlacementName]:
 
 def predict_iteration(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
-) -> Predicted:
+) -> PredictedIteration:
     """An iteration with the trained `models` laid out so: the mean over lengths that are drawn."""
     works = _works(spec, machine, models, layout, placement)
     found = [seconds(work, machine) for work in works]
-    return Predicted(placement, layout, works[0], {name: sum(f[name] for f in found) / DRAWS for name in found[0]})
+    return PredictedIteration(
+        placement, layout, works[0], {name: sum(f[name] for f in found) / DRAWS for name in found[0]}
+    )
 
 
 def _works(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
-) -> list[Work]:
+) -> list[IterationWork]:
     """Iterations with lengths that are drawn."""
     pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
     rng = np.random.default_rng(spec.seed)
     return [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
 
 
-def _lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: Predicted) -> Lanes:
+def _lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: PredictedIteration) -> Lanes:
     """The same iterations as two lanes, which share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []
@@ -162,11 +164,11 @@ def work_of(
     layout: Parallelism,
     prompts: tuple[int, ...],
     responses: tuple[int, ...],
-) -> Work:
+) -> IterationWork:
     """An iteration of a job with samples of these lengths. `spec.plan.placement` says what each scorer holds."""
     rollouts = sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)
     fusion = spec.plan.inter_stage_fusion
-    return Work(
+    return IterationWork(
         prompts=prompts,
         responses=responses,
         scores=tuple(tuple(s) for s in scorer_models(spec, rollouts)),
@@ -190,7 +192,9 @@ def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> 
     return "Fused" if pin == "Auto" else pin
 
 
-def _prediction(spec: RLHFJobSpec, machine: Machine, best: Predicted, others: Sequence[Predicted]) -> Prediction:
+def _prediction(
+    spec: RLHFJobSpec, machine: Machine, best: PredictedIteration, others: Sequence[PredictedIteration]
+) -> Prediction:
     named = {PHASE_NAMES.get(name, name): value for name, value in best.phases.items()}
     return Prediction(
         placement=best.placement,
@@ -212,7 +216,7 @@ def _prediction(spec: RLHFJobSpec, machine: Machine, best: Predicted, others: Se
     )
 
 
-def _tasks(spec: RLHFJobSpec, machine: Machine, best: Predicted) -> Iterator[PredictedTask]:
+def _tasks(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Iterator[PredictedTask]:
     """Each as long as its own processes take, if they had the machine to themselves."""
     rollouts = "+".join(g.name for g in spec.groups if Role.ROLLOUT in g.roles)
     trainers = "+".join(g.name for g in spec.groups if Role.TRAINER in g.roles)

@@ -17,17 +17,17 @@ from dovetail.planner.costs.memory import Training, problem, worst
 from dovetail.planner.hardware import GPU
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.configs import rows, sequence_tokens, shapes, training_job
-from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.layouts import trainable_layouts
 from dovetail.planner.placement.manifest import (
     RECOMPUTE,
     groups_inventory,
     groups_limits,
-    trainable_layouts,
     with_parts,
     workload,
 )
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
-from dovetail.planner.placement.search import Effort, Result, Search, alternatives, search_fewest_stages
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.simulate.rollout import play_rollout

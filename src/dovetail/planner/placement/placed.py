@@ -9,7 +9,7 @@ from dovetail.manifest.types import Parallelism, Stage
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.search import Found, Result
+from dovetail.planner.placement.search.search import Found, Result
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction

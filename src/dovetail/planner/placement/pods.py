@@ -24,7 +24,7 @@ from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.prediction import PodMemory
-from dovetail.protocol.process_names import CONTAINER
+from dovetail.protocol.process.process_names import CONTAINER
 
 # What Python and its libraries hold in a trainer rank or a scorer, and in the two processes of a vLLM server.
 PROCESS_BYTES = 0.75 * GIB

@@ -13,11 +13,12 @@ from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.manifest import pinned, pinned_shares, workload
+from dovetail.planner.placement.layouts import pinned_shares
+from dovetail.planner.placement.manifest import pinned, workload
 from dovetail.planner.placement.placed import Chosen, Infeasible, prediction, worth
-from dovetail.planner.placement.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
-from dovetail.planner.placement.structures import ALONE
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
+from dovetail.planner.placement.search.structures import ALONE
 from dovetail.planner.shape import ModelShape
 
 # Estimates of whole iterations; enough for 64 GPUs, and more for more.

@@ -14,13 +14,13 @@ deterministic."""
 from dovetail.planner.simulate.controller import Decision, ThresholdController
 from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
-from dovetail.planner.simulate.stage import Prediction, scan
+from dovetail.planner.simulate.stage import StagePrediction, scan
 
 __all__ = [
     "Decision",
     "MigrationPlan",
-    "Prediction",
     "ProfileError",
+    "StagePrediction",
     "StageProfile",
     "ThresholdController",
     "plan_migration",

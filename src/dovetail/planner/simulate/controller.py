@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
-from dovetail.planner.simulate.stage import Prediction, ratio, scan
+from dovetail.planner.simulate.stage import StagePrediction, ratio, scan
 from dovetail.planner.workload import Ints, Lengths
 
 # Of the batch (RLHFuse section 4.2).
@@ -38,7 +38,7 @@ class Decision:
     threshold: int | None
     fraction: float | None
     reason: str
-    prediction: Prediction
+    prediction: StagePrediction
     serial_seconds: float
     fused_seconds: float
     scanned: dict[float, float]
@@ -81,7 +81,7 @@ class ThresholdController:
         rng = np.random.default_rng([self._seed, self._decisions])
         self._decisions += 1
 
-        def played() -> dict[Choice, Prediction]:
+        def played() -> dict[Choice, StagePrediction]:
             lengths = self._draw(count, rng).tolist()
             wanted, roomy = thresholds.values(), [choice[1] for choice in choices]
             found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, roomy=roomy)

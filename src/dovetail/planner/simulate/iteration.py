@@ -12,7 +12,7 @@ from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.simulate.training import Bar, play_training
 from dovetail.planner.workload import Ints
 from dovetail.protocol.messages import Span
-from dovetail.protocol.process_names import COORDINATOR
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.trace import chrome_trace
 
 

@@ -18,7 +18,7 @@ def ratio(serial: float, fused: float) -> float:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StagePrediction:
     """Seconds since the stage began. The stage ends when every sample is scored and every instance can generate again.
 
     `generation_seconds`: of the serial stage; `generation_end`: of the fused one. `moves` (index -> instance): samples
@@ -52,7 +52,7 @@ def scan(
     max_tokens: int | None = None,
     early: bool = True,
     roomy: Iterable[bool] = (),
-) -> list[Prediction]:
+) -> list[StagePrediction]:
     """One iteration of N samples for each of several thresholds, in their order; what they have in common is simulated
     once. `lengths` (N,) and `prompt_lengths` (N,) tokens; `profiles`: one per instance.
 
@@ -85,7 +85,7 @@ def scan(
 
 def _fused(
     decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool, roomy: bool
-) -> Prediction:
+) -> StagePrediction:
     begun = decode.now
     plan = _gathered(decode, longest, [p.roomy() for p in decode.profiles] if roomy else decode.profiles)
     if plan is not None:
@@ -159,9 +159,9 @@ def _prediction(
     threshold: int | None,
     plan: MigrationPlan[int, int] | None,
     base: Decode,
-) -> Prediction:
+) -> StagePrediction:
     ends = sorted(decode.end)
-    return Prediction(
+    return StagePrediction(
         threshold,
         serial.end,
         scored.end,

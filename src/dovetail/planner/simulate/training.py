@@ -12,10 +12,10 @@ import numpy as np
 
 from dovetail.pipelines import (
     FAMILIES,
-    Effort,
-    Model,
-    Problem,
+    ModelPipelines,
     Schedule,
+    ScheduleProblem,
+    SearchEffort,
     evaluate,
     family_instance,
     find,
@@ -25,12 +25,12 @@ from dovetail.pipelines import (
 from dovetail.planner.candidate import Candidate, Share
 from dovetail.planner.costs.generation import Floats
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.costs.steps import Step
+from dovetail.planner.costs.steps import StepTimes
 from dovetail.planner.workload import Ints, Lengths
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused"}
 # One round of the search: its answer is within a few percent of the bound.
-EFFORT = Effort(seconds=0.0, workers=1, memory=False, exact=False)
+EFFORT = SearchEffort(seconds=0.0, workers=1, memory=False, exact=False)
 
 
 class Bar(NamedTuple):
@@ -85,7 +85,7 @@ def deal(relative: Floats, share: Share) -> list[Floats]:
     return [np.array([sum(rank[m::count]) / share.micro_batch for m in range(count)]) for rank in ranks]
 
 
-def _shared(candidate: Candidate, actor: Step, critic: Step) -> bool:
+def _shared(candidate: Candidate, actor: StepTimes, critic: StepTimes) -> bool:
     """Whether one schedule can hold both models: the same GPUs, tp alike, and pipelines that divide each other."""
     a, k = candidate.actor_training[0], candidate.critic_training[0]
     if (a.pool, a.range, a.tp) != (k.pool, k.range, k.tp) or max(a.pp, k.pp) == 1:
@@ -96,7 +96,9 @@ def _shared(candidate: Candidate, actor: Step, critic: Step) -> bool:
     return actor.micro_batches * positions // a.pp == critic.micro_batches * positions // k.pp
 
 
-def _both(candidate: Candidate, actor: Step, critic: Step, relative: Floats, now: float) -> tuple[float, list[Bar]]:
+def _both(
+    candidate: Candidate, actor: StepTimes, critic: StepTimes, relative: Floats, now: float
+) -> tuple[float, list[Bar]]:
     shares = candidate.actor_training[0], candidate.critic_training[0]
     positions = max(share.pp for share in shares)
     copies = shares[0].dp // (positions // shares[0].pp)
@@ -118,14 +120,14 @@ def _both(candidate: Candidate, actor: Step, critic: Step, relative: Floats, now
     return longest + fixed, bars
 
 
-def _problem(actor: Step, critic: Step, lengths: Sequence[Floats]) -> Problem:
+def _problem(actor: StepTimes, critic: StepTimes, lengths: Sequence[Floats]) -> ScheduleProblem:
     models = []
     for name, step, relative in zip(("actor", "critic"), (actor, critic), lengths, strict=True):
         each = np.maximum(relative, 1e-3)[:, None, :]
         pipelines, count = relative.shape
         shape = (pipelines, step.stages, count)
         models.append(
-            Model(
+            ModelPipelines(
                 name,
                 step.stages,
                 count,
@@ -134,10 +136,10 @@ def _problem(actor: Step, critic: Step, lengths: Sequence[Floats]) -> Problem:
                 pipelines=pipelines,
             )
         )
-    return Problem((models[0], models[1]), max(actor.hop, critic.hop))
+    return ScheduleProblem((models[0], models[1]), max(actor.hop, critic.hop))
 
 
-def _schedule(actor: Step, critic: Step, a: Floats, k: Floats, name: str) -> Schedule:
+def _schedule(actor: StepTimes, critic: StepTimes, a: Floats, k: Floats, name: str) -> Schedule:
     family = FAMILIES[FAMILY[name]]
     problem = _problem(actor, critic, (a, k))
     instance = family_instance(problem, family)
@@ -148,7 +150,7 @@ def _schedule(actor: Step, critic: Step, a: Floats, k: Floats, name: str) -> Sch
 
 
 @lru_cache(maxsize=64)
-def _orders(actor: Step, critic: Step, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
+def _orders(actor: StepTimes, critic: StepTimes, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
     """The order of passes for micro-batches of equal length."""
     problem = _problem(actor, critic, (np.ones(a), np.ones(k)))
     found = find(problem, FAMILIES[family], EFFORT)
@@ -156,7 +158,7 @@ def _orders(actor: Step, critic: Step, a: tuple[int, int], k: tuple[int, int], f
 
 
 def _apart(
-    candidate: Candidate, actor: Step, critic: Step | None, relative: Floats, now: float
+    candidate: Candidate, actor: StepTimes, critic: StepTimes | None, relative: Floats, now: float
 ) -> tuple[float, list[Bar]]:
     """Each model by 1F1B; after each other where they share GPUs."""
     mine, bars = candidate.actor_training[0], []
@@ -170,7 +172,7 @@ def _apart(
     return max(first, start - now + second), bars + new
 
 
-def _alone(model: str, share: Share, step: Step, relative: Floats, now: float) -> tuple[float, list[Bar]]:
+def _alone(model: str, share: Share, step: StepTimes, relative: Floats, now: float) -> tuple[float, list[Bar]]:
     longest, bars = 0.0, []
     for rank, lengths in enumerate(deal(relative, share)):
         times = np.multiply.outer([step.forward, step.backward], np.tile(lengths, (step.stages, 1)))

@@ -4,7 +4,7 @@ PUZZLE's Algorithm 1 is right only for equal dp and equal pp x tp. Here a layout
 and a routing table their overlaps, so any pair of layouts will do. The planner weighs layouts by it, trainer ranks
 send weights by it."""
 
-from dovetail.protocol.weights.layout import Box, Layout, LayoutError, Tensor, layer_range
+from dovetail.protocol.weights.layout import Box, LayoutError, RankGrid, Tensor, layer_range
 from dovetail.protocol.weights.routing import RoutingTable, Transfer, route
 
-__all__ = ["Box", "Layout", "LayoutError", "RoutingTable", "Tensor", "Transfer", "layer_range", "route"]
+__all__ = ["Box", "LayoutError", "RankGrid", "RoutingTable", "Tensor", "Transfer", "layer_range", "route"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from dovetail.protocol.messages import Bucket
-from dovetail.protocol.weights.layout import Box, Layout, Tensor, volume
+from dovetail.protocol.weights.layout import Box, RankGrid, Tensor, volume
 from dovetail.protocol.weights.routing import route
 
 ALIGNMENT = 16
@@ -153,7 +153,7 @@ def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
 
 
 def share_buckets(
-    buckets: Sequence[Bucket], layout: Layout, tp_dims: Mapping[str, int] | None = None
+    buckets: Sequence[Bucket], layout: RankGrid, tp_dims: Mapping[str, int] | None = None
 ) -> dict[int, list[Bucket]]:
     """What each rank of a stage sends of its buckets, by rank: those that send anything, and rank 0.
 
@@ -164,7 +164,7 @@ def share_buckets(
     dims = tp_dims or {}
     specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
     tensors = [Tensor(spec.name, spec.shape, tp_dim=dims.get(spec.name), itemsize=spec.itemsize) for spec in specs]
-    table = route(tensors, 1, layout, Layout(first=layout.ranks.stop))
+    table = route(tensors, 1, layout, RankGrid(first=layout.ranks.stop))
     if table.sent.keys() <= {0}:
         return {0: list(buckets)}
     boxes: dict[tuple[int, str], list[Box]] = {}

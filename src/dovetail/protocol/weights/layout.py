@@ -28,7 +28,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankGrid:
     """pp x dp x tp ranks from `first` on, tp changing fastest, then dp, as in PUZZLE's Algorithm 1.
 
     `sharded`: dp ranks share each tensor's first dimension (FSDP) rather than each holding a copy; with `copies`, so

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dovetail.protocol.weights.layout import Box, Layout, Tensor, overlap, pieces, volume
+from dovetail.protocol.weights.layout import Box, RankGrid, Tensor, overlap, pieces, volume
 
 # Parts smaller than this are not split further to balance the senders: a message has a cost of its own.
 MIN_PIECE_BYTES = 1 << 20
@@ -87,8 +87,8 @@ class RoutingTable:
 def route(
     tensors: Sequence[Tensor],
     layers: int,
-    source: Layout,
-    destination: Layout,
+    source: RankGrid,
+    destination: RankGrid,
     ranks_per_node: int | None = None,
 ) -> RoutingTable:
     """The table of a switch. Ranks that both layouts share keep what they hold and need.

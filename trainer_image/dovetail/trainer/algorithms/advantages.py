@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.manifest.training import Overlong
+from dovetail.manifest.training_types import Overlong
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.algorithms.masks import inside, kept, wide

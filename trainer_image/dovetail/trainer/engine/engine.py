@@ -16,13 +16,13 @@ from torch import Tensor
 
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.models.config import balance_coefficient
-from dovetail.models.routing import take_counts, take_unbalance
+from dovetail.models.expert_routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.engine import checkpoint
+from dovetail.trainer.engine.action_measures import Collected
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record, agree_on_work, check_actions
-from dovetail.trainer.engine.measure import Collected
 from dovetail.trainer.engine.model_export import export_model
 from dovetail.trainer.engine.optim import OptimizerStep, local
 from dovetail.trainer.engine.parallel import (
@@ -35,7 +35,7 @@ from dovetail.trainer.engine.parallel import (
 from dovetail.trainer.engine.parts import parts, senders
 from dovetail.trainer.engine.reduction import Reduction
 from dovetail.trainer.groups import Groups, PeerLost, peer_errors
-from dovetail.trainer.weight_sender import Parts, Source
+from dovetail.trainer.weight_sender import Source, WeightParts
 
 __all__ = ["Engine", "EngineModel", "MicroBatch"]
 
@@ -276,7 +276,7 @@ class Engine:
             return self.models["actor"].gather(self.ema)
         return self.models[model].gather()
 
-    def sendable(self, model: str, most: int) -> Source | Parts:
+    def sendable(self, model: str, most: int) -> Source | WeightParts:
         """The same weights to be sent by at most `most` ranks of each stage, each what it holds; by the first dp rank
         where a tensor is spread over more. A deferred step is applied to each layer just before it is taken."""
         held = self.models[model]
@@ -288,7 +288,7 @@ class Engine:
             if model in self._begun:
                 self._begun[model].apply(names)
 
-        return Parts(lambda: parts(held, ready), layout)
+        return WeightParts(lambda: parts(held, ready), layout)
 
     # ------------------------------------------------------------ parts
 

@@ -25,7 +25,7 @@ from dovetail.models.predictions import Predictions
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
-from dovetail.trainer.engine.measure import ActionStopwatch, AllocatedBytes, Meter, SavedBytes
+from dovetail.trainer.engine.action_measures import ActionStopwatch, AllocatedBytes, Meter, SavedBytes
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence

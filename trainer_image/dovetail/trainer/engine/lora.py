@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dovetail.manifest.types import LoRA
 from dovetail.models import ModelError, PipelineStage
 from dovetail.models.build import local_part
+from dovetail.models.model_stage import VALUE_HEAD
 from dovetail.models.source import generator
-from dovetail.models.stage import VALUE_HEAD
 
 _BASE = ".base_layer."
 _ADAPTER = "default"

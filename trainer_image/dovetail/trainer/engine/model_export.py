@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.models import HuggingFaceWriter, load_config
 from dovetail.models.export import write_text
-from dovetail.models.names import in_files
+from dovetail.models.tensor_names import in_files
 from dovetail.trainer.engine.engine_model import tokenizer_folder
 from dovetail.trainer.engine.parallel import compute_dtype
 from dovetail.trainer.files.storage import write_together

@@ -10,21 +10,21 @@ from torch import Tensor
 from dovetail.models.build import local_part
 from dovetail.models.transfer import Part
 from dovetail.protocol.weights.buckets import layer_of
-from dovetail.protocol.weights.layout import Layout
+from dovetail.protocol.weights.layout import RankGrid
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.groups import peer_errors
 
 
-def senders(held: EngineModel, most: int) -> Layout | None:
+def senders(held: EngineModel, most: int) -> RankGrid | None:
     """How at most `most` ranks of the model's stage, of its dp ranks from 0 on, hold its tensors together; None: it is
     shared by more ranks than that."""
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
     shards = held.dp_size // pipelines if sharded else 1
     copies = min(held.dp_size, most // tp) // shards
-    return Layout(tp=tp, dp=copies * shards, sharded=True, copies=copies) if copies else None
+    return RankGrid(tp=tp, dp=copies * shards, sharded=True, copies=copies) if copies else None
 
 
 def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: None) -> Iterator[Part]:

@@ -2,6 +2,6 @@
 
 from dovetail.trainer.profile.hardware import hardware_toml
 from dovetail.trainer.profile.links import measure_link
-from dovetail.trainer.profile.passes import measure_model
+from dovetail.trainer.profile.pass_times import measure_model
 
 __all__ = ["hardware_toml", "measure_link", "measure_model"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dovetail.protocol.profile import Link
+from dovetail.protocol.machine_profile import LinkTimes
 
 GIB = 2**30
 REPEATS = 7
@@ -17,7 +17,7 @@ _SIZES = {"cpu": 1024, "cuda": 8192}
 _BYTES = {"cpu": 64 * 2**20, "cuda": GIB}
 
 
-def hardware_toml(device: torch.device, link: Link | None, clock: Callable[[], float] = time.perf_counter) -> str:
+def hardware_toml(device: torch.device, link: LinkTimes | None, clock: Callable[[], float] = time.perf_counter) -> str:
     """An entry as in `dovetail.planner.hardware`'s gpus.toml, named as the node label names the product ("cpu": none).
     `link`: measured between two GPUs of this machine."""
     gpu = device.type == "cuda"

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from dovetail.models.transfer import store_at
-from dovetail.protocol.profile import Link
+from dovetail.protocol.machine_profile import LinkTimes
 
 _SMALL, _LARGE = 1, 4 * 2**20  # float32 values
 
 
-def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) -> Link:
+def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) -> LinkTimes:
     """Round trips between this machine's processes 0 and 1, over Gloo, or over NCCL between GPUs 0 and 1.
 
     Starts both processes. Raises TimeoutError if they are not done within `seconds`, RuntimeError if one of them
@@ -42,7 +42,7 @@ def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) ->
                 f"a process that measures messages failed (exit code {peers[0].exitcode or peers[1].exitcode})"
             )
         latency, rate = answers.get()
-        return Link(latency=latency, bytes_per_second=rate)
+        return LinkTimes(latency=latency, bytes_per_second=rate)
     finally:
         for peer in peers:
             with suppress(ValueError, AttributeError):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dovetail.protocol.exit_codes import SUPERSEDED
 from dovetail.protocol.messages import Heartbeat
-from dovetail.protocol.pulse import Pulse, ThreadProgress
+from dovetail.protocol.process.exit_codes import SUPERSEDED
+from dovetail.protocol.process.pulse import Pulse, ThreadProgress
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient
 
 INTERVAL_SECONDS = 2.0

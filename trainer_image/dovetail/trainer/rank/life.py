@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
-from dovetail.protocol.env import ProcessEnv
 from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
+from dovetail.protocol.process.env import ProcessEnv
 from dovetail.trainer.command_errors import Superseded
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.groups import Groups, PeerLost

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, cannot_cut, pinned_layouts
 from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
-from dovetail.manifest.training import Optimizer
+from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
 
 # ---------------------------------------------------------------- batch sizes

@@ -1,6 +1,6 @@
 """What each process that uses GPUs asks first: whether its torch has kernels for them.
 
-    python -m dovetail.gpus.process 7.0
+    python -m dovetail.gpus.kernel_check 7.0
 
 fails where the installed torch has none for a GPU of that compute capability. The Dockerfiles run it."""
 
@@ -11,8 +11,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from dovetail.gpus.driver import Driver, NoDriver, ask_driver
 from dovetail.gpus.kernels import Capability, capabilities, has_kernels, read_capability, remedy, show
+from dovetail.gpus.nvidia_driver import Driver, NoDriver, ask_driver
 
 
 def my_capability() -> Capability | None:

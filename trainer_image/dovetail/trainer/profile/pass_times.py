@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dovetail.models import Outputs, PipelineStage, load_config
 from dovetail.models.predictions import Predicted, Predictions
+from dovetail.protocol.machine_profile import ModelTimes, PassTimes
 from dovetail.protocol.messages import ModelRef
-from dovetail.protocol.profile import ModelTimes, PassTimes
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
-from dovetail.trainer.engine.measure import SavedBytes
+from dovetail.trainer.engine.action_measures import SavedBytes
 
 # A model of three stages of one layer: the middle one is a layer alone, the others have one part more.
 _STAGES = 3

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from dovetail.planner.candidate import INFERENCE, TRAINING, Share, cells
 from dovetail.planner.costs.gpu import GPUCosts, Option
-from dovetail.planner.placement.layouts import EVERY, Ranked, Ranker, Ranking, orders
-from dovetail.planner.placement.limits import Limits
-from dovetail.planner.placement.structures import apart
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
+from dovetail.planner.placement.search.structures import apart
 
 # Of a structure's fastest combinations, those that are estimated, and those that are looked at for them.
 COMBINATIONS = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.overrides import apply_overrides
+from dovetail.cli.common.overrides import apply_overrides
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
@@ -46,8 +46,8 @@ def load_job(
     from dovetail.cli.planning import configurations, hardware, local_profile
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
-    from dovetail.planner.placement.images import image_errors
-    from dovetail.planner.plan import make_plan
+    from dovetail.planner.hardware.images import image_errors
+    from dovetail.planner.make_plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)
     # On this machine no image is used: each process asks its own torch.

@@ -17,7 +17,7 @@ NEVER = 1_000_000
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """Sizes of an iteration. `pp`: pipeline stages; the other trainer ranks are data-parallel."""
 
     batch: int
@@ -42,7 +42,7 @@ class Shape:
         ]
 
 
-def variant(job: RLHFJob, shape: Shape, iterations: int = ITERATIONS) -> RLHFJob:
+def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHFJob:
     """The job with another shape, from its untrained models: no SFT, and one step of the reward model if it trains
     one. `iterations`: that are measured."""
     document = job.model_dump(mode="json", by_alias=True)
@@ -100,10 +100,10 @@ def calibration_jobs(job: RLHFJob, layers: int, iterations: int = ITERATIONS) ->
     shared = micro if mini % (2 * micro) == 0 else small if mini % (2 * small) == 0 else 1
     half = batch // 2 if (batch // 2) % mini == 0 and (batch // 2) % group == 0 else batch
     shapes = [
-        Shape(batch, mini, micro, longest),
-        Shape(half, mini, small, max(2, longest // 2), epochs=2),
-        Shape(batch, mini, shared, longest, trainers=2, rollouts=2),
-        Shape(
+        JobShape(batch, mini, micro, longest),
+        JobShape(half, mini, small, max(2, longest // 2), epochs=2),
+        JobShape(batch, mini, shared, longest, trainers=2, rollouts=2),
+        JobShape(
             half,
             mini,
             shared,

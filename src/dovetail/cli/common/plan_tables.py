@@ -12,7 +12,7 @@ from rich.table import Table
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.plan import Plan
-from dovetail.protocol.process_names import COORDINATOR, scorer_name
+from dovetail.protocol.process.process_names import COORDINATOR, scorer_name
 
 # More neighbours of a kind than this are in one row.
 TOGETHER = 2

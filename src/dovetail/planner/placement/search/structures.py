@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.manifest.sizes import world_size
 from dovetail.planner.candidate import TASKS, Candidate, Placement, Share
 from dovetail.planner.inventory import Inventory, Pool
-from dovetail.planner.placement.limits import Limits
+from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.workload import Workload
 
 # More sizes than this many nodes are not all tried; the search refines the best ones node by node.

@@ -34,7 +34,7 @@ class ModelTimes(Model):
     head_times: list[PassTimes] = Field(min_length=1)
 
 
-class Link(Model):
+class LinkTimes(Model):
     """Point-to-point messages between two processes."""
 
     latency: Seconds = Field(description="Seconds of an empty message.")
@@ -107,7 +107,7 @@ class Profile(Model):
     threads: PositiveInt = Field(description="Of a process, on CPUs.")
     tokens: PositiveInt = Field(description="Length of the measured sequences.")
     models: dict[str, ModelTimes] = Field(min_length=1)
-    link: Link | None = None
+    link: LinkTimes | None = None
     machine: Machine | None = Field(
         default=None, description="Measured with whole iterations (`dovetail profile --iterations`), on CPUs."
     )

@@ -28,7 +28,7 @@ def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[La
     return [tuple(models) for models in lanes.values()]
 
 
-class Lanes:
+class ScorerLanes:
     """One `Inference` for each lane, with the interface of a single one. `make(lane, on_scores)` builds that of a lane.
     `on_scores` gets a sample's scores when all lanes have theirs."""
 
@@ -44,7 +44,7 @@ class Lanes:
         self._stack = AsyncExitStack()
         self._lanes = [make(lane, self._collect) for lane in lanes]
 
-    async def __aenter__(self) -> Lanes:
+    async def __aenter__(self) -> ScorerLanes:
         for lane in self._lanes:
             await self._stack.enter_async_context(lane)
         return self

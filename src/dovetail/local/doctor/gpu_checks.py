@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from dovetail.gpus.driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
 from dovetail.gpus.dtypes import serving_dtype
+from dovetail.gpus.kernel_check import architectures, torch_problem
 from dovetail.gpus.kernels import BFLOAT16, show
-from dovetail.gpus.process import architectures, torch_problem
+from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
 from dovetail.local.doctor.finding import Finding
 from dovetail.manifest.types import Dtype
 from dovetail.rollout.versions import installed, supported, version_problem

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.job import run_dir_argument
-from dovetail.local.samples import ORDERS, choose, described, read
+from dovetail.cli.job_arguments import run_dir_argument
+from dovetail.local.sample_texts import ORDERS, choose, described, read
 from dovetail.supervision.errors import UsageError
 
 

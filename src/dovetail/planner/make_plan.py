@@ -16,15 +16,15 @@ from dovetail.planner.lag import with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.placement.configs import ConfigError
-from dovetail.planner.placement.division import divisions
+from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
+from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.prediction import Prediction
-from dovetail.protocol.process_names import rollout_name, trainer_name
-from dovetail.protocol.profile import Profile
+from dovetail.protocol.process.process_names import rollout_name, trainer_name
 
 
 class PlanError(ValueError):

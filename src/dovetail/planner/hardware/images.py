@@ -1,5 +1,5 @@
 """Whether the images of a job's groups have kernels for the groups' GPUs. A process asks again when it starts
-(`dovetail.gpus.process`): here only the GPU's product is known, and what the images were built from."""
+(`dovetail.gpus.kernel_check`): here only the GPU's product is known, and what the images were built from."""
 
 from __future__ import annotations
 

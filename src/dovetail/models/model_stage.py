@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError, is_tied, without_dropout
+from dovetail.models.expert_routing import replays
 from dovetail.models.packing import Packing
 from dovetail.models.predictions import Predicted, Predictions, Vocabulary, predict
-from dovetail.models.routing import replays
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
@@ -158,7 +158,7 @@ class PipelineStage(nn.Module):
 
         `routing` (total, layers of the whole model, experts of a token) of whole numbers: the experts to use, -1 where
         the model chooses itself. `balance`: what the mean of all layers' load-balancing losses counts for in the
-        gradients (`dovetail.models.routing`).
+        gradients (`dovetail.models.expert_routing`).
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of

@@ -15,10 +15,10 @@ from itertools import product
 from dovetail.planner.candidate import INFERENCE, Candidate, Placement, Schedule, Share, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts, Option
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.combine import Combiner, Filling
-from dovetail.planner.placement.layouts import EVERY, Ranker, Ranking
-from dovetail.planner.placement.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
-from dovetail.planner.placement.structures import Sizes, apart, sizes, structures
+from dovetail.planner.placement.search.combine import Combiner, Filling
+from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
+from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
+from dovetail.planner.placement.search.structures import Sizes, apart, sizes, structures
 
 # The descent looks at layouts that alone take up to so much longer than the one in use.
 SLACK = 1.25

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from dovetail.cli.extras import require
-from dovetail.cli.job import run_dir_argument
+from dovetail.cli.common.extras import require
+from dovetail.cli.job_arguments import run_dir_argument
 
 
 @click.command()

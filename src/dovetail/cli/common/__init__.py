@@ -1,0 +1,1 @@
+"""What several commands share: overrides of fields, extras that are missing, tables."""
